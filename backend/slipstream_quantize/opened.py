@@ -9,7 +9,7 @@ import torch
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.layers.attention import AttentionInputs, StepRows
-from slipstream.layers.decoder import Block, Decoder
+from slipstream.layers.decoder import AnyBlock, Block, Decoder
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
@@ -109,16 +109,20 @@ class Opened:
             if name not in matrices:
                 tensor.copy_(tensor.to(self.dtype))
 
-    def _places(self, block: Block) -> list[ProbedLayer]:
+    def _places(self, block: AnyBlock) -> list[ProbedLayer]:
         """Put probes into a block; return its places in the order in which they run."""
         found: list[ProbedLayer] = []
         # Scales of a cache are of the values as they are: none move into attention's output then.
         for layer, norm in ((block.attention, block.input_norm), (block.mlp, block.mlp_norm)):
             before: Probe | None = None
+            # Factors move into an RMS norm, if nothing else reads it.
+            apart = norm if isinstance(norm, Norm) and isinstance(block, Block) else None
             for place in list(vars(layer).values()):
                 if isinstance(place, NormLinear | GatedLinear):
                     before = place.linear = self._probe(place.linear)
-                    found.append(ProbedLayer(before, norm, None))
+                    found.append(ProbedLayer(before, apart, None))
+                    if isinstance(place, NormLinear) and layer is not block.attention:
+                        before = None  # an activation is no factor
                 elif isinstance(place, LinearAdd):
                     probe = place.linear = self._probe(place.linear)
                     feeding = _feeding(before, probe)
@@ -179,7 +183,7 @@ class Running:
     def embedded(self) -> list[Tensor]:
         """Return the sums before the first block, of some pieces each: `[tokens, hidden]`."""
         return [
-            self._opened.decoder.embedding(part.flatten())
+            self._opened.decoder.embedding(part.flatten(), self._positions(len(part)))
             for part in torch.split(self._pieces, self._at_once)
         ]
 
@@ -202,11 +206,16 @@ class Running:
         for ids, sums in self.sums():
             yield ids, self._opened.decoder.logits(Residual(sums)).float()
 
+    def _positions(self, count: int) -> Tensor:
+        """Return the positions of the tokens of so many pieces."""
+        length = self._pieces.shape[1]
+        return torch.arange(length, device=self._plan.device).repeat(count)
+
     def _inputs(self, count: int, window: int) -> AttentionInputs:
         """Return the inputs of attention for so many pieces, each of them a chunk."""
         length, device = self._pieces.shape[1], self._plan.device
         tables = torch.arange(count * self._blocks, dtype=torch.int32, device=device)
-        positions = torch.arange(length, device=device).repeat(count)
+        positions = self._positions(count)
         firsts = torch.arange(count, device=device) * self._blocks * BLOCK_SIZE
         rows = StepRows(
             positions=positions,

@@ -13,9 +13,10 @@ from slipstream.kernels.elementwise.fp8 import Quantized
 from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import Block, Decoder
 from slipstream.layers.dims import Dims
+from slipstream.layers.embedding import embedding_and_head
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
-from slipstream.layers.mlp import GatedMLP, GeluMLP
-from slipstream.layers.norm import Norm
+from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP
+from slipstream.layers.norm import LayerNorm, Norm, identity
 from slipstream.layers.residual import Residual
 from slipstream.models.weights import RandomSource, Weights
 from torch import Tensor
@@ -98,6 +99,22 @@ def test_a_fused_place_computes_what_a_plain_one_does(
     assert (stages == "none") == torch.equal(got, without)
 
 
+@pytest.mark.parametrize("scheme", ["none", "fp8"])
+@pytest.mark.parametrize("pattern", [name for name in PLACES if name.startswith("norm")])
+def test_only_an_rms_norm_is_fused(pattern: str, scheme: str) -> None:
+    """Others are computed before the product, of the sum with what waits to be added to it."""
+    w = weights(scheme)
+    place, add = PLACES[pattern](w), LinearAdd(linear(w, HIDDEN))
+    x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    for norm in (LayerNorm(w, HIDDEN, 1e-5), LayerNorm(w, HIDDEN, 1e-5, False, False), identity):
+        wanted, found = Residual(x.clone()), Residual(x.clone())
+        add(x, wanted)
+        fused(add)(x, found)
+        want, got = (p(norm, r) for p, r in ((place, wanted), (fused(place), found)))
+        want, got = (y[0] if isinstance(y, tuple) else y for y in (want, got))
+        assert (got - want).abs().max() <= (0.02 if scheme == "fp8" else 1e-5) * want.abs().max()
+
+
 def test_stages_come_behind_the_bias_and_in_their_order() -> None:
     layer = linear(weights(), HIDDEN)
     x = torch.randn(3, HIDDEN)
@@ -118,7 +135,8 @@ def decoder(w: Weights, mlp: type[GatedMLP] = GatedMLP) -> Decoder:
     block = Block(
         Norm(w, HIDDEN, 1e-5), Attention(w, DIMS, table), Norm(w, HIDDEN, 1e-5), mlp(w, DIMS)
     )
-    return Decoder(w, DIMS, [block, replace(block)], ties_embeddings=True)
+    embedding, head = embedding_and_head(w, DIMS, is_tied=True)
+    return Decoder(embedding, [block, replace(block)], Norm(w, HIDDEN, 1e-5), head)
 
 
 def test_a_rewrite_finds_all_places() -> None:
@@ -129,6 +147,13 @@ def test_a_rewrite_finds_all_places() -> None:
     assert mlp.gate_up.feeds is mlp.down.linear
     assert type(made.head.product) is FusedNormLinear
     assert made.head.product.linear.scheme is quant.named("none")
+
+
+def test_a_rewrite_finds_the_places_of_a_plain_mlp() -> None:
+    made = decoder(weights("fp8"))
+    made.blocks[0] = replace(made.blocks[0], mlp=PlainMLP(weights("fp8"), DIMS, "relu"))
+    mlp = rewrite(made).blocks[0].mlp
+    assert [type(place) for place in (mlp.up, mlp.down)] == [FusedNormLinear, FusedLinearAdd]
 
 
 @pytest.mark.parametrize("mlp", [GatedMLP, GeluMLP])

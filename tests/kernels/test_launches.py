@@ -20,7 +20,7 @@ from fixtures.tiers import quick_of
 from slipstream.fuse.rewrite import fused
 from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 from slipstream.layers.dims import Dims
-from slipstream.layers.embedding import Embedding, Head
+from slipstream.layers.embedding import Head
 from slipstream.layers.linear import Linear, LinearAdd, NormLinear
 from slipstream.layers.mlp import GatedMLP, GeluMLP
 from slipstream.layers.norm import Norm
@@ -98,8 +98,7 @@ class Model:
         self.mlp = (GeluMLP if gemma else GatedMLP)(w, d, bias, norm() if gemma else None)
         self.mlp.gate_up = fused(self.mlp.gate_up, self.mlp.down.linear)
         self.mlp.down = fused(self.mlp.down)
-        embedding = Embedding(w, d.vocab_size, d.hidden_size)
-        self.head = Head(embedding.weight, w.deterministic)
+        self.head = Head(w.tensor("weight", d.vocab_size, d.hidden_size), w.deterministic)
         self.head.product = fused(self.head.product)
         self.norms = [norm(), norm(), norm()]
         self.qk = Norm(w, d.head_size, d.eps) if case.variant == "qk norms" else None

@@ -180,8 +180,8 @@ def test_a_published_gemma_3(tmp_path: Path) -> None:
     }
     config = read_config(write(tmp_path, **GEMMA | published))
     assert config.windows == tuple(0 if i % 6 == 5 else 512 for i in range(26))
-    assert config.rope == RopeConfig("linear", 1e6, 8.0)
-    assert config.local_rope == RopeConfig(theta=1e4)
+    assert config.ropes[5] == RopeConfig("linear", 1e6, 8.0)
+    assert config.ropes[0] == RopeConfig(theta=1e4)
     assert config.axes.attention_scale == 168**-0.5
     assert config.ties_embeddings
     assert config.dims.head_size == 256
@@ -344,8 +344,8 @@ def test_a_silent_file_is_what_transformers_takes(family: str, tmp_path: Path) -
     window = getattr(theirs, "sliding_window", None) or 0
     assert ours.windows == tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     ropes = theirs.rope_parameters
-    both = [ropes.get(kind, ropes) for kind in ("full_attention", "sliding_attention")]
-    assert [ours.rope.theta, ours.local_rope.theta] == [rope["rope_theta"] for rope in both]
+    thetas = [ropes.get(kind, ropes)["rope_theta"] for kind in kinds]
+    assert [rope.theta for rope in ours.ropes] == thetas
 
 
 def test_the_default_end_only_where_nothing_says_otherwise(tmp_path: Path) -> None:

@@ -11,27 +11,37 @@ from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.activation import GATES
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand, follow, multiply, route_of
-from slipstream.kernels.gemm.op import E4M3, Addend, Around
+from slipstream.kernels.gemm.op import E4M3, Around
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
-from slipstream.layers.norm import Norm
+from slipstream.layers.norm import Norm, RowNorm
 from slipstream.layers.residual import Residual
 
 
-def _behind_norm(linear: Linear, norm: Norm, addend: Addend | None, gate: str = "") -> Around:
-    """Return the stages of a product behind a norm of the residual sum, `addend` included."""
-    return Around(norm.weight, norm.eps, norm.plus_one, bias=linear.bias, gate=gate, addend=addend)
+def _behind_norm(
+    linear: Linear, norm: RowNorm, residual: Residual, gate: str = ""
+) -> tuple[Tensor, Around]:
+    """Return the rows of a product behind a norm of the residual sum, and its stages.
+
+    An RMS norm, and what has yet to be added to the sum, are among the stages; any other norm is
+    computed here.
+    """
+    if not isinstance(norm, Norm):
+        return norm(residual.values), Around(bias=linear.bias, gate=gate)
+    x, addend = residual.take()
+    how = (norm.weight, norm.eps, norm.plus_one)
+    return x, Around(*how, bias=linear.bias, gate=gate, addend=addend)
 
 
 class FusedNormLinear(NormLinear):
     """(residual, norm, quantise, linear): scales are left to a reader that applies them."""
 
-    def __call__(self, norm: Norm, residual: Residual) -> tuple[Tensor, Scales | None]:
+    def __call__(self, norm: RowNorm, residual: Residual) -> tuple[Tensor, Scales | None]:
         """Compute what `NormLinear` computes."""
         matrix = self.linear.matrix
         if matrix is None:
             return super().__call__(norm, residual)
-        x, addend = residual.take()
-        y = multiply(x, matrix, _behind_norm(self.linear, norm, addend))
+        x, around = _behind_norm(self.linear, norm, residual)
+        y = multiply(x, matrix, around)
         if isinstance(y, Tensor):
             return y, None
         if self.leaves_scales and y.product.dtype == x.dtype:
@@ -50,13 +60,12 @@ class FusedGatedLinear(GatedLinear):
         super().__init__(linear, gate)
         self.feeds = feeds
 
-    def __call__(self, norm: Norm, residual: Residual) -> Operand:
+    def __call__(self, norm: RowNorm, residual: Residual) -> Operand:
         """Compute what `GatedLinear` computes."""
         matrix = self.linear.matrix
         if matrix is None:
             return super().__call__(norm, residual)
-        x, addend = residual.take()
-        around = _behind_norm(self.linear, norm, addend, self.gate)
+        x, around = _behind_norm(self.linear, norm, residual, self.gate)
         route = route_of(x, matrix, around)
         y = follow(route, x, matrix, around)
         next_matrix = None if self.feeds is None else self.feeds.matrix
@@ -75,7 +84,7 @@ class Gated(GatedLinear):
         super().__init__(place.linear, gate)
         self._place = place
 
-    def __call__(self, norm: Norm, residual: Residual) -> Operand:
+    def __call__(self, norm: RowNorm, residual: Residual) -> Operand:
         """Compute what `GatedLinear` computes."""
         y, scales = self._place(norm, residual)
         assert scales is None, "a gate applies no scales"
@@ -99,7 +108,7 @@ class FusedLinearAdd(LinearAdd):
 class NormedAdd(LinearAdd):
     """A norm that no GEMM fuses, between a place that may be fused and the residual sum."""
 
-    def __init__(self, place: LinearAdd, norm: Norm) -> None:
+    def __init__(self, place: LinearAdd, norm: RowNorm) -> None:
         super().__init__(place.linear, norm)
         self._place, self._norm = place, norm
 

@@ -7,7 +7,7 @@ from slipstream.kernels.elementwise.fp8 import Quantized
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
 from slipstream.layers.linear import GatedLinear, LinearAdd, NormLinear
-from slipstream.layers.norm import Norm
+from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.sliced import slices
 
@@ -19,7 +19,7 @@ class SlicedNormLinear(NormLinear):
         super().__init__(place.linear, place.leaves_scales)
         self._place = place
 
-    def __call__(self, norm: Norm, residual: Residual) -> tuple[Tensor, Scales | None]:
+    def __call__(self, norm: RowNorm, residual: Residual) -> tuple[Tensor, Scales | None]:
         """Compute what `NormLinear` computes."""
         x = residual.values
         parts = [self._place(norm, Residual(x[part])) for part in slices(len(x))]
@@ -38,7 +38,7 @@ class SlicedGatedLinear(GatedLinear):
         super().__init__(place.linear, place.gate)
         self._place = place
 
-    def __call__(self, norm: Norm, residual: Residual) -> Operand:
+    def __call__(self, norm: RowNorm, residual: Residual) -> Operand:
         """Compute what `GatedLinear` computes."""
         x = residual.values
         parts = [self._place(norm, Residual(x[part])) for part in slices(len(x))]

@@ -14,7 +14,7 @@ from slipstream.kernels.elementwise.scales import Scales
 from slipstream.layers.cache_scales import static_scales
 from slipstream.layers.dims import Dims
 from slipstream.layers.linear import Linear, LinearAdd, NormLinear
-from slipstream.layers.norm import Norm
+from slipstream.layers.norm import LayerNorm, Norm, RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 
@@ -114,6 +114,41 @@ class AttentionInputs:
         return out
 
 
+class HeadNorm:
+    """A norm of queries or of keys, `[n, heads, d]`.
+
+    Args:
+        norm: of rows of `size` numbers, or of rows and heads.
+        size: `d`: each head is a row; `heads * d`: all of them together are.
+    """
+
+    def __init__(self, norm: Norm | LayerNorm, size: int) -> None:
+        self.norm = norm
+        self._size = size
+
+    def in_rotation(self, head_size: int) -> Tensor | None:
+        """Return the weight, if the kernel that rotates can normalise so; else None."""
+        norm = self.norm
+        fits = isinstance(norm, Norm) and not norm.plus_one and self._size == head_size
+        return norm.weight if fits else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise `[n, heads, d]`."""
+        if self._size == x.shape[-1] and isinstance(self.norm, LayerNorm):
+            return self.norm(x)
+        return self.norm(x.reshape(-1, self._size)).view(x.shape)
+
+
+def _in_rotation(
+    norms: tuple[HeadNorm, HeadNorm] | None, head_size: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the weights of norms that the kernel of the rotation applies; else None twice."""
+    if norms is None:
+        return None, None
+    q_norm, k_norm = norms
+    return q_norm.in_rotation(head_size), k_norm.in_rotation(head_size)
+
+
 class Attention:
     """Grouped-query attention (Ainslie et al., 2023); MHA and MQA are its ends.
 
@@ -126,6 +161,7 @@ class Attention:
         out_norm: of what is added to the residual sum (Gemma).
         scale: of the scores of queries and keys; None: `head_size ** -0.5`.
         inputs: numbers of a token that the projection reads; None: the hidden size.
+        most: queries, keys and values are cut to -most .. most; None: not cut.
     """
 
     def __init__(
@@ -135,10 +171,11 @@ class Attention:
         cos_sin: Tensor,
         qkv_bias: bool = False,
         out_bias: bool = False,
-        qk_norms: tuple[Norm, Norm] | None = None,
-        out_norm: Norm | None = None,
+        qk_norms: tuple[HeadNorm, HeadNorm] | None = None,
+        out_norm: RowNorm | None = None,
         scale: float | None = None,
         inputs: int | None = None,
+        most: float | None = None,
     ) -> None:
         size = dims.head_size
         heads = (dims.num_heads, dims.num_kv_heads, dims.num_kv_heads)
@@ -149,19 +186,19 @@ class Attention:
         names = ("q_proj", "k_proj", "v_proj")
         qkv = Linear.read(w, names, self.sizes, inputs or dims.hidden_size, qkv_bias)
         out = Linear.read(w, ("o_proj",), (dims.hidden_size,), self.sizes[0], out_bias)
-        # Norms plus one come before the kernel of the rotation, all others are in it.
-        self._early_norms = qk_norms if qk_norms and qk_norms[0].plus_one else None
-        self.qkv = NormLinear(qkv, leaves_scales=self._early_norms is None)
+        # The kernel of the rotation has the commonest norms; all others come before it.
+        self.q_norm, self.k_norm = _in_rotation(qk_norms, size)
+        self._early_norms = qk_norms if self.q_norm is None else None
+        self._most = most
+        leaves_scales = self._early_norms is None and most is None
+        self.qkv = NormLinear(qkv, leaves_scales=leaves_scales)
         self.out = LinearAdd(out, out_norm)
-        q_norm, k_norm = (None, None) if self._early_norms else qk_norms or (None, None)
-        self.q_norm = None if q_norm is None else q_norm.weight
-        self.k_norm = None if k_norm is None else k_norm.weight
         self.eps = dims.eps
         self.static = static_scales(w)
         self._has_head_norms = qk_norms is not None
 
     def __call__(
-        self, norm: Norm, residual: Residual, inputs: AttentionInputs, cache: Tensor
+        self, norm: RowNorm, residual: Residual, inputs: AttentionInputs, cache: Tensor
     ) -> None:
         """`residual [n, hidden] += ` the attention of `norm(residual)`.
 
@@ -225,14 +262,13 @@ class Attention:
         static = self.static_of(cache)
         return out if static is None else out.mul_(static.v)
 
-    def project(self, norm: Norm, residual: Residual) -> tuple[list[Tensor], Scales | None]:
+    def project(self, norm: RowNorm, residual: Residual) -> tuple[list[Tensor], Scales | None]:
         """Queries, keys and values of `norm(residual)`, `[n, heads, d]` each, and their scales."""
         qkv, scales = self.qkv(norm, residual)
+        if self._most is not None:
+            qkv = qkv.clamp(-self._most, self._most)
         parts = torch.split(qkv, self.sizes, dim=-1)
         q, k, v = [part.view(len(residual), -1, self.head_size) for part in parts]
         if self._early_norms is not None:
-            q, k = (
-                n(x.reshape(-1, self.head_size)).view(x.shape)
-                for n, x in zip(self._early_norms, (q, k), strict=True)
-            )
+            q, k = (norm(x) for norm, x in zip(self._early_norms, (q, k), strict=True))
         return [q, k, v], scales

@@ -6,19 +6,18 @@ from typing import Protocol
 
 from torch import Tensor
 
-from slipstream.layers.attention import AttentionInputs
-from slipstream.layers.dims import Dims
-from slipstream.layers.embedding import embedding_and_head
-from slipstream.layers.norm import Norm
+from slipstream.layers.attention import Attention, AttentionInputs
+from slipstream.layers.embedding import Embedding, Head
+from slipstream.layers.mlp import TwoStepMLP
+from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
-from slipstream.layers.source import WeightSource
 
 
 class AttentionLayer(Protocol):
     """Attention over what is cached and a step's own tokens."""
 
     def __call__(
-        self, norm: Norm, residual: Residual, inputs: AttentionInputs, cache: Tensor
+        self, norm: RowNorm, residual: Residual, inputs: AttentionInputs, cache: Tensor
     ) -> None:
         """`residual [n, hidden] += ` the attention of `norm(residual)`, of the rows needed."""
 
@@ -27,10 +26,10 @@ class AttentionLayer(Protocol):
 class Block:
     """Attention and MLP, each added to the residual sum of whose norm it is."""
 
-    input_norm: Norm
+    input_norm: RowNorm
     attention: AttentionLayer
-    mlp_norm: Norm
-    mlp: Callable[[Norm, Residual], None]
+    mlp_norm: RowNorm
+    mlp: Callable[[RowNorm, Residual], None]
 
     def __call__(self, residual: Residual, inputs: AttentionInputs, cache: Tensor) -> None:
         """Apply the block to `residual [n, hidden]`; the last block keeps only rows needed."""
@@ -38,21 +37,40 @@ class Block:
         self.mlp(self.mlp_norm, residual)
 
 
+@dataclass(frozen=True, slots=True)
+class ParallelBlock:
+    """Attention and MLP of norms of the same sum, both added to it (Wang and Komatsuzaki, 2021).
+
+    The two norms may be one.
+    """
+
+    input_norm: RowNorm
+    attention: Attention
+    mlp_norm: RowNorm
+    mlp: TwoStepMLP
+
+    def __call__(self, residual: Residual, inputs: AttentionInputs, cache: Tensor) -> None:
+        """Apply the block; see `Block`. The MLP is of the rows that the last block keeps."""
+        projected = self.attention.project(self.input_norm, residual)
+        wanted = inputs.wanted
+        before = residual if wanted is None else Residual(residual.values[wanted])
+        inner = self.mlp.inner(self.mlp_norm, before)
+        self.attention.add(projected, residual, inputs, cache)
+        self.mlp.down(inner, residual)
+
+
+AnyBlock = Block | ParallelBlock
+
+
 class Decoder:
-    """Embedding (times `embedding_scale`), blocks, final norm and head."""
+    """Embedding, blocks, final norm and head."""
 
     def __init__(
-        self,
-        w: WeightSource,
-        dims: Dims,
-        blocks: Sequence[Block],
-        ties_embeddings: bool,
-        embedding_scale: float = 1.0,
-        norms_plus_one: bool = False,
+        self, embedding: Embedding, blocks: Sequence[AnyBlock], norm: RowNorm, head: Head
     ) -> None:
-        self.embedding, self.head = embedding_and_head(w, dims, ties_embeddings, embedding_scale)
+        self.embedding, self.head = embedding, head
         self.blocks = blocks
-        self.norm = Norm(w.at("model.norm"), dims.hidden_size, dims.eps, norms_plus_one)
+        self.norm = norm
 
     def __call__(
         self,
@@ -80,7 +98,7 @@ class Decoder:
         `inputs[i]` and `caches[i]` are layer i's; a cache is
         `[num_blocks, num_kv_heads, 2, block_size, head_size]`. All but the last want all rows.
         """
-        residual = Residual(self.embedding(token_ids))
+        residual = Residual(self.embedding(token_ids, inputs[0].rows.positions))
         for block, where, cache in zip(self.blocks, inputs, caches, strict=True):
             block(residual, where, cache)
         return residual

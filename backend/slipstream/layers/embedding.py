@@ -1,6 +1,7 @@
 """Token embedding, and the same matrix (or its own) as the head that gives logits."""
 
 import logging
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.layers.dims import Dims
 from slipstream.layers.linear import Linear, NormLinear
-from slipstream.layers.norm import Norm
+from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 from slipstream.quant.matrix import write
@@ -19,38 +20,88 @@ from slipstream.quant.matrix import write
 _log = logging.getLogger(__name__)
 
 
+class Ends(NamedTuple):
+    """What stands around the two matrices at a decoder's ends; neutral by default.
+
+    scale: of rows of the embedding.
+    position_rows, position_offset: of the table of learned positions, whose row `position +
+    position_offset` is added to a token's; 0 rows: no table.
+    head_bias: whether logits have a bias.
+    logit_scale: of logits.
+    logit_cap: logits are at most so large, by tanh; 0: no cap.
+    """
+
+    scale: float = 1.0
+    position_rows: int = 0
+    position_offset: int = 0
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
+
+
+PLAIN = Ends()
+
+
 class Embedding:
-    """A row for each token id, times `scale`, which is rounded as the weights are."""
+    """A row for each token id, times a scale, which is rounded as the weights are; then a row for
+    its position, and a norm, where there are such.
+    """
 
     def __init__(
-        self, w: WeightSource, vocab_size: int, hidden_size: int, scale: float = 1.0
+        self,
+        weight: Tensor,
+        scale: float = 1.0,
+        positions: Tensor | None = None,
+        norm: RowNorm | None = None,
     ) -> None:
-        self.weight = w.tensor("weight", vocab_size, hidden_size)
-        self._scale = float(torch.tensor(scale, dtype=self.weight.dtype))
+        self.weight = weight
+        self._scale = float(torch.tensor(scale, dtype=weight.dtype))
+        self._positions = positions
+        self._norm = norm
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """`[n] i64 -> [n, hidden]`."""
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """`[n] i64`, of tokens and of their positions, `-> [n, hidden]`."""
         rows = functional.embedding(token_ids, self.weight)
-        return rows if self._scale == 1.0 else rows * self._scale
+        if self._scale != 1.0:
+            rows = rows * self._scale
+        if self._positions is not None:
+            rows = rows + functional.embedding(positions, self._positions)
+        return rows if self._norm is None else self._norm(rows)
 
 
 class Head:
-    """Logits of every token id: `weight [vocab, hidden]`, which is never quantised."""
+    """Logits of every token id: `weight [vocab, hidden]`, which is never quantised.
 
-    def __init__(self, weight: Tensor, is_sliced: bool) -> None:
+    A bias is added to the product; then come a scale and a cap.
+    """
+
+    def __init__(
+        self, weight: Tensor, is_sliced: bool, bias: Tensor | None = None, ends: Ends = PLAIN
+    ) -> None:
         self.weight = weight
-        self.product = NormLinear(Linear(quant.named("none"), Matrix(weight), None, is_sliced))
+        self.product = NormLinear(Linear(quant.named("none"), Matrix(weight), bias, is_sliced))
+        self._scale, self._cap = ends.logit_scale, ends.logit_cap
 
-    def __call__(self, norm: Norm, residual: Residual) -> Tensor:
+    def __call__(self, norm: RowNorm, residual: Residual) -> Tensor:
         """Logits of `norm(residual)`, `[n, hidden] -> [n, vocab]`."""
         logits, _ = self.product(norm, residual)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        if self._cap:
+            logits = ((logits.float() / self._cap).tanh() * self._cap).to(logits.dtype)
         return logits
 
 
 def embedding_and_head(
-    w: WeightSource, dims: Dims, is_tied: bool, scale: float = 1.0
+    w: WeightSource,
+    dims: Dims,
+    is_tied: bool,
+    ends: Ends = PLAIN,
+    norm: RowNorm | None = None,
 ) -> tuple[Embedding, Head]:
-    """The embedding, `model.embed_tokens`, and the head, `lm_head`.
+    """The embedding, `model.embed_tokens`, and the head, `lm_head`; `norm` is the embedding's.
+
+    Learned positions are `model.embed_positions`.
 
     Tied, they are one matrix, which the checkpoint may have under either name or under both. Where
     it has two that differ, they are not tied, whatever config.json says, as in transformers 5.
@@ -62,19 +113,30 @@ def embedding_and_head(
         )
     is_one = is_tied and not (below.has("weight") and above.has("weight"))
     source = above if is_one and above.has("weight") else below
-    embedding = Embedding(source, dims.vocab_size, dims.hidden_size, scale)
+    below_weight = source.tensor("weight", dims.vocab_size, dims.hidden_size)
+    embedding = Embedding(below_weight, ends.scale, _positions(w, dims, ends), norm)
+    bias = above.tensor("bias", dims.vocab_size) if ends.head_bias else None
     if is_one:
-        return embedding, Head(embedding.weight, w.deterministic)
+        return embedding, Head(below_weight, w.deterministic, bias, ends)
     weight = _head_weight(w, above, dims)
     # Where only shapes are checked there are no numbers to compare.
-    if is_tied and (weight.is_meta or torch.equal(weight, embedding.weight)):
-        weight = embedding.weight
+    if is_tied and (weight.is_meta or torch.equal(weight, below_weight)):
+        weight = below_weight
     elif is_tied:
         _log.warning(
             "config.json says tie_word_embeddings = true, but lm_head.weight differs from "
             "model.embed_tokens.weight: each is used as it is"
         )
-    return embedding, Head(weight, w.deterministic)
+    return embedding, Head(weight, w.deterministic, bias, ends)
+
+
+def _positions(w: WeightSource, dims: Dims, ends: Ends) -> Tensor | None:
+    """Read the table of learned positions from that of the first one on."""
+    if not ends.position_rows:
+        return None
+    rows = ends.position_rows + ends.position_offset
+    table = w.at("model.embed_positions").tensor("weight", rows, dims.hidden_size)
+    return table[ends.position_offset :]
 
 
 def _head_weight(w: WeightSource, head: WeightSource, dims: Dims) -> Tensor:

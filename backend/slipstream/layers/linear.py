@@ -15,7 +15,7 @@ from slipstream.kernels.elementwise.activation import GATES
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
 from slipstream.kernels.gemm.op import Matrix
-from slipstream.layers.norm import Norm
+from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.sliced import sliced
 from slipstream.layers.source import WeightSource
@@ -96,7 +96,7 @@ class NormLinear:
         self.linear = linear
         self.leaves_scales = leaves_scales
 
-    def __call__(self, norm: Norm, residual: Residual) -> tuple[Tensor, Scales | None]:
+    def __call__(self, norm: RowNorm, residual: Residual) -> tuple[Tensor, Scales | None]:
         """`linear(norm(residual))`, `[n, out]`, and the scales that are left to its reader."""
         return self.linear(norm(residual.values)), None
 
@@ -108,7 +108,7 @@ class GatedLinear:
         self.linear = linear
         self.gate = gate
 
-    def __call__(self, norm: Norm, residual: Residual) -> Operand:
+    def __call__(self, norm: RowNorm, residual: Residual) -> Operand:
         """`act(gate) * up` of `linear(norm(residual))`; `[n, out / 2]`, quantised if the layer that
         reads it would quantise it.
         """
@@ -118,7 +118,7 @@ class GatedLinear:
 class LinearAdd:
     """A linear layer that is added to the residual sum, behind a norm if it has one (Gemma)."""
 
-    def __init__(self, linear: Linear, norm: Norm | None = None) -> None:
+    def __init__(self, linear: Linear, norm: RowNorm | None = None) -> None:
         self.linear = linear
         self.norm = norm
 

@@ -1,31 +1,108 @@
-"""The gated MLP (Shazeer, 2020) of Llama and its relatives, and Gemma's."""
+"""MLPs: the gated ones (Shazeer, 2020) of Llama and its relatives, and the plain one."""
 
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.kernels.gemm.linear import Operand
 from slipstream.layers.dims import Dims
-from slipstream.layers.linear import GatedLinear, Linear, LinearAdd
-from slipstream.layers.norm import Norm
+from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
+from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 
 
-class GatedMLP:
+class TwoStepMLP:
+    """An MLP in two steps, between which a parallel block has attention change the sum.
+
+    `down` is that of every MLP: the layer that is added to the sum.
+    """
+
+    down: LinearAdd
+
+    def inner(self, norm: RowNorm, residual: Residual) -> Operand:
+        """Return what `down` reads, of `norm(residual)`: `[n, intermediate]`."""
+        raise NotImplementedError
+
+    def __call__(self, norm: RowNorm, residual: Residual) -> None:
+        """`residual [n, hidden] += ` the MLP of `norm(residual)`."""
+        self.down(self.inner(norm, residual), residual)
+
+
+class GatedMLP(TwoStepMLP):
     """`down(silu(gate(x)) * up(x))`, gate and up packed; `out_norm` of what is added (Gemma)."""
 
     gate = "silu"
 
     def __init__(
-        self, w: WeightSource, dims: Dims, bias: bool = False, out_norm: Norm | None = None
+        self, w: WeightSource, dims: Dims, bias: bool = False, out_norm: RowNorm | None = None
     ) -> None:
         hidden, inner = dims.hidden_size, dims.intermediate_size
         gate_up = Linear.read(w, ("gate_proj", "up_proj"), (inner, inner), hidden, bias)
         self.gate_up = GatedLinear(gate_up, self.gate)
         self.down = LinearAdd(Linear.read(w, ("down_proj",), (hidden,), inner, bias), out_norm)
 
-    def __call__(self, norm: Norm, residual: Residual) -> None:
-        """`residual [n, hidden] += ` the MLP of `norm(residual)`."""
-        self.down(self.gate_up(norm, residual), residual)
+    def inner(self, norm: RowNorm, residual: Residual) -> Operand:
+        """Return the gated values, quantised if `down` would quantise them."""
+        return self.gate_up(norm, residual)
 
 
 class GeluMLP(GatedMLP):
     """`GatedMLP` with GELU (its tanh form) in the place of SiLU."""
 
     gate = "gelu"
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * (1.702 * x).sigmoid()
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
+# By their names in `models/axes.py`. On 16 bits torch computes the first four in fp32 inside.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu, by tanh": _gelu_tanh,
+    "relu": functional.relu,
+    "relu, squared": _relu_squared,
+    "gelu, by a logistic function": _quick_gelu,
+}
+
+
+class PlainMLP(TwoStepMLP):
+    """`down(act(up(x)))`; `out_norm` of what is added.
+
+    Args:
+        w: where the matrices are, `up_proj` and `down_proj`.
+        dims: of the model.
+        activation: one of `ACTIVATIONS`.
+        bias: whether both have biases.
+        out_norm: of what is added to the residual sum.
+    """
+
+    def __init__(
+        self,
+        w: WeightSource,
+        dims: Dims,
+        activation: str,
+        bias: bool = False,
+        out_norm: RowNorm | None = None,
+    ) -> None:
+        hidden, inner = dims.hidden_size, dims.intermediate_size
+        self.up = NormLinear(Linear.read(w, ("up_proj",), (inner,), hidden, bias))
+        self.down = LinearAdd(Linear.read(w, ("down_proj",), (hidden,), inner, bias), out_norm)
+        self._activation = ACTIVATIONS[activation]
+
+    def inner(self, norm: RowNorm, residual: Residual) -> Operand:
+        """Return the activated values, `[n, intermediate]`."""
+        y, scales = self.up(norm, residual)
+        assert scales is None, "an activation applies no scales"
+        return self._activation(y)

@@ -1,13 +1,26 @@
-"""RMS normalisation as a layer."""
+"""Norms of rows as layers: by root mean square, or by mean and variance."""
+
+from typing import Protocol
 
 from torch import Tensor
+from torch.nn import functional
 
 from slipstream.kernels.elementwise import norm
 from slipstream.layers.source import WeightSource
 
 
+class RowNorm(Protocol):
+    """A function of rows that a place may apply before its linear layer, or behind it."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise the rows of `[n, size]`."""
+
+
 class Norm:
-    """RMS norm over the last dimension, with a learned weight, or one more than that (Gemma)."""
+    """RMS norm over the last dimension, with a learned weight, or one more than that (Gemma).
+
+    The one norm that GEMMs may fuse.
+    """
 
     def __init__(self, w: WeightSource, size: int, eps: float, plus_one: bool = False) -> None:
         self.weight = w.tensor("weight", size)
@@ -17,3 +30,54 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise the rows of `[n, size]`."""
         return norm.rms_norm(x, self.weight, self.eps, self.plus_one)
+
+
+class LayerNorm:
+    """Layer norm (Ba et al., 2016) over the last dimension, by torch: in fp32, rounded once.
+
+    Args:
+        w: where its weight is, and its bias.
+        size: of a row.
+        eps: added to the variance.
+        has_weight, has_bias: whether it has them.
+        groups: rows `[n, groups, size]` have a weight for each group.
+    """
+
+    def __init__(
+        self,
+        w: WeightSource,
+        size: int,
+        eps: float,
+        has_weight: bool = True,
+        has_bias: bool = True,
+        groups: int = 0,
+    ) -> None:
+        shape = (groups, size) if groups else (size,)
+        self.weight = w.tensor("weight", *shape) if has_weight else None
+        self._is_grouped = groups > 0
+        self.bias = w.tensor("bias", size) if has_bias else None
+        self.eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise the rows of `[n, size]`."""
+        if not self._is_grouped:
+            return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+        assert self.weight is not None, "groups differ by their weights"
+        rows = functional.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
+        return (rows * self.weight.float()).to(x.dtype)
+
+
+def identity(x: Tensor) -> Tensor:
+    """Return the rows: the norm of a place that has none."""
+    return x
+
+
+class Factor:
+    """A number in the place of a norm: rows times it (Granite's multiplier of residuals)."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply `[n, size]`."""
+        return x * self.value

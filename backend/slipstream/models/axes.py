@@ -11,37 +11,98 @@ class NormKind(Enum):
 
     WEIGHT = "rms"
     ONE_PLUS_WEIGHT = "rms of 1 + weight"
+    LAYER = "layer norm"
+    LAYER_WITHOUT_BIAS = "layer norm without bias"
+    LAYER_ALONE = "layer norm without weights"
 
 
 class Activation(Enum):
-    """The activation function of an MLP's gate."""
+    """The activation function of an MLP, or of its gate; `layers/mlp.py` has the functions."""
 
     SILU = "silu"
     GELU_TANH = "gelu, by tanh"
+    GELU = "gelu"
+    RELU = "relu"
+    RELU_SQUARED = "relu, squared"
+    QUICK_GELU = "gelu, by a logistic function"
+
+
+# Names of activations that config.json of plain MLPs has.
+ACTIVATIONS = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "relu": Activation.RELU,
+    "relu2": Activation.RELU_SQUARED,
+    "quick_gelu": Activation.QUICK_GELU,
+}
+
+
+class Residuals(Enum):
+    """What attention and MLP read, whose results are added to one sum."""
+
+    SERIAL = "the sum with what attention added"
+    ONE_NORM = "one norm of the sum"
+    TWO_NORMS = "a norm of the same sum each"
+
+
+class QkNorms(Enum):
+    """What is normalised of queries and keys, before rotation."""
+
+    NONE = "nothing"
+    HEADS = "each head, by rms"
+    WHOLE = "all heads together, by rms"
+    LAYER_HEADS = "each head, by a layer norm with weights of its own"
+    LAYER = "each head, by a layer norm with bias"
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
     """The ways in which decoders differ; the defaults are Llama's. A new axis is a field here.
 
-    norm: what norms multiply by.
-    norms_behind: whether norms stand behind attention and MLP too, before each is added.
-    qk_norms: whether every head's query and key are normalised before rotation.
+    norm: of rows, and what norms multiply by.
+    norms_before, norms_behind: whether norms stand before attention and MLP, and behind them,
+    before each is added.
+    residuals: what attention and MLP read.
+    residual_scale: of what each of them adds.
+    qk_norms: what is normalised before rotation.
+    interleaved: whether a head's numbers 2i and 2i + 1 rotate together; else the halves do.
     qkv_bias, out_bias, mlp_bias: whether these matrices have biases.
+    qkv_most: queries, keys and values are cut to so much and its negative; None: not cut.
     attention_scale: factor of the dot product of query and key; None: `head_size ** -0.5`.
-    activation: the MLP's gate.
+    gated: whether the MLP has a gate.
+    activation: the MLP's, or its gate's.
     embedding_scale: what rows of the embedding are multiplied by.
+    embedding_norm: whether a norm stands behind the embedding.
+    learned_positions: whether a learned row of its position is added to each token's.
+    position_offset: row of the first position.
+    head_bias, logit_scale, logit_cap: of logits; 0: no cap.
     """
 
     norm: NormKind = NormKind.WEIGHT
+    norms_before: bool = True
     norms_behind: bool = False
-    qk_norms: bool = False
+    residuals: Residuals = Residuals.SERIAL
+    residual_scale: float = 1.0
+    qk_norms: QkNorms = QkNorms.NONE
+    interleaved: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    qkv_most: float | None = None
     attention_scale: float | None = None
+    gated: bool = True
     activation: Activation = Activation.SILU
     embedding_scale: float = 1.0
+    embedding_norm: bool = False
+    learned_positions: bool = False
+    position_offset: int = 0
+    head_bias: bool = False
+    logit_scale: float = 1.0
+    logit_cap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

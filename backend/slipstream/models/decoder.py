@@ -3,19 +3,26 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from slipstream.fuse.rewrite import rewrite
-from slipstream.layers.attention import Attention
-from slipstream.layers.decoder import Block, Decoder
-from slipstream.layers.mlp import GatedMLP, GeluMLP
-from slipstream.layers.norm import Norm
+from slipstream.layers.attention import Attention, HeadNorm
+from slipstream.layers.decoder import AnyBlock, Block, Decoder, ParallelBlock
+from slipstream.layers.embedding import Ends, embedding_and_head
+from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP
+from slipstream.layers.norm import Factor, LayerNorm, Norm, RowNorm, identity
 from slipstream.layers.rope import cos_sin_table
-from slipstream.models.axes import Activation, NormKind
+from slipstream.models.axes import Activation, NormKind, QkNorms, Residuals
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.registry import family_of
 from slipstream.models.weights import SizeSource, Weights
 
-_MLPS = {Activation.SILU: GatedMLP, Activation.GELU_TANH: GeluMLP}
+_GATED = {Activation.SILU: GatedMLP, Activation.GELU_TANH: GeluMLP}
+_LAYER_NORMS = {  # whether it has a weight, and a bias
+    NormKind.LAYER: (True, True),
+    NormKind.LAYER_WITHOUT_BIAS: (True, False),
+    NormKind.LAYER_ALONE: (False, False),
+}
 
 
 def build(config: ModelConfig, weights: Weights, max_model_len: int) -> Decoder:
@@ -32,48 +39,109 @@ def build(config: ModelConfig, weights: Weights, max_model_len: int) -> Decoder:
 def build_decoder(config: ModelConfig, weights: Weights, max_model_len: int) -> Decoder:
     """Build blocks of norms, attention and an MLP as the axes describe them.
 
-    It takes tensors by Llama's names; norms behind attention and MLP are
-    `attention_out_norm` and `mlp_out_norm`.
+    It takes tensors by Llama's names; others are those of `_Builder`.
     """
-    d, axes = config.dims, config.axes
-    plus_one = axes.norm is NormKind.ONE_PLUS_WEIGHT
-    tables = {
-        rope: cos_sin_table(rope, d.head_size, max_model_len, weights.device)
-        for rope in (config.rope, config.local_rope)
-    }
+    return _Builder(config, weights, max_model_len).decoder()
 
-    def norm(w: Weights, size: int) -> Norm:
-        return Norm(w, size, d.eps, plus_one)
 
-    def block(i: int) -> Block:
-        w = weights.at(f"model.layers.{i}")
-        own = w.at("self_attn")
-        qk_norms = attention_out = mlp_out = None
-        if axes.qk_norms:
-            qk_norms = norm(own.at("q_norm"), d.head_size), norm(own.at("k_norm"), d.head_size)
-        input_norm = norm(w.at("input_layernorm"), d.hidden_size)
-        if axes.norms_behind:
-            attention_out = norm(w.at("attention_out_norm"), d.hidden_size)
-            mlp_out = norm(w.at("mlp_out_norm"), d.hidden_size)
-        attention = Attention(
+class _Builder:
+    """The parts of a decoder.
+
+    Tensors that Llama does not have are `attention_out_norm` and `mlp_out_norm` of a layer, its
+    `self_attn.q_norm` and `k_norm`, and `model.embed_norm` and `embed_positions`.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, max_model_len: int) -> None:
+        self._config, self._weights = config, weights
+        self._dims, self._axes = config.dims, config.axes
+        size = config.dims.head_size
+        self._tables: dict[object, Tensor] = {
+            rope: cos_sin_table(rope, size, max_model_len, weights.device)
+            for rope in dict.fromkeys(config.ropes)
+        }
+
+    def decoder(self) -> Decoder:
+        """Build all."""
+        d, axes = self._dims, self._axes
+        ends = Ends(
+            axes.embedding_scale,
+            self._config.max_positions if axes.learned_positions else 0,
+            axes.position_offset,
+            axes.head_bias,
+            axes.logit_scale,
+            axes.logit_cap,
+        )
+        norm = self._norm(self._weights.at("model.embed_norm")) if axes.embedding_norm else None
+        ties = self._config.ties_embeddings
+        embedding, head = embedding_and_head(self._weights, d, ties, ends, norm)
+        blocks = [self._block(i) for i in range(d.num_layers)]
+        return Decoder(embedding, blocks, self._norm(self._weights.at("model.norm")), head)
+
+    def _norm(self, w: Weights, size: int | None = None) -> RowNorm:
+        """Read a norm of the axes' kind; `size` is the hidden size if it is None."""
+        size, kind = size or self._dims.hidden_size, self._axes.norm
+        if kind in _LAYER_NORMS:
+            return LayerNorm(w, size, self._dims.eps, *_LAYER_NORMS[kind])
+        return Norm(w, size, self._dims.eps, kind is NormKind.ONE_PLUS_WEIGHT)
+
+    def _before(self, w: Weights) -> RowNorm:
+        return self._norm(w) if self._axes.norms_before else identity
+
+    def _behind(self, w: Weights) -> RowNorm | None:
+        """Return what stands between a result and the sum: a norm, a factor or nothing."""
+        if self._axes.norms_behind:
+            return self._norm(w)
+        scale = self._axes.residual_scale
+        return None if scale == 1.0 else Factor(scale)
+
+    def _head_norms(self, w: Weights) -> tuple[HeadNorm, HeadNorm] | None:
+        kind, d = self._axes.qk_norms, self._dims
+        if kind is QkNorms.NONE:
+            return None
+        pairs = (("q_norm", d.num_heads), ("k_norm", d.num_kv_heads))
+        q_norm, k_norm = (self._head_norm(w.at(name), heads) for name, heads in pairs)
+        return q_norm, k_norm
+
+    def _head_norm(self, w: Weights, heads: int) -> HeadNorm:
+        kind, size, eps = self._axes.qk_norms, self._dims.head_size, self._dims.eps
+        if kind is QkNorms.LAYER:
+            return HeadNorm(LayerNorm(w, size, eps), size)
+        if kind is QkNorms.LAYER_HEADS:
+            return HeadNorm(LayerNorm(w, size, eps, has_bias=False, groups=heads), size)
+        width = heads * size if kind is QkNorms.WHOLE else size
+        plus_one = self._axes.norm is NormKind.ONE_PLUS_WEIGHT
+        return HeadNorm(Norm(w, width, eps, plus_one), width)
+
+    def _attention(self, i: int, w: Weights) -> Attention:
+        axes, own = self._axes, w.at("self_attn")
+        return Attention(
             own,
-            d,
-            tables[config.local_rope if config.windows[i] else config.rope],
+            self._dims,
+            self._tables[self._config.ropes[i]],
             axes.qkv_bias,
             axes.out_bias,
-            qk_norms,
-            attention_out,
+            self._head_norms(own),
+            self._behind(w.at("attention_out_norm")),
             axes.attention_scale,
-        )
-        return Block(
-            input_norm,
-            attention,
-            norm(w.at("post_attention_layernorm"), d.hidden_size),
-            _MLPS[axes.activation](w.at("mlp"), d, axes.mlp_bias, mlp_out),
+            most=axes.qkv_most,
         )
 
-    blocks = [block(i) for i in range(d.num_layers)]
-    return Decoder(weights, d, blocks, config.ties_embeddings, axes.embedding_scale, plus_one)
+    def _mlp(self, w: Weights) -> TwoStepMLP:
+        axes, out_norm = self._axes, self._behind(w.at("mlp_out_norm"))
+        if axes.gated:
+            return _GATED[axes.activation](w.at("mlp"), self._dims, axes.mlp_bias, out_norm)
+        name = axes.activation.value
+        return PlainMLP(w.at("mlp"), self._dims, name, axes.mlp_bias, out_norm)
+
+    def _block(self, i: int) -> AnyBlock:
+        w, residuals = self._weights.at(f"model.layers.{i}"), self._axes.residuals
+        first = self._before(w.at("input_layernorm"))
+        attention = self._attention(i, w)
+        second = first
+        if residuals is not Residuals.ONE_NORM:
+            second = self._before(w.at("post_attention_layernorm"))
+        kind = Block if residuals is Residuals.SERIAL else ParallelBlock
+        return kind(first, attention, second, self._mlp(w))
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,7 @@ class ModelConfig:
     dims: Dims
     axes: Axes
     tensors: TensorNames
-    rope: RopeConfig
-    local_rope: RopeConfig  # for layers with a window
+    ropes: tuple[RopeConfig, ...]  # of each layer
     windows: tuple[int, ...]  # tokens that a query of each layer sees, with its own; 0: all
     max_positions: int
     ties_embeddings: bool
@@ -23,3 +22,8 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     fp8_cache: bool  # whether the checkpoint wants its cache in e4m3
     ignored: tuple[str, ...]  # keys of config.json that change nothing, here or in transformers
+
+    @property
+    def rope(self) -> RopeConfig:
+        """The rotation of the first layer: of all, where sequences stream."""
+        return self.ropes[0]

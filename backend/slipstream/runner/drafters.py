@@ -12,8 +12,8 @@ from torch import Tensor
 
 from slipstream.kernels.attention.backend import AttentionBackend
 from slipstream.layers.attention import AttentionInputs, StepRows
-from slipstream.layers.decoder import Block, Decoder
-from slipstream.layers.norm import Norm
+from slipstream.layers.decoder import AnyBlock, Decoder
+from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.models.drafts.eagle3 import Eagle3
 from slipstream.models.drafts.medusa import MedusaHeads
@@ -80,7 +80,7 @@ class Taps:
 class _TappedBlock:
     """A block whose input is kept."""
 
-    def __init__(self, block: Block, taps: Taps, number: int) -> None:
+    def __init__(self, block: AnyBlock, taps: Taps, number: int) -> None:
         self.input_norm, self.attention = block.input_norm, block.attention
         self.mlp_norm, self.mlp = block.mlp_norm, block.mlp
         self._block, self._taps, self._number = block, taps, number
@@ -97,7 +97,7 @@ class _TappedHead:
         self._head, self._taps = decoder.head, taps
         self.weight, self.product = decoder.head.weight, decoder.head.product
 
-    def __call__(self, norm: Norm, residual: Residual) -> Tensor:
+    def __call__(self, norm: RowNorm, residual: Residual) -> Tensor:
         if len(residual) <= len(self._taps.states):  # else these are pieces of a prompt
             self._taps.take(0, norm(residual.values))
         return self._head(norm, residual)
@@ -105,7 +105,7 @@ class _TappedHead:
 
 def tap_blocks(decoder: Decoder, layers: Sequence[int], taps: Taps) -> None:
     """Keep the inputs of these blocks, as parts 0, 1, ..."""
-    blocks: list[Block] = list(decoder.blocks)
+    blocks: list[AnyBlock] = list(decoder.blocks)
     for number, layer in enumerate(layers):
         blocks[layer] = _TappedBlock(blocks[layer], taps, number)  # type: ignore[call-overload]
     decoder.blocks = blocks

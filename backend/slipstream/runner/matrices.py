@@ -9,7 +9,9 @@ from slipstream.config import EngineConfig
 from slipstream.fuse.rewrite import Place, places
 from slipstream.kernels.gemm.op import E4M3, Matrix, Spec
 from slipstream.kernels.runtime.registry import Target
+from slipstream.layers.decoder import Decoder
 from slipstream.layers.linear import GatedLinear, LinearAdd
+from slipstream.layers.norm import Norm
 from slipstream.models.decoder import build
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.weights import ShapeSource, SizeSource, Source, Weights
@@ -63,15 +65,22 @@ def weights_of(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> 
         source = ShapeSource(Path(config.checkpoint), model.tensors)
     weights = Weights(source, META, dtype, config.quantization)
     decoder = build(model, weights, max_model_len=1)
-    norms_plus_one = decoder.norm.plus_one
+    norm = _norm_kind(decoder)
     found: dict[Weight, int] = {}
     for name, place in places(decoder):
-        weight = _weight(name, place, dtype, norms_plus_one)
+        weight = _weight(name, place, dtype, norm)
         found[weight] = found.get(weight, 0) + 1
     return [replace(weight, count=count) for weight, count in found.items()]
 
 
-def _weight(name: str, place: Place, dtype: torch.dtype, plus_one: bool) -> Weight:
+def _norm_kind(decoder: Decoder) -> str:
+    """Return the norm that GEMMs may fuse, as their specs call it; "": they fuse none."""
+    if not isinstance(decoder.norm, Norm):
+        return ""
+    return "norm plus one" if decoder.norm.plus_one else "norm"
+
+
+def _weight(name: str, place: Place, dtype: torch.dtype, norm: str) -> Weight:
     linear, adds = place.linear, isinstance(place, LinearAdd)
     matrix = linear.weights if isinstance(linear.weights, Matrix) else None
     return Weight(
@@ -81,7 +90,7 @@ def _weight(name: str, place: Place, dtype: torch.dtype, plus_one: bool) -> Weig
         inputs=0 if matrix is None else matrix.values.shape[1],
         dtype=dtype if matrix is None else matrix.values.dtype,
         model_dtype=dtype,
-        norm="" if adds else "norm plus one" if plus_one else "norm",
+        norm="" if adds else norm,
         bias=linear.bias is not None,
         gate=place.gate if isinstance(place, GatedLinear) else "",
         adds=adds,

@@ -233,7 +233,7 @@ class Eagle3:
         embedded = functional.embedding(token_ids, self.embedding)
         beside = Residual(torch.cat((embedded, states), dim=-1))
         residual = Residual(states.clone())
-        projected = self.attention.project(self._norms, beside)  # type: ignore[arg-type]
+        projected = self.attention.project(self._norms, beside)
         self.attention.add(projected, residual, inputs, cache)
         self._mlp(self._mlp_norm, residual)
         return residual.values

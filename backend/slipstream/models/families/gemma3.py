@@ -3,7 +3,7 @@
 Norms stand before and after both halves of a block; their stored weights are smaller by 1.
 """
 
-from slipstream.models.axes import Activation, Axes, NormKind, TensorNames
+from slipstream.models.axes import Activation, Axes, NormKind, QkNorms, TensorNames
 from slipstream.models.family import family
 from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader
@@ -53,7 +53,7 @@ def gemma3(config: Reader) -> Axes:
     return Axes(
         norm=NormKind.ONE_PLUS_WEIGHT,
         norms_behind=True,
-        qk_norms=True,
+        qk_norms=QkNorms.HEADS,
         qkv_bias=bias,
         out_bias=bias,
         attention_scale=config.positive("query_pre_attn_scalar") ** -0.5,

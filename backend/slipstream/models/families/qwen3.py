@@ -1,6 +1,6 @@
 """Qwen3 (Yang et al., 2025): Llama with each head's query and key normalised before rotation."""
 
-from slipstream.models.axes import Axes
+from slipstream.models.axes import Axes, QkNorms
 from slipstream.models.family import family
 from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader
@@ -19,4 +19,4 @@ def biases(keys: GgufKeys) -> dict[str, object]:
 def qwen3(config: Reader) -> Axes:
     """Read whether all four attention matrices have biases."""
     bias = config.flag("attention_bias", default=False)
-    return Axes(qk_norms=True, qkv_bias=bias, out_bias=bias)
+    return Axes(qk_norms=QkNorms.HEADS, qkv_bias=bias, out_bias=bias)
