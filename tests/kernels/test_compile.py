@@ -82,6 +82,9 @@ def is_everyday(wanted: Variant) -> bool:
         return is_one and is_usual and shape in (("8", "8"), ("16", "4"), ("32", "4"))
     if wanted.source == "gemm/sm90/skinny.cu":  # the same for every width of a tile
         return is_one and defines["ROWS"] in ("48", "64", "224")
+    if wanted.source.startswith("experts/"):
+        is_usual = defines.get("ROWS", "16") in ("16", "128") and defines.get("VALUES", "4") == "4"
+        return is_usual and defines["ELEMENT"] == "BFloat16"
     if is_quantized(wanted):
         tiled = "STAGES" in defines  # the formats have little code of their own there
         return is_one and defines.get("WINDOWED") != "1" and (not tiled or defines["FORMAT"] == "3")

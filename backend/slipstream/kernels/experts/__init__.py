@@ -1,0 +1,1 @@
+"""Mixtures of experts: routing of rows, and GEMMs of the rows of each."""

@@ -1,0 +1,78 @@
+"""The sum of a row's experts, added to the residual sum."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import op
+
+_MAX_THREADS = 256
+
+
+@op("residual[n,h]:T, terms[p,h]:T")
+def combine(
+    residual: Tensor,
+    terms: Tensor,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """`residual += ` a row's `p / n` terms and what is shared, in fp32, rounded once.
+
+    They are added in the order of ranks, and the shared one last; returns `residual`.
+
+    Args:
+        residual: changed in place.
+        terms: outputs of pairs, times their weights.
+        shared: `[n, h]`, of the expert of all rows, if there is one.
+        shared_gate: `[n, 1]`, logits of its gate, if it has one.
+    """
+    num_rows, width = residual.shape
+    total = residual.float()
+    for term in terms.view(num_rows, -1, width).unbind(1):
+        total = total + term.float()
+    if shared is not None:
+        gate = 1.0 if shared_gate is None else shared_gate.float().sigmoid()
+        total = total + shared.float() * gate
+    return residual.copy_(total)
+
+
+def _variant(dtype: torch.dtype) -> jit.Variant:
+    return jit.variant("experts/combine.cu", dtype, VECTOR=16 // dtype.itemsize)
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Yield every legal instantiation."""
+    for dtype in jit.DTYPES:
+        yield _variant(dtype)
+
+
+@combine.cuda
+def _combine(
+    residual: Tensor,
+    terms: Tensor,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    jit.type_name(residual.dtype)
+    num_rows, width = residual.shape
+    others = [terms] if shared is None else [terms, shared]
+    vector = 16 // residual.element_size()
+    jit.require(
+        jit.vector_width(width, residual, *others) == vector,
+        "combine: rows of {} elements are not aligned to 16 bytes",
+        width,
+    )
+    jit.require(all(each.is_contiguous() for each in others), "combine: terms must be contiguous")
+    if residual.numel() == 0:
+        return residual
+    accesses = width // vector
+    shares = -(-accesses // _MAX_THREADS)
+    threads = 32 * -(-accesses // (32 * shares))
+    gate = (0, 0) if shared_gate is None else (shared_gate, shared_gate.stride(0))
+    given = (terms, 0 if shared is None else shared, *gate)
+    args = (residual, residual.stride(0), *given, width, len(terms) // num_rows)
+    wanted = _variant(residual.dtype)
+    jit.launch(wanted, "combine", (num_rows, shares), threads, *args, overlaps=True)
+    return residual

@@ -1,0 +1,215 @@
+"""GEMMs of rows with the weights of their experts: gates and ups, then outputs of pairs.
+
+Where experts have up to eight rows each, their weights are read straight into registers
+(`skinny.cu`); else by tiles (`tiled.cu`), whose sums have one order whatever the number of rows.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.kernels.elementwise.activation import silu_mul
+from slipstream.kernels.elementwise.fp8 import E4M3
+from slipstream.kernels.experts.route import Routed
+from slipstream.kernels.experts.spec import Gate
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import op
+
+DTYPES = (torch.float16, torch.bfloat16)  # that have kernels
+SKINNY_ROWS = 8  # of a tile of `skinny.cu`
+TILE_ROWS = (16, 32, 64, 128)  # of `tiled.cu`
+# The most pairs an expert, on average, for each size of tiles: most experts have one tile then.
+_MOST_PAIRS = {SKINNY_ROWS: 3, 16: 10, 32: 22, 64: 48}
+_COLUMNS = 128  # weight rows of a tile
+_CHUNK_BYTES = 128  # of a weight row in a slot
+_SLOTS_BYTES = 98 << 10  # two CTAs a multiprocessor
+_MOST_SLOTS = 6
+_SKINNY_OUTPUTS = 8  # of 16 weight rows, gated
+_FIXED_ROWS = 16  # of every product on a CPU whose rows may not depend on each other
+
+
+class ExpertMatrix(NamedTuple):
+    """Weights of all experts: of e4m3 times a scale for each row."""
+
+    values: Tensor  # [e, m, k], of the model's dtype or e4m3
+    scales: Tensor | None = None  # [e, m] f32
+    bias: Tensor | None = None  # [e, m]
+
+    def of(self, expert: int) -> tuple[Tensor, Tensor | None]:
+        """Return one expert's weights and bias, in fp32."""
+        weight = self.values[expert].float()
+        if self.scales is not None:
+            weight = weight * self.scales[expert][:, None]
+        return weight, None if self.bias is None else self.bias[expert].float()
+
+
+def tile_rows(num_pairs: int, num_experts: int, deterministic: bool = False) -> int:
+    """Return the rows of a tile for so many pairs, by which the kernel is chosen.
+
+    Sums of `skinny.cu` have another order than those of `tiled.cu`: deterministic mode takes one.
+    """
+    average = num_pairs / num_experts
+    fits = (rows for rows, most in _MOST_PAIRS.items() if average <= most)
+    return max(next(fits, TILE_ROWS[-1]), TILE_ROWS[0] if deterministic else 0)
+
+
+def gated(gate_up: Tensor, gate: Gate) -> Tensor:
+    """Return the gated values of `[gate | up]`, in its dtype."""
+    if gate is Gate.SILU:
+        return silu_mul.oracle(gate_up)
+    gates, ups = gate_up.chunk(2, -1)
+    gates, ups = gates.clamp(max=7.0), ups.clamp(-7.0, 7.0)
+    return gates * torch.sigmoid(1.702 * gates) * (ups + 1)
+
+
+def _each(
+    rows: Tensor, matrix: ExpertMatrix, routed: Routed, fixed: bool
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the places of each expert that has some, and `x W^T + b` of their rows, in fp32."""
+    ends = routed.offsets.tolist()
+    for expert, (begin, end) in enumerate(itertools.pairwise(ends)):
+        if begin == end:
+            continue
+        weight, bias = matrix.of(expert)
+        part = slice(begin, end)
+        x = rows[part].float()
+        if not fixed:
+            yield part, functional.linear(x, weight, bias)
+            continue
+        filled = functional.pad(x, (0, 0, 0, -len(x) % _FIXED_ROWS))
+        found = [functional.linear(some, weight, bias) for some in torch.split(filled, _FIXED_ROWS)]
+        yield part, torch.cat(found)[: len(x)]
+
+
+@op("x[n,k]:T, values[e,m,k]:W")
+def gate_up(
+    x: Tensor,
+    values: Tensor,
+    matrix: ExpertMatrix,
+    routed: Routed,
+    gate: Gate,
+    deterministic: bool = False,
+) -> Tensor:
+    """Return `act(gate) * up` of every place, `[p, m / 2]`: in fp32, rounded once.
+
+    Args:
+        x: rows, of 16 or 32 bits.
+        values: `matrix.values`.
+        matrix: weights, `[gate | up]` of each expert.
+        routed: rows and experts of places.
+        gate: the activation.
+        deterministic: whether a row's result may not depend on its neighbours.
+    """
+    out = torch.empty(len(routed.order), values.shape[1] // 2, dtype=x.dtype, device=x.device)
+    rows = x[routed.order.long() // routed.top_k]
+    for part, product in _each(rows, matrix, routed, deterministic):
+        out[part] = gated(product, gate).to(x.dtype)
+    return out
+
+
+@op("x[p,k]:T, values[e,m,k]:W")
+def down(
+    x: Tensor, values: Tensor, matrix: ExpertMatrix, routed: Routed, deterministic: bool = False
+) -> Tensor:
+    """Return the outputs of every pair times its weight, `[p, m]`: in fp32, rounded once.
+
+    Args:
+        x: what `gate_up` returned, by places.
+        values: `matrix.values`.
+        matrix: weights of each expert.
+        routed: as of `gate_up`.
+        deterministic: as of `gate_up`.
+    """
+    out = torch.empty(len(routed.order), values.shape[1], dtype=x.dtype, device=x.device)
+    weights = routed.weights.flatten()
+    for part, product in _each(x, matrix, routed, deterministic):
+        pairs = routed.order[part].long()
+        out[pairs] = (product * weights[pairs, None]).to(x.dtype)
+    return out
+
+
+# ---- on a GPU ----
+
+
+def num_slots(rows: int, is_fp8: bool) -> int:
+    """Count the slots of a ring, each of a chunk of a tile's weights and rows."""
+    row_bytes = _CHUNK_BYTES * (2 if is_fp8 else 1)
+    return min(_MOST_SLOTS, _SLOTS_BYTES // _slot_bytes(rows, row_bytes))
+
+
+def _slot_bytes(rows: int, row_bytes: int) -> int:
+    return rows * row_bytes + _COLUMNS * _CHUNK_BYTES
+
+
+def _variant(dtype: torch.dtype, is_fp8: bool, is_gated: bool, rows: int) -> jit.Variant:
+    kinds = {"FP8": int(is_fp8), "GATED": int(is_gated)}
+    if rows == SKINNY_ROWS:
+        return jit.variant("experts/skinny.cu", dtype, **kinds)
+    slots = num_slots(rows, is_fp8)
+    return jit.variant("experts/tiled.cu", dtype, **kinds, ROWS=rows, SLOTS=slots)
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Yield every legal instantiation."""
+    sizes = (SKINNY_ROWS, *TILE_ROWS)
+    both = (False, True)
+    for dtype, is_fp8, is_gated, rows in itertools.product(DTYPES, both, both, sizes):
+        yield _variant(dtype, is_fp8, is_gated, rows)
+
+
+@gate_up.cuda
+def _gate_up(
+    x: Tensor,
+    values: Tensor,
+    matrix: ExpertMatrix,
+    routed: Routed,
+    gate: Gate,
+    deterministic: bool = False,
+) -> Tensor:
+    return _launch("gate_up", x, matrix, routed, gate)
+
+
+@down.cuda
+def _down(
+    x: Tensor, values: Tensor, matrix: ExpertMatrix, routed: Routed, deterministic: bool = False
+) -> Tensor:
+    return _launch("down", x, matrix, routed, None)
+
+
+def _launch(
+    name: str, x: Tensor, matrix: ExpertMatrix, routed: Routed, gate: Gate | None
+) -> Tensor:
+    values, width = matrix.values, x.shape[1]
+    outputs = values.shape[1] // (1 if gate is None else 2)
+    is_fp8 = values.dtype == E4M3
+    require: Callable[..., None] = jit.require
+    require(x.dtype in DTYPES, "{}: experts have kernels for 16 bits, not {}", name, x.dtype)
+    require(is_fp8 or values.dtype == x.dtype, "{}: weights are {}", name, values.dtype)
+    require(values.is_contiguous(), "{}: weights must be contiguous", name)
+    multiple = 16 if is_fp8 else 8
+    require(width % multiple == 0, "{}: width {} is not a multiple of {}", name, width, multiple)
+    require(outputs % 8 == 0, "{}: {} outputs are not a multiple of 8", name, outputs)
+    require(jit.vector_width(width, x) == 16 // x.itemsize, "{}: rows are not aligned", name)
+    out = torch.empty((len(routed.order), outputs), dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    rows = routed.tile_rows
+    wanted = _variant(x.dtype, is_fp8, gate is not None, rows)
+    columns = _COLUMNS if rows != SKINNY_ROWS else 2 * _SKINNY_OUTPUTS
+    columns //= 1 if gate is None else 2
+    given = (0 if each is None else each for each in (matrix.scales, matrix.bias))
+    args = (x, x.stride(0), values, *given, routed.order, routed.weights, routed.tiles, out)
+    sizes = (width, outputs, routed.top_k, 0 if gate is None else gate.value)
+    grid = (-(-outputs // columns), len(routed.tiles))
+    if rows == SKINNY_ROWS:
+        jit.launch(wanted, "skinny", grid, 128, *args, *sizes, overlaps=True)
+        return out
+    row_bytes = _CHUNK_BYTES * (2 if is_fp8 else 1)
+    memory = num_slots(rows, is_fp8) * _slot_bytes(rows, row_bytes)
+    threads = 256 if rows > 32 else 128
+    jit.launch(wanted, "tiled", grid, threads, *args, *sizes, shared_memory=memory, overlaps=True)
+    return out

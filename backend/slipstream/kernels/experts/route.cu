@@ -1,0 +1,258 @@
+// Routing of rows to experts: a warp chooses for a row; then every pair of a row and an expert gets its place in the
+// order of experts. No sum or place depends on what runs when.
+// -D ELEMENT (T: of logits), VALUES (experts of a lane)
+#include "runtime/common.cuh"
+#include "runtime/scan.cuh"
+
+constexpr int THREADS = 512;
+constexpr int WARPS = THREADS / 32;
+constexpr int MAX_PAIRS = 128;  // that one CTA routes
+constexpr int MAX_EXPERTS = 512;
+constexpr int OWN = 4;  // pairs of a thread at once
+static_assert(MAX_EXPERTS <= THREADS, "a thread an expert");
+
+enum Score { SOFTMAX, SIGMOID, SPARSEMIXER };
+
+struct Choice {
+  const T* logits;
+  i64 stride;
+  const float* correction;  // [e], or null
+  int* experts;             // [n, k]
+  float* weights;           // [n, k]
+  int num_rows, num_experts, top_k;
+  int score;
+  bool normalises;
+  float factor, reach;
+};
+struct Plan {
+  int *order, *offsets, *tiles;
+  int num_tiles;  // that there is room for
+  int tile_rows;
+};
+
+// Of the same order as the numbers, above zero.
+DEVICE u32 ordered(float value) {
+  const u32 bits = __float_as_uint(value);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+DEVICE u32 highest(u32 value) {
+  u32 result;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(value));
+  return result;
+}
+DEVICE u32 lowest(u32 value) {
+  u32 result;
+  asm volatile("redux.sync.min.u32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(value));
+  return result;
+}
+
+// A lane has experts lane + 32 * i.
+struct Row {
+  float logit[VALUES], score[VALUES];
+  u32 key[VALUES];  // 0: no expert, or chosen
+
+  DEVICE Row(const Choice& choice, int row) {
+    const int lane = threadIdx.x % 32;
+    const T* logits = choice.logits + row * choice.stride;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+      const int expert = lane + 32 * i;
+      const bool real = expert < choice.num_experts;
+      logit[i] = real ? to_float(load_fresh<1>(logits + expert).at[0]) : -INFINITE;
+      score[i] = logit[i];
+      float by = logit[i];
+      if (choice.score == SIGMOID && real) {
+        score[i] = 1.0f / (1.0f + expf(-logit[i]));
+        by = choice.correction == nullptr ? score[i] : score[i] + choice.correction[expert];
+      }
+      key[i] = real ? ordered(by) : 0;
+    }
+    if (choice.score == SOFTMAX) soften();
+  }
+
+  // The expert of the highest key, and its logit and score in every lane; it is taken out.
+  DEVICE int take_best(float& its_logit, float& its_score) {
+    const int lane = threadIdx.x % 32;
+    u32 best = 0;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) best = max(best, key[i]);
+    best = highest(best);
+    u32 mine = 0xffffffffu;
+#pragma unroll
+    for (int i = VALUES - 1; i >= 0; --i)
+      if (key[i] == best) mine = lane + 32 * i;
+    const u32 expert = lowest(mine);
+    float own_logit = 0.0f, own_score = 0.0f;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i)
+      if (expert == u32(lane + 32 * i)) {
+        own_logit = logit[i];
+        own_score = score[i];
+        key[i] = 0;
+      }
+    its_logit = __shfl_sync(ALL_LANES, own_logit, expert % 32);
+    its_score = __shfl_sync(ALL_LANES, own_score, expert % 32);
+    return expert;
+  }
+
+  // Of a sparse mixer, whose best of what was left has been taken: its weight among what is near it.
+  DEVICE float weight_near(float best, float reach) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+      const bool is_far = (best - logit[i]) / fmaxf(fabsf(logit[i]), best) > reach;
+      if (key[i] != 0 && !is_far) sum += expf(logit[i] - best);
+    }
+    return 1.0f / (1.0f + warp_sum(sum));
+  }
+
+ private:
+  DEVICE void soften() {
+    float most = -INFINITE;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) most = fmaxf(most, logit[i]);
+#pragma unroll
+    for (int mask = 16; mask > 0; mask /= 2) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, mask));
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+      score[i] = expf(logit[i] - most);
+      sum += score[i];
+    }
+    sum = warp_sum(sum);
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) score[i] /= sum;
+  }
+};
+
+// By a warp. `experts` gets the choice too, unless null.
+DEVICE void choose_for(const Choice& choice, int row, int* experts) {
+  const int lane = threadIdx.x % 32;
+  Row values(choice, row);
+  int expert = 0;
+  float weight = 0.0f;
+  for (int rank = 0; rank < choice.top_k; ++rank) {
+    float logit, score;
+    const int best = values.take_best(logit, score);
+    if (choice.score == SPARSEMIXER) score = values.weight_near(logit, choice.reach);
+    if (lane == rank) {
+      expert = best;
+      weight = score;
+    }
+  }
+  const float sum = warp_sum(weight);
+  if (choice.normalises) weight /= sum;
+  if (lane >= choice.top_k) return;
+  const int pair = row * choice.top_k + lane;
+  choice.experts[pair] = expert;
+  choice.weights[pair] = weight * choice.factor;
+  if (experts != nullptr) experts[pair] = expert;
+}
+
+DEVICE void put_tile(const Plan& plan, int tile, int expert, int first, int count) {
+  *reinterpret_cast<int4*>(plan.tiles + 4 * tile) = make_int4(expert, first, count, 0);
+}
+
+// The tiles of an expert from number `tile` on.
+DEVICE void put_tiles(const Plan& plan, int tile, int expert, int first, int count) {
+  for (int done = 0; done < count; done += plan.tile_rows)
+    put_tile(plan, tile++, expert, first + done, min(plan.tile_rows, count - done));
+}
+
+// Thread e has expert e's places: the first of them, the number of its first tile, and all tiles.
+struct Places {
+  int first, first_tile, num_tiles;
+
+  DEVICE Places(const Plan& plan, int count, u64* sums) {
+    const u64 own_tiles = (count + plan.tile_rows - 1) / plan.tile_rows;
+    u64 up_to_here, all;
+    scan(own_tiles << 32 | u64(count), sums, WARPS, up_to_here, all);
+    first = int(u32(up_to_here)) - count;
+    first_tile = int((up_to_here >> 32) - own_tiles);
+    num_tiles = int(all >> 32);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    route_once(const T* logits, i64 stride, const float* correction, int* experts, float* weights, i64 num_rows,
+              i64 num_experts, i64 top_k, i64 score, i64 normalises, float factor, float reach, int* order,
+              int* offsets, int* tiles, i64 room, i64 tile_rows) {
+  __shared__ int chosen[MAX_PAIRS];
+  __shared__ u64 sums[WARPS];
+  start_next();
+  wait_for_previous();
+  const Choice choice{logits,           stride,     correction,      experts, weights, int(num_rows), int(num_experts),
+                      int(top_k), int(score), normalises != 0, factor,  reach};
+  const Plan plan{order, offsets, tiles, int(room), int(tile_rows)};
+  const int thread = threadIdx.x, num_pairs = int(num_rows * top_k);
+  for (int row = thread / 32; row < num_rows; row += WARPS) choose_for(choice, row, chosen);
+  __syncthreads();
+  int before = 0, count = 0;
+  const int own = thread < num_pairs ? chosen[thread] : 0;
+  for (int pair = 0; pair < num_pairs; ++pair) {
+    const int expert = chosen[pair];
+    before += expert < own || (expert == own && pair < thread);
+    count += expert == thread;
+  }
+  const Places places(plan, count, sums);
+  if (thread < num_pairs) order[before] = thread;
+  if (thread < num_experts) offsets[thread] = places.first;
+  if (thread == 0) offsets[num_experts] = num_pairs;
+  put_tiles(plan, places.first_tile, thread, places.first, count);
+  for (int tile = places.num_tiles + thread; tile < plan.num_tiles; tile += THREADS) put_tile(plan, tile, 0, 0, 0);
+}
+
+extern "C" __global__ void __launch_bounds__(128)
+    choose(const T* logits, i64 stride, const float* correction, int* experts, float* weights, i64 num_rows,
+           i64 num_experts, i64 top_k, i64 score, i64 normalises, float factor, float reach) {
+  start_next();
+  wait_for_previous();
+  const Choice choice{logits,           stride,     correction,      experts, weights, int(num_rows), int(num_experts),
+                      int(top_k), int(score), normalises != 0, factor,  reach};
+  const int row = blockIdx.x * 4 + threadIdx.x / 32;
+  if (row < num_rows) choose_for(choice, row, nullptr);
+}
+
+// A CTA puts the pairs of one expert in their places.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    place(const int* experts, i64 num_pairs, i64 num_experts, int* order, int* offsets, int* tiles, i64 room,
+          i64 tile_rows) {
+  __shared__ int counts[MAX_EXPERTS];
+  __shared__ u64 sums[WARPS];
+  __shared__ int first_of_own, tile_of_own;
+  start_next();
+  const Plan plan{order, offsets, tiles, int(room), int(tile_rows)};
+  const int thread = threadIdx.x, own = blockIdx.x, end = int(num_pairs);
+  counts[thread] = 0;
+  __syncthreads();
+  wait_for_previous();
+  for (int pair = thread; pair < end; pair += THREADS) atomicAdd(&counts[load_fresh<1>(experts + pair).at[0]], 1);
+  __syncthreads();
+  const Places places(plan, counts[thread], sums);
+  if (thread == own) {
+    first_of_own = places.first;
+    tile_of_own = places.first_tile;
+  }
+  __syncthreads();
+  if (own == 0) {
+    if (thread < num_experts) offsets[thread] = places.first;
+    if (thread == 0) offsets[num_experts] = end;
+    for (int tile = places.num_tiles + thread; tile < plan.num_tiles; tile += THREADS) put_tile(plan, tile, 0, 0, 0);
+  }
+  if (thread == 0) put_tiles(plan, tile_of_own, own, first_of_own, counts[own]);
+  int next = first_of_own;
+  for (int begin = 0; begin < end; begin += THREADS * OWN) {
+    const int first = begin + thread * OWN;
+    u32 mine = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i)
+      if (first + i < end && load_fresh<1>(experts + first + i).at[0] == own) mine |= 1u << i;
+    u64 up_to_here, all;
+    scan(__popc(mine), sums, WARPS, up_to_here, all);
+    int at = next + int(up_to_here) - __popc(mine);
+#pragma unroll
+    for (int i = 0; i < OWN; ++i)
+      if (mine >> i & 1) order[at++] = first + i;
+    next += int(all);
+  }
+}

@@ -1,0 +1,165 @@
+"""Routing: the experts of each row, their weights, and rows in the order of experts.
+
+A row and one of its experts are a pair; pair `row * k + rank`. Pairs are put in the order of their
+experts, those of one expert in the order of pairs: each has a place. A product of an expert walks
+its places in tiles; which there are only the device knows, so the list of tiles has room for the
+most.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.experts.spec import Routing, Score
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import op
+
+MAX_EXPERTS = 512
+MAX_TOP_K = 32
+_PAIRS_OF_ONE = 128  # that one CTA routes
+_THREADS = 512
+_VALUES = (1, 2, 4, 8, 16)  # of a lane
+
+
+class Routed(NamedTuple):
+    """The choice of a router."""
+
+    experts: Tensor  # [n, k] i32
+    weights: Tensor  # [n, k] f32
+    order: Tensor  # [n * k] i32: the pair at each place
+    offsets: Tensor  # [e + 1] i32: the first place of each expert, and the end
+    tiles: Tensor  # [t, 4] i32: expert, first place, places; zeros behind the last
+    tile_rows: int  # places of a tile at most
+
+    @property
+    def top_k(self) -> int:
+        """Experts of a row."""
+        return self.experts.shape[1]
+
+
+def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
+    """Count the tiles that there may be at most: experts that have rows, and full tiles."""
+    active = min(num_pairs, num_experts)
+    return active + (num_pairs - active) // tile_rows
+
+
+@op("logits[n,e]:L")
+def route(
+    logits: Tensor, routing: Routing, tile_rows: int, correction: Tensor | None = None
+) -> Routed:
+    """Choose experts; of equal scores the expert of the lower number.
+
+    Args:
+        logits: of the router.
+        routing: how to choose.
+        tile_rows: of the GEMMs that follow.
+        correction: `[e] f32`, added to the scores by which experts are chosen (sigmoid alone).
+    """
+    experts, weights = choose(logits.float(), routing, correction)
+    return placed(experts, weights, routing.num_experts, tile_rows)
+
+
+def placed(experts: Tensor, weights: Tensor, num_experts: int, tile_rows: int) -> Routed:
+    """Put the pairs of a choice in order, and list the tiles."""
+    flat = experts.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=num_experts)
+    offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    tiles = torch.zeros(most_tiles(len(flat), num_experts, tile_rows), 4, dtype=torch.int32)
+    found = [
+        (expert, first, min(tile_rows, end - first))
+        for expert, (begin, end) in enumerate(itertools.pairwise(offsets.tolist()))
+        for first in range(begin, end, tile_rows)
+    ]
+    if found:
+        tiles[: len(found), :3] = torch.tensor(found, dtype=torch.int32)
+    return Routed(experts.int(), weights, order.int(), offsets.int(), tiles, tile_rows)
+
+
+def choose(
+    logits: Tensor, routing: Routing, correction: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the experts of each row, `[n, k] i64`, and their weights, fp32: the definition."""
+    if routing.score is Score.SPARSEMIXER:
+        experts, weights = _sparsemixer(logits, routing)
+    else:
+        is_softmax = routing.score is Score.SOFTMAX
+        scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
+        by = logits if is_softmax else scores if correction is None else scores + correction
+        experts = by.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+        weights = scores.gather(1, experts)
+    if routing.normalises:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return experts, weights * routing.factor
+
+
+def _sparsemixer(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Take the best of what is left `top_k` times, weighed among what is near it."""
+    left = logits.clone()
+    experts, weights = [], []
+    for _ in range(routing.top_k):
+        best = left.amax(-1, keepdim=True)
+        expert = (left == best).int().argmax(-1, keepdim=True)
+        factor = torch.maximum(logits.abs(), best)
+        is_far = (best - logits) / factor > 2 * routing.jitter
+        near = left.masked_fill(is_far, float("-inf")).softmax(-1)
+        experts.append(expert)
+        weights.append(near.gather(1, expert))
+        left = left.scatter(1, expert, float("-inf"))
+    return torch.cat(experts, 1), torch.cat(weights, 1)
+
+
+# ---- on a GPU ----
+
+
+def _variant(dtype: torch.dtype, values: int) -> jit.Variant:
+    return jit.variant("experts/route.cu", dtype, VALUES=values)
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Yield every legal instantiation."""
+    for dtype in jit.DTYPES:
+        for values in _VALUES:
+            yield _variant(dtype, values)
+
+
+@route.cuda
+def _route(
+    logits: Tensor, routing: Routing, tile_rows: int, correction: Tensor | None = None
+) -> Routed:
+    """By one CTA where there are few pairs, else by a warp a row and then a CTA an expert."""
+    num_rows, num_experts = logits.shape
+    top_k = routing.top_k
+    jit.type_name(logits.dtype)
+    jit.require(num_experts <= MAX_EXPERTS, "route: {} experts > {}", num_experts, MAX_EXPERTS)
+    jit.require(top_k <= min(MAX_TOP_K, num_experts), "route: {} experts of a row", top_k)
+    jit.require(logits.stride(1) == 1, "route: elements of a row must be contiguous")
+    pairs = num_rows * top_k
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=logits.device)
+
+    experts = ints(num_rows, top_k)
+    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits.device)
+    order, offsets = ints(pairs), ints(num_experts + 1)
+    tiles = ints(most_tiles(pairs, num_experts, tile_rows), 4)
+    routed = Routed(experts, weights, order, offsets, tiles, tile_rows)
+    if num_rows == 0:
+        offsets.zero_()
+        return routed
+    wanted = _variant(logits.dtype, next(v for v in _VALUES if 32 * v >= num_experts))
+    how = (routing.score.value, int(routing.normalises), routing.factor, 2 * routing.jitter)
+    given = 0 if correction is None else correction
+    chosen = (logits, logits.stride(0), given, experts, weights, num_rows, num_experts, top_k, *how)
+    planned = (order, offsets, tiles, len(tiles), tile_rows)
+    if pairs <= _PAIRS_OF_ONE:
+        once = (*chosen, *planned)
+        jit.launch(wanted, "route_once", (1,), _THREADS, *once, overlaps=True)
+        return routed
+    jit.launch(wanted, "choose", (-(-num_rows // 4),), 128, *chosen, overlaps=True)
+    places = (experts, pairs, num_experts, *planned)
+    jit.launch(wanted, "place", (num_experts,), _THREADS, *places, overlaps=True)
+    return routed

@@ -1,0 +1,172 @@
+"""Mixtures of experts by rows: microseconds of each kernel, of a layer, and the share of the limit.
+
+Each layer has weights of its own, and a choice of its own that is uniform over experts. The limit
+is what the distinct experts of the rows take to read. `--tiles` times every size of tiles, by which
+`slipstream.kernels.experts.grouped` chooses.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from limits import rates_of
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.experts.combine import combine
+from slipstream.kernels.experts.grouped import (
+    SKINNY_ROWS,
+    TILE_ROWS,
+    ExpertMatrix,
+    down,
+    gate_up,
+    tile_rows,
+)
+from slipstream.kernels.experts.route import Routed, route
+from slipstream.kernels.experts.spec import Gate, Routing
+from slipstream.kernels.gemm.linear import linear
+from slipstream.kernels.gemm.op import Matrix
+from timing import rows, time_graph
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of a layer, and how many a model has."""
+
+    name: str
+    hidden: int
+    experts: int
+    top_k: int
+    inner: int
+    num_layers: int
+
+
+MODELS = (
+    Model("Qwen3-30B-A3B", 2048, 128, 8, 768, 48),
+    Model("Mixtral-8x7B", 4096, 8, 2, 14336, 32),
+)
+
+
+@dataclass
+class Result:
+    """One line of the table."""
+
+    model: str
+    weights: str
+    rows: int
+    tile_rows: int
+    kernel: str
+    microseconds: float
+    share_of_limit: float | None
+
+
+class Layer:
+    """The experts of one layer, with their router."""
+
+    def __init__(self, model: Model, is_fp8: bool) -> None:
+        self.model = model
+        self.routing = Routing(model.experts, model.top_k, normalises=True)
+        self.router = rows(model.experts, model.hidden).mul_(model.hidden**-0.5)
+        self.gate_up = self._matrix(2 * model.inner, model.hidden, is_fp8)
+        self.down = self._matrix(model.hidden, model.inner, is_fp8)
+
+    def _matrix(self, outputs: int, inputs: int, is_fp8: bool) -> ExpertMatrix:
+        values = rows(self.model.experts, outputs, inputs).mul_(inputs**-0.5)
+        if not is_fp8:
+            return ExpertMatrix(values)
+        found = [fp8.quantize(each) for each in values]
+        return ExpertMatrix(
+            torch.stack([each.values.view(torch.uint8) for each in found]).view(fp8.E4M3),
+            torch.stack([each.scales for each in found]),
+        )
+
+    def route(self, logits: torch.Tensor, size: int) -> Routed:
+        """Choose experts."""
+        return route(logits, self.routing, size)
+
+    def up(self, x: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """Multiply with gates and ups."""
+        return gate_up(x, self.gate_up.values, self.gate_up, routed, Gate.SILU)
+
+    def out(self, inner: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """Multiply with the second matrices."""
+        return down(inner, self.down.values, self.down, routed)
+
+    def run(self, x: torch.Tensor, residual: torch.Tensor, size: int) -> torch.Tensor:
+        """Run the layer, its router too."""
+        routed = self.route(linear(x, Matrix(self.router)), size)
+        return combine(residual, self.out(self.up(x, routed), routed))
+
+
+def timed(layers: list[Layer], n: int, size: int) -> dict[str, tuple[float, float]]:
+    """Seconds of each kernel and of the whole layer, and bytes of the weights that it reads."""
+    model = layers[0].model
+    x = [rows(n, model.hidden) for _ in layers]
+    residual = [torch.zeros_like(each) for each in x]
+    logits = [linear(one, Matrix(layer.router)) for one, layer in zip(x, layers, strict=True)]
+    routed = [layer.route(one, size) for layer, one in zip(layers, logits, strict=True)]
+    inner = [layer.up(*each) for layer, *each in zip(layers, x, routed, strict=True)]
+    products = [layer.out(*each) for layer, *each in zip(layers, inner, routed, strict=True)]
+    active = sum(int(torch.unique(each.experts).numel()) for each in routed) / len(layers)
+    num_bytes = [
+        active * matrix.values[0].numel() * matrix.values.element_size()
+        for matrix in (layers[0].gate_up, layers[0].down)
+    ]
+    whole = sum(num_bytes) + layers[0].router.numel() * 2
+
+    def each(run: Callable[..., object], *args: list[object]) -> float:
+        runs = [lambda given=given: run(*given) for given in zip(*args, strict=True)]
+        return time_graph(runs)
+
+    sizes = [size] * len(layers)
+    return {
+        "route": (each(Layer.route, layers, logits, sizes), 0),
+        "gate_up": (each(Layer.up, layers, x, routed), num_bytes[0]),
+        "down": (each(Layer.out, layers, inner, routed), num_bytes[1]),
+        "combine": (each(combine, residual, products), 0),
+        "layer": (each(Layer.run, layers, x, residual, sizes), whole),
+    }
+
+
+def measure(model: Model, is_fp8: bool, counts: list[int], all_tiles: bool) -> list[Result]:
+    """Time a model's layer with every number of rows."""
+    rate = rates_of(torch.cuda.get_device_name(), {}).read
+    size = 3 * model.experts * model.inner * model.hidden * (1 if is_fp8 else 2)
+    layers = [Layer(model, is_fp8) for _ in range(max(2, min(8, math.ceil(12e9 / size))))]
+    kind, results = "e4m3" if is_fp8 else "bf16", []
+    for n in counts:
+        chosen = tile_rows(n * model.top_k, model.experts)
+        for tile in (SKINNY_ROWS, *TILE_ROWS) if all_tiles else (chosen,):
+            found = timed(layers, n, tile)
+            line = f"{model.name:14} {kind} {n:5} rows, tiles of {tile:3}{'*' * (tile == chosen):1}"
+            for kernel, (seconds, num_bytes) in found.items():
+                share = num_bytes / rate / seconds if num_bytes else None
+                line += f" {kernel} {seconds * 1e6:7.1f} us"
+                line += f" {share:4.0%}" if share else ""
+                results.append(Result(model.name, kind, n, tile, kernel, seconds * 1e6, share))
+            ms = found["layer"][0] * model.num_layers * 1e3
+            print(f"{line} | {ms:.2f} ms a step of {model.num_layers}", flush=True)
+    return results
+
+
+def main() -> None:
+    """Time what the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 128, 512])
+    parser.add_argument("--tiles", action="store_true", help="every size of tiles")
+    parser.add_argument("--weights", choices=["bf16", "e4m3"], help="default: both")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    results = []
+    for model in MODELS:
+        for kind in ("bf16", "e4m3"):
+            if args.weights in (None, kind):
+                results += measure(model, kind == "e4m3", args.rows, args.tiles)
+                torch.cuda.empty_cache()
+    device = torch.cuda.get_device_name()
+    print(json.dumps({"device": device, "results": [asdict(result) for result in results]}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Routing and products of experts on a CPU: against another way to write them, and transformers."""
+
+import pytest
+import torch
+from fixtures.kernels.checking import Judge, same_bits
+from fixtures.kernels.expert_cases import Sizes, make_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.kernels.experts.combine import combine
+from slipstream.kernels.experts.grouped import SKINNY_ROWS, TILE_ROWS, tile_rows
+from slipstream.kernels.experts.route import Routed, choose, most_tiles, route
+from slipstream.kernels.experts.spec import Gate, Routing, Score
+from torch import Tensor
+from transformers.models.phimoe.modeling_phimoe import sparsemixer
+
+seeds = st.integers(0, 2**31 - 1)
+
+
+def logits_of(num_rows: int, num_experts: int, seed: int, ties: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_rows, num_experts, generator=generator)
+    return logits.round() if ties else logits
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 40), st.integers(1, 70), st.integers(1, 8), seeds, st.booleans())
+def test_every_pair_has_one_place_in_one_tile(
+    num_rows: int, num_experts: int, top_k: int, seed: int, ties: bool
+) -> None:
+    top_k = min(top_k, num_experts)
+    logits = logits_of(num_rows, num_experts, seed, ties)
+    for rows in (SKINNY_ROWS, *TILE_ROWS):
+        routed = route(logits, Routing(num_experts, top_k), rows)
+        flat = routed.experts.flatten()
+        # By experts, and by pairs within one.
+        keys = flat[routed.order.long()].long() * len(flat) + routed.order
+        assert torch.equal(keys, keys.sort().values)
+        assert sorted(routed.order.tolist()) == list(range(len(flat)))
+        seen = []
+        for expert, first, count, _ in routed.tiles.tolist():
+            assert count <= rows
+            assert routed.offsets[expert] <= first
+            assert first + count <= routed.offsets[expert + 1] or count == 0
+            seen += range(first, first + count)
+        assert seen == list(range(len(flat)))
+        assert len(routed.tiles) == most_tiles(len(flat), num_experts, rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 20), st.integers(2, 70), seeds, st.booleans(), st.booleans())
+def test_softmax(num_rows: int, num_experts: int, seed: int, normalises: bool, ties: bool) -> None:
+    """Of equal logits the lower expert; normalised, the softmax of the chosen alone."""
+    logits, top_k = logits_of(num_rows, num_experts, seed, ties), min(4, num_experts)
+    routing = Routing(num_experts, top_k, normalises=normalises, factor=2.5)
+    experts, weights = choose(logits, routing)
+    for row, found in enumerate(experts.tolist()):
+        numbers = logits[row].tolist()
+        assert found == sorted(range(num_experts), key=lambda e: (-numbers[e], e))[:top_k]
+        scores = logits[row].double().softmax(-1)[experts[row]]
+        if normalises:
+            scores = logits[row][experts[row]].double().softmax(-1)
+        torch.testing.assert_close(weights[row].double(), 2.5 * scores, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("normalises", [False, True])
+def test_sigmoid_with_corrections(normalises: bool) -> None:
+    """A correction moves the choice, not the weight."""
+    logits, correction = logits_of(50, 16, 0), torch.linspace(-1, 1, 16)
+    routing = Routing(16, 4, Score.SIGMOID, normalises)
+    experts, weights = choose(logits, routing, correction)
+    scores = logits.sigmoid()
+    assert torch.equal(experts, (scores + correction).topk(4).indices)
+    assert not torch.equal(experts, scores.topk(4).indices)
+    expected = scores.gather(1, experts)
+    if normalises:
+        expected = expected / expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights, expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 20), seeds, st.sampled_from([0.01, 0.1, 0.4]), st.booleans())
+def test_the_sparse_mixer_is_that_of_transformers(
+    num_experts: int, seed: int, jitter: float, ties: bool
+) -> None:
+    logits = logits_of(30, num_experts, seed, ties) + 0.25
+    experts, weights = choose(logits, Routing(num_experts, 2, Score.SPARSEMIXER, jitter=jitter))
+    multiplier, selected = sparsemixer(logits, jitter, training=False)
+    assert torch.equal(experts, selected)
+    torch.testing.assert_close(weights, multiplier)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 30),
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 40),
+    st.integers(1, 40),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from(list(Gate)),
+    st.booleans(),
+    seeds,
+)
+def test_the_sum_of_a_rows_experts(
+    num_rows: int,
+    num_experts: int,
+    top_k: int,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    gate: Gate,
+    fp8: bool,
+    seed: int,
+) -> None:
+    sizes = Sizes(num_experts, min(top_k, num_experts), hidden, inner)
+    case = make_case(num_rows, sizes, dtype, fp8, bias=True, gate=gate, seed=seed)
+    residual = case.x * 0.5
+    routed = case.routed(16)
+    judge = Judge("experts")
+    exact = case.expected(routed, residual, torch.float64)
+    naive = case.expected(routed, residual, dtype)
+    judge.close("sum", case.run(16, residual), exact, naive)
+    judge.verdict()
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_shared_expert_is_added_last(gated: bool) -> None:
+    residual, products, shared = torch.randn(3, 5), torch.randn(6, 5), torch.randn(3, 5)
+    gate = torch.randn(3, 1) if gated else None
+    out = combine(residual.clone(), products, shared, gate)
+    factor = 1 if gate is None else torch.sigmoid(gate)
+    expected = residual + products.view(3, 2, 5).sum(1) + shared * factor
+    torch.testing.assert_close(out, expected)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 40), st.integers(0, 39), seeds)
+def test_a_row_does_not_depend_on_its_neighbours(num_rows: int, row: int, seed: int) -> None:
+    """Bit for bit, in deterministic mode; and every run gives the same bits in either mode."""
+    case = make_case(40, Sizes(5, 2, 96, 72), torch.float32, seed=seed)
+    residual = torch.randn_like(case.x)
+    whole = case.run(16, residual, deterministic=True)
+    assert same_bits(case.run(16, residual), case.run(16, residual))
+    kept = torch.arange(40).roll(-row)[:num_rows]
+    case.x, case.logits = case.x[kept], case.logits[kept]
+    assert same_bits(case.run(16, residual[kept], deterministic=True), whole[kept])
+
+
+def test_the_kernel_by_rows() -> None:
+    """Tiles hold what most experts have; deterministic mode has sums of one order."""
+    assert [tile_rows(8 * n, 128) for n in (1, 32, 64, 128, 512, 4096)] == [8, 8, 16, 16, 64, 128]
+    assert [tile_rows(2 * n, 8) for n in (1, 8, 32, 128, 512)] == [8, 8, 16, 64, 128]
+    assert all(tile_rows(n, 8, deterministic=True) in TILE_ROWS for n in range(2000))
+
+
+def test_routed_names_the_experts_of_a_row() -> None:
+    routed = route(torch.tensor([[1.0, 3, 2]]), Routing(3, 2), 8)
+    assert isinstance(routed, Routed)
+    assert routed.top_k == 2
+    assert routed.experts.tolist() == [[1, 2]]
+    assert routed.tiles.tolist() == [[1, 0, 1, 0], [2, 1, 1, 0]]

@@ -1,0 +1,169 @@
+"""Mixtures of experts on a GPU: routing by its reference, sums by fp64, repeated bitwise."""
+
+import pytest
+import torch
+from fixtures.kernels.checking import Judge, poison, same_bits, short
+from fixtures.kernels.expert_cases import Case, Sizes, make_case
+from slipstream.kernels.experts.combine import combine
+from slipstream.kernels.experts.grouped import SKINNY_ROWS, TILE_ROWS, down, gate_up
+from slipstream.kernels.experts.route import choose, placed, route
+from slipstream.kernels.experts.spec import Gate, Routing, Score
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+]
+
+ALL_ROWS = (SKINNY_ROWS, *TILE_ROWS)
+ROUTINGS = [
+    Routing(8, 2, normalises=True),
+    Routing(16, 2, Score.SPARSEMIXER, jitter=0.01),
+    Routing(32, 4, normalises=True),
+    Routing(60, 4),
+    Routing(64, 8),
+    Routing(128, 8, normalises=True),
+    Routing(256, 8, Score.SIGMOID, normalises=True, factor=2.5),
+    Routing(300, 6, Score.SPARSEMIXER, jitter=0.2),
+    Routing(512, 10),
+    Routing(1, 1),
+]
+SHAPES = [
+    (Sizes(8, 2, 256, 128), (1, 2, 3, 9, 40, 150)),
+    (Sizes(5, 3, 80, 48), (1, 7, 33)),
+    (Sizes(3, 1, 1000, 264), (1, 20, 129)),
+    (Sizes(16, 2, 4096, 640), (1, 5, 64, 300)),
+    (Sizes(128, 8, 2048, 768), (1, 8, 32, 128, 512)),
+    (Sizes(60, 4, 2048, 1408), (1, 16, 130)),
+    (Sizes(4, 4, 2880, 2880), (1, 6, 70)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=short)
+def test_routing(dtype: torch.dtype) -> None:
+    """Choice and places to the bit, ties too; logits lie in rows of a wider matrix."""
+    judge = Judge(f"route {short(dtype)}")
+    generator = torch.Generator("cuda").manual_seed(1)
+    for routing in ROUTINGS:
+        e = routing.num_experts
+        correction = None
+        if routing.score is Score.SIGMOID:
+            correction = torch.randn(e, generator=generator, device="cuda") * 0.1
+        for n in (1, 2, 15, 16, 17, 100, 513, 4097):
+            wide = torch.randn(n, e + 9, generator=generator, device="cuda")
+            logits = (wide.round(decimals=1) if n % 2 else wide).to(dtype)[:, :e]
+            rows = ALL_ROWS[n % len(ALL_ROWS)]
+            found = route(logits, routing, rows, correction)
+            experts, weights = choose(logits.float().cpu(), routing, _cpu(correction))
+            case = f"{routing} of {n} rows"
+            same = (found.experts.cpu() == experts).all(-1)
+            # Scores by two exponential functions: some that differ in the last bit change places.
+            least = 0.99 if routing.score is Score.SIGMOID else 1.0
+            judge.true(f"experts of {case}", float(same.float().mean()) >= least)
+            error = float((found.weights.cpu() - weights)[same].abs().max())
+            judge.true(f"weights of {case}: {error}", error < 1e-5)
+            expected = placed(found.experts.cpu(), found.weights.cpu(), e, rows)
+            for name in ("order", "offsets", "tiles"):
+                ours, want = getattr(found, name).cpu(), getattr(expected, name)
+                judge.true(f"{name} of {case}", same_bits(ours, want))
+    judge.verdict()
+
+
+def _cpu(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.cpu()
+
+
+def run(case: Case, rows: int, residual: Tensor) -> Tensor:
+    """With NaN in the memory that the results get."""
+    pairs = len(case.x) * case.sizes.top_k
+    poison((pairs, case.sizes.inner), (pairs, case.sizes.hidden), dtype=case.x.dtype)
+    return case.run(rows, residual)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "e4m3"])
+def test_sums_of_experts(dtype: torch.dtype, fp8: bool) -> None:
+    judge = Judge(f"experts {short(dtype)}{' e4m3' if fp8 else ''}")
+    for sizes, all_rows in SHAPES if dtype == torch.bfloat16 else SHAPES[:3]:
+        if fp8 and (sizes.hidden % 16 or sizes.inner % 16):
+            continue
+        for n in all_rows:
+            gate, bias = (Gate.CLAMPED, True) if sizes.top_k == 4 else (Gate.SILU, n % 2 == 0)
+            case = make_case(n, sizes, dtype, fp8, bias, gate, "cuda", seed=n)
+            residual = torch.randn_like(case.x)
+            routed = case.routed(SKINNY_ROWS)
+            exact = case.expected(routed, residual, torch.float64)
+            naive = case.expected(routed, residual, dtype)
+            for rows in ALL_ROWS:
+                name = f"{n} rows of {sizes}, tiles of {rows}"
+                judge.close(name, run(case, rows, residual), exact, naive)
+                judge.repeats(name, lambda: case.run(rows, residual))  # noqa: B023
+    judge.verdict()
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "e4m3"])
+def test_rows_do_not_depend_on_their_neighbours(fp8: bool) -> None:
+    """Bit for bit: in tiles of every size, and at every place in one."""
+    judge = Judge("rows alone")
+    for sizes, n in ((Sizes(128, 8, 2048, 768), 200), (Sizes(8, 2, 1024, 512), 300)):
+        case = make_case(n, sizes, torch.bfloat16, fp8, device="cuda")
+        residual = torch.randn_like(case.x)
+        whole = case.run(16, residual)
+        for rows in TILE_ROWS:
+            judge.true(f"tiles of {rows}", same_bits(case.run(rows, residual), whole))
+            for kept in (torch.arange(1), torch.arange(n).flip(0)[:77], torch.arange(3, n, 7)):
+                some = make_case(n, sizes, torch.bfloat16, fp8, device="cuda")
+                some.x, some.logits = some.x[kept.cuda()], some.logits[kept.cuda()]
+                found = some.run(rows, residual[kept.cuda()])
+                judge.true(f"{len(kept)} rows by {rows}", same_bits(found, whole[kept.cuda()]))
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=short)
+def test_combine(dtype: torch.dtype) -> None:
+    judge = Judge(f"combine {short(dtype)}")
+    for n, width, top_k in ((1, 2048, 8), (3, 64, 1), (300, 4096, 2), (17, 2880, 5), (2, 14336, 4)):
+        residual, shared = (torch.randn(n, width, device="cuda").to(dtype) for _ in range(2))
+        products = torch.randn(n * top_k, width, device="cuda").to(dtype)
+        gates = torch.randn(n, 9, device="cuda").to(dtype)[:, 8:]
+        for given in ((), (shared,), (shared, gates)):
+            exact = residual.double() + products.double().view(n, top_k, -1).sum(1)
+            naive = residual + products.view(n, top_k, -1).sum(1)
+            if given:
+                factor = given[1].double().sigmoid() if len(given) > 1 else 1
+                exact = exact + shared.double() * factor
+                naive = naive + (shared * factor).to(dtype)
+            out = combine(residual.clone(), products, *given)
+            judge.close(f"{n} x {width}, {top_k}, {len(given)}", out, exact, naive)
+    judge.verdict()
+
+
+def test_in_a_graph_the_choice_is_made_anew() -> None:
+    """A replay of one graph with other rows and other experts gives what a launch gives."""
+    sizes = Sizes(64, 8, 1024, 256)
+    for n in (1, 8, 40, 128):
+        case = make_case(n, sizes, torch.bfloat16, device="cuda")
+        residual = torch.zeros_like(case.x)
+        rows = SKINNY_ROWS if n < 20 else 16
+        case.run(rows, residual)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = case.run(rows, residual)
+        for seed in range(5):
+            other = make_case(n, sizes, torch.bfloat16, device="cuda", seed=seed)
+            case.x.copy_(other.x)
+            case.logits.copy_(other.logits)
+            case.logits[:, : 8 * seed].sub_(100.0 * (seed % 2))
+            graph.replay()
+            torch.cuda.synchronize()
+            assert same_bits(out, case.run(rows, residual)), f"{n} rows, seed {seed}"
+
+
+def test_no_rows() -> None:
+    sizes = Sizes(8, 2, 64, 32)
+    case = make_case(0, sizes, torch.bfloat16, device="cuda")
+    routed = case.routed(16)
+    inner = gate_up(case.x, case.gate_up.values, case.gate_up, routed, Gate.SILU)
+    assert inner.shape == (0, 32)
+    assert down(inner, case.down.values, case.down, routed).shape == (0, 64)
+    assert routed.offsets.tolist() == [0] * 9
