@@ -35,6 +35,7 @@ def entries(source: str) -> set[str]:
 VARIANTS = list(dict.fromkeys(v for module in modules() for v in module.variants()))
 SOURCES = {str(path.relative_to(jit.FOLDER)) for path in jit.FOLDER.rglob("*.cu")}
 ENTRIES = {source: entries(source) for source in sorted(SOURCES)}
+WIDEST_PACKED = {("8", "8"), ("16", "4"), ("32", "4"), ("64", "2"), ("128", "1")}
 ADDITIONS = ("WINDOWED", "SINKS", "SHARES", "SPLITS")
 REPORT = re.compile(
     r"entry function '(?P<entry>\w+)'.*?(?P<stack>\d+) bytes stack frame, "
@@ -79,7 +80,7 @@ def is_everyday(wanted: Variant) -> bool:
         kind = (defines["BITS"], defines["SCALE"], defines["PARTS"], defines["ZEROS"])
         shape = (defines.get("COLUMNS", "8"), defines.get("TILES", "8"))
         is_usual = kind in (("4", "BFloat16", "1", "0"), ("8", "float", "4", "1"))
-        return is_one and is_usual and shape in (("8", "8"), ("16", "4"), ("32", "4"))
+        return is_one and is_usual and shape in WIDEST_PACKED
     if wanted.source == "gemm/sm90/skinny.cu":  # the same for every width of a tile
         return is_one and defines["ROWS"] in ("48", "64", "224")
     if wanted.source.startswith("experts/"):

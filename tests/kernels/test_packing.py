@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from slipstream.kernels.gemm import linear, packed, packing, unpacked
 from slipstream.kernels.gemm.op import Around, Spec, gemm, spec_of
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
+from slipstream.kernels.gemm.sm90 import packed_wgmma
 from slipstream.kernels.runtime.registry import KNOWN
 from slipstream.quant import forms
 from slipstream.quant.matrix import Kind, dequantise
@@ -196,6 +197,25 @@ def test_no_block_of_x_is_overwritten_before_it_is_read(
         copy(at + slots - 1)
 
 
+@given(
+    st.integers(1, 128),
+    st.integers(1, 2000),
+    st.integers(1, 300),
+    st.sampled_from([114, 132]),
+    st.sampled_from(list(packed.packings())),
+)
+def test_divisions_for_wgmma(rows: int, tiles: int, blocks: int, sms: int, made: Packing) -> None:
+    made = made._replace(outputs=tiles * TILE, inputs=blocks * BLOCK)
+    found = packed_wgmma.tiling(rows, made, sms)
+    assert found == packed_wgmma.tiling(found.columns, made, sms)  # not by the rows themselves
+    assert found.columns >= rows
+    assert found.shares <= blocks
+    assert packed_wgmma.num_slots(made, found.columns, found.tiles) >= 3
+    assert packed_wgmma.num_bytes(made, found) <= packed_wgmma.MEMORY
+    wanted = packed_wgmma._variant(torch.float16, made, found.columns, found.tiles)
+    assert wanted in set(packed_wgmma.variants())
+
+
 # ---- which kernels run ----
 
 
@@ -206,10 +226,18 @@ def spec(rows: int, target: str = "sm_90a", made: Packing = PACKED_4, **around: 
     return spec_of(x, values, Around(groups=groups, **around))._replace(target=KNOWN[target])
 
 
-@pytest.mark.parametrize("target", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize(
-    ("rows", "route"),
-    [(1, "norm + GEMM packed"), (128, "norm + GEMM packed"), (129, "norm + GEMM unpacked")],
+    ("target", "rows", "route"),
+    [
+        ("sm_90a", 1, "norm + GEMM packed"),
+        ("sm_90a", 16, "norm + GEMM packed"),
+        ("sm_90a", 17, "norm + GEMM packed_wgmma"),
+        ("sm_90a", 128, "norm + GEMM packed_wgmma"),
+        ("sm_90a", 129, "norm + GEMM unpacked"),
+        ("sm_100a", 1, "norm + GEMM packed"),
+        ("sm_100a", 128, "norm + GEMM packed"),
+        ("sm_100a", 129, "norm + GEMM unpacked"),
+    ],
 )
 def test_routes(target: str, rows: int, route: str) -> None:
     norm = torch.empty(PACKED_4.inputs, dtype=torch.bfloat16, device="meta")
@@ -225,7 +253,7 @@ def test_gates_of_odd_sizes_follow_the_product() -> None:
 
 def test_nobody_else_takes_packed_weights() -> None:
     taken = {answer.gemm.name for answer in linear.answers(spec(1)) if answer.refusal is None}
-    assert taken == {"packed", "unpacked"}
+    assert taken == {"packed", "packed_wgmma", "unpacked"}
 
 
 def test_dense_is_the_definition() -> None:

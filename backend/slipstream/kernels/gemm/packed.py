@@ -80,14 +80,14 @@ def tiling(
     return None
 
 
-def takes(spec: Spec) -> str | None:
-    """Say why the kernel is not built for a product, or not the fastest; None: it is."""
+def shared_refusal(spec: Spec, max_rows: int) -> str | None:
+    """Say why no kernel takes packed weights as they are, beside so many rows; None: one may."""
     if spec.packing is None:
         return "takes packed weights"
     if spec.x not in DTYPES or spec.out != spec.x:
         return "takes rows of fp16 or bf16"
-    if not 1 <= spec.rows <= MAX_ROWS:
-        return f"takes 1 to {MAX_ROWS} rows"
+    if not 1 <= spec.rows <= max_rows:
+        return f"takes 1 to {max_rows} rows"
     if spec.norm:
         return "has no norm"
     if spec.gate not in ("", "silu"):
@@ -98,9 +98,16 @@ def takes(spec: Spec) -> str | None:
         return "takes multiples of 8 inputs"
     if not (spec.x_aligned and spec.x_pitch and spec.weight_aligned):
         return "takes what is aligned to 16 bytes"
+    return None
+
+
+def takes(spec: Spec) -> str | None:
+    """Say why the kernel is not built for a product; None: it is."""
+    if (why := shared_refusal(spec, MAX_ROWS)) is not None:
+        return why
+    assert spec.packing is not None, "it was not refused"
     memory = MEMORY.get(spec.target.architecture, _LEAST_MEMORY)
-    rows = min(spec.rows, COLUMNS[-1])
-    sms = spec.target.multiprocessors
+    rows, sms = min(spec.rows, COLUMNS[-1]), spec.target.multiprocessors
     if tiling(rows, spec.packing, bool(spec.gate), sms, memory) is None:
         return "finds no room in shared memory"
     return None
