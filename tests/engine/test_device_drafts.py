@@ -87,7 +87,7 @@ def check(found: dict, expected: dict) -> None:
 def judge(wakefulness: Wakefulness, are_right: list[bool]) -> None:
     """Ask in a step, if drafts are to be judged, and what became of its drafts."""
     if are_right:
-        wakefulness.ask()
+        wakefulness.ask(len(are_right))
     for is_right in are_right:
         wakefulness.judge(is_right)
 
@@ -133,7 +133,7 @@ def test_behind_a_wrong_drafter_one_step_asks_and_sleeps(num_judged, late) -> No
         assert wakefulness.count(4, 1, is_on=False) == 0
     for _ in range(1000):  # nobody is able to ask: it waits for who is
         assert wakefulness.count(4, 1, is_on=False) == 1
-    wakefulness.ask()
+    wakefulness.ask(1)
     for _ in range(late):  # the verdict comes steps later
         assert wakefulness.count(4, 1, is_on=False) == 0
     wakefulness.judge(is_right=True)

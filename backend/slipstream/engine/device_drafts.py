@@ -5,7 +5,7 @@ While drafts are verified, rows ask for whole chains. Before, they ask for one d
 compared with the token that comes: the drafter listens. If too few are right, or nothing is
 verified for long, the drafter sleeps for some steps, and steps of decodes cost what they cost
 without it; then it listens again, and sleeps twice as long if that was in vain. A drafter that was
-mostly wrong is probed first: one step asks, and if none of its drafts is right, it sleeps on. A
+mostly wrong is probed first: one step asks, and if too few of its drafts are right, it sleeps on. A
 draft model of 16 layers takes some 6 ms of a step, so three such steps would be 2 % of a request.
 
 A drafter with a cache misses the tokens of steps that it sleeps through. Sequences that ran then
@@ -36,6 +36,7 @@ class Wakefulness:
         self._num_asleep = 0  # steps to sleep from now on
         self._next_sleep = _SLEEP
         self._is_probing = False  # too few were right before: the next step that asks is a probe
+        self._num_awaited = 0  # drafts of a probe that are not judged yet
         self._num_rows = 0  # of the newest step that asked
         self._wakes_at = 0  # rows of a step, or fewer: drafts that did not pay may pay there
 
@@ -48,7 +49,7 @@ class Wakefulness:
             is_on: drafts of this drafter are verified.
         """
         if is_on:
-            self._num_asked = self._num_judged = self._num_right = 0
+            self._num_asked = self._num_judged = self._num_right = self._num_awaited = 0
             self._next_sleep, self._is_probing = _SLEEP, False
         elif self._num_asleep and num_rows > self._wakes_at:
             self._num_asleep -= 1
@@ -57,27 +58,37 @@ class Wakefulness:
         is_hopeful = self._num_judged >= 4 and 2 * self._num_right >= self._num_judged
         return most if is_on or is_hopeful else min(most, 1)
 
-    def ask(self) -> None:
-        """Note a step that asks. Behind a probe the drafter sleeps, until a draft was right."""
+    def ask(self, num_rows: int) -> None:
+        """Note a step in which so many rows ask. Behind a probe the drafter sleeps."""
         self._num_asked += 1
         if self._is_probing:
             self._sleep(wakes_at=0)
+            self._num_awaited = min(num_rows, _ENOUGH)
 
     def judge(self, is_right: bool) -> None:
         """Note what became of a draft that was not verified."""
-        if self._num_asleep:
-            if self._is_probing and is_right:
-                self._num_asleep, self._is_probing = 0, False
+        if self._num_asleep and not self._num_awaited:
             return  # it was made before
         self._num_judged += 1
         self._num_right += is_right
+        if self._num_awaited:
+            self._judge_probe()
+            return
         is_bad = self._num_judged >= _ENOUGH and self._num_right < _RIGHT * self._num_judged
         if is_bad or self._num_asked >= _LISTEN:
             self._is_probing = is_bad
             self._sleep(wakes_at=0 if is_bad else self._num_rows // 2)
 
+    def _judge_probe(self) -> None:
+        """Wake if enough of a probe's drafts are right."""
+        self._num_awaited -= 1
+        if not self._num_awaited:
+            if self._num_right >= _RIGHT * self._num_judged:
+                self._num_asleep, self._is_probing = 0, False
+            self._num_judged = self._num_right = 0
+
     def _sleep(self, wakes_at: int) -> None:
-        self._num_asked = self._num_judged = self._num_right = 0
+        self._num_asked = self._num_judged = self._num_right = self._num_awaited = 0
         self._num_asleep, self._wakes_at = self._next_sleep, wakes_at
         self._next_sleep = min(2 * self._next_sleep, _MAX_SLEEP)
 
@@ -118,7 +129,7 @@ class DeviceDrafts:
         if not asking:
             self._leave_behind(able, has_chunks)
             return rows
-        self._wakefulness.ask()
+        self._wakefulness.ask(len(asking))
         return [replace(row, num_drafts=count) if id(row) in asking else row for row in rows]
 
     def _leave_behind(self, rows: list[Row], has_chunks: bool) -> None:
