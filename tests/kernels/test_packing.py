@@ -62,7 +62,7 @@ def as_threads_read(values: Tensor, groups: Groups, dtype: torch.dtype) -> Tenso
                 first = step % steps_a_quad * words_a_step
                 words = quads[tile, block, step // steps_a_quad, :, first : first + words_a_step]
                 part = step // (STEPS // made.parts)
-                group = (block * made.parts + part) * (BLOCK // made.parts) // made.group
+                group = (block * made.parts + part) * made.group_factor >> 31
                 for register in range(4):
                     row = g + 8 * (register % 2)
                     zero = torch.full((32, 1), float(packing.MIDDLE[made.bits]))
@@ -133,6 +133,15 @@ def test_groups_of_rows_and_of_what_does_not_divide() -> None:
     assert packing.group_of(128, 200) == 128  # the last is shorter
     made = Packing(4, 192, 16, 576, torch.float16, False)
     assert (made.parts, made.groups, made.blocks) == (2, 4, 5)
+
+
+@given(st.integers(1, 2000), st.integers(1, 64))
+def test_parts_find_their_groups(part: int, multiple: int) -> None:
+    for group in (32, 64 * multiple, 128 * multiple):
+        made = Packing(4, group, 16, BLOCK, torch.float16, False)
+        inputs = part * (BLOCK // made.parts)
+        assert part * made.group_factor >> 31 == inputs // group
+        assert made.group_factor < 1 << 32
 
 
 # ---- how a product is divided ----

@@ -64,11 +64,9 @@ struct Codes {
   const u8 *codes, *scales, *zeros;
   u32 num_blocks;  // of a row of the weights
   u32 num_groups;
-  u32 group_inputs;
+  u32 group_factor;  // 2^31 over the parts of a group, rounded up
 
-  DEVICE u32 group(u32 block, int part) const {
-    return (block * PARTS + part) * (BLOCK_INPUTS / PARTS) / group_inputs;
-  }
+  DEVICE u32 group(u32 block, int part) const { return u32(u64(block * PARTS + part) * group_factor >> 31); }
   // By a warp: a block into shared memory.
   DEVICE void copy(u32 target, u32 tile, u32 block, u64 policy) const {
     const u32 lane = threadIdx.x % 32;

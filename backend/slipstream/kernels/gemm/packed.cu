@@ -172,11 +172,11 @@ DEVICE void finish(const Task& task, float* places, float (&sums)[TILES][PIECES]
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     packed(const u8* codes, const u8* scales, const u8* zeros, const T* x, const T* bias, T* out, i64 x_stride,
            i64 out_stride, i64 num_rows, i64 num_inputs, i64 num_outputs, i64 num_tiles, i64 num_groups,
-           i64 group_inputs, i64 share, i64 gated, i64 adds) {
+           i64 group_factor, i64 share, i64 gated, i64 adds) {
   start_next();
   const u32 units = gated != 0 ? num_tiles / 2 : num_tiles, begin = blockIdx.x * u32(share);
   const u32 num_blocks = (num_inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
-  const Task task{{codes, scales, zeros, num_blocks, u32(num_groups), u32(group_inputs)},
+  const Task task{{codes, scales, zeros, num_blocks, u32(num_groups), u32(group_factor)},
                   x, bias, out, x_stride, out_stride, u32(num_rows), u32(num_inputs), u32(num_outputs),
                   u32(num_tiles), gated != 0, adds != 0, begin, min(begin + u32(share), units)};
   const u32 warp = threadIdx.x / 32, x_slot_bytes = task.num_rows * X_PITCH;

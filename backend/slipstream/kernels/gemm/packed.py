@@ -192,7 +192,7 @@ def _launch(x: Tensor, weight: Tensor, around: Around, y: Tensor) -> None:
         packing.outputs,
         packing.tiles,
         packing.groups,
-        packing.group,
+        packing.group_factor,
         tiles.share,
         int(gated),
         int(around.residual is not None),

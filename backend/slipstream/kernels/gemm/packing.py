@@ -43,6 +43,11 @@ class Packing(NamedTuple):
         return -(-self.blocks * BLOCK // self.group)
 
     @property
+    def group_factor(self) -> int:
+        """By which a kernel divides the number of a part: it is in group `part * factor >> 31`."""
+        return -(-(1 << 31) * BLOCK // (self.parts * self.group))
+
+    @property
     def parts(self) -> int:
         """Count the parts of a block, of which each is in one group."""
         return next(BLOCK // part for part in reversed(_PARTS) if self.group % part == 0)

@@ -12,13 +12,13 @@ DEVICE u32 scaled_pair(u32 pair, float scale) {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     unpacked(const u8* codes, const u8* scales, const u8* zeros, T* out, i64 num_inputs, i64 num_outputs,
-             i64 num_tiles, i64 num_groups, i64 group_inputs) {
+             i64 num_tiles, i64 num_groups, i64 group_factor) {
   __shared__ __align__(16) u8 blocks[WARPS][BLOCK_BYTES];
   __shared__ __align__(16) T rows[WARPS][16 * PITCH];
   start_next();
   wait_for_previous();  // a kernel before may still read what is written here
   const u32 num_blocks = (num_inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
-  const Codes weights{codes, scales, zeros, num_blocks, u32(num_groups), u32(group_inputs)};
+  const Codes weights{codes, scales, zeros, num_blocks, u32(num_groups), u32(group_factor)};
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32, index = blockIdx.x * WARPS + warp;
   const u32 tile = index / num_blocks, block = index % num_blocks;
   if (tile >= num_tiles) return;

@@ -46,7 +46,7 @@ def _unpacked(values: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
         packing.outputs,
         packing.tiles,
         packing.groups,
-        packing.group,
+        packing.group_factor,
         overlaps=True,
     )
     return out

@@ -258,9 +258,9 @@ DEVICE void store_sums(const Task& task, u32 share) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     packed_wgmma(const __grid_constant__ TensorMap x, const u8* codes, const u8* scales, const u8* zeros, const T* bias,
                  T* out, float* parts, i64 out_stride, i64 num_rows, i64 num_inputs, i64 num_outputs, i64 num_tiles,
-                 i64 num_groups, i64 group_inputs, i64 num_shares, i64 gated, i64 adds, i64 copied) {
+                 i64 num_groups, i64 group_factor, i64 num_shares, i64 gated, i64 adds, i64 copied) {
   const u32 share = blockIdx.x % u32(num_shares), num_blocks = (num_inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
-  const Task task{{codes, scales, zeros, num_blocks, u32(num_groups), u32(group_inputs)},
+  const Task task{{codes, scales, zeros, num_blocks, u32(num_groups), u32(group_factor)},
                   bias, out, parts, out_stride, u32(num_rows), u32(num_outputs), u32(num_tiles), gated != 0, adds != 0,
                   blockIdx.x / u32(num_shares) * CTA_TILES * (gated != 0 ? 2 : 4),
                   share * num_blocks / u32(num_shares), (share + 1) * num_blocks / u32(num_shares)};

@@ -153,7 +153,7 @@ def packed_wgmma(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
         packing.outputs,
         packing.tiles,
         packing.groups,
-        packing.group,
+        packing.group_factor,
         *ends,
         copied,
         shared_memory=num_bytes(packing, division),
