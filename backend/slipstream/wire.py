@@ -156,6 +156,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, gc=False):
     perf: Perf
     stop_reason: int | str | None = None  # stop token id or stop word that matched, as vLLM has it
     error: str | None = None
+    is_refusal: bool = False  # the error is the request's, not the engine's
 
 
 class Beam(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -116,7 +116,8 @@ class Exchange:
         if finished is not None:
             self._num_running -= self._shape.per_prompt if self._shape.is_search else 1
             if finished.reason is wire.FinishReason.ERROR:
-                self.fail(ApiError(500, finished.error or "the engine failed"))
+                status = 400 if finished.is_refusal else 500
+                self.fail(ApiError(status, finished.error or "the engine failed"))
                 return
             if finished.reason is wire.FinishReason.DEADLINE:
                 message = finished.error or "the request took too long"

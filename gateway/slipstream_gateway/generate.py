@@ -30,7 +30,8 @@ _log = logging.getLogger(__name__)
 _BUDGET = "thinking_token_budget"  # agents send one to any model
 _STRANGE = 1 << 30  # bytes
 _REQUIRED = ("messages", "prompt")  # errors name them although a body lacks them
-_MAX_SHOWN = 20  # unknown fields in the header
+_MAX_SHOWN = 20  # names in the header; then how many there are more
+_MAX_LOGGED = 1000  # names, ever
 
 
 class Arrival(NamedTuple):
@@ -161,12 +162,17 @@ class Generator:
         if not names:
             return
         shown = ", ".join(json.dumps(name[:64]) for name in names[:_MAX_SHOWN])
+        if len(names) > _MAX_SHOWN:
+            shown += f", and {len(names) - _MAX_SHOWN} more"
         shown = shown.replace("\x7f", "\\u007f")  # JSON has it as it is, a header may not
         reply.add_header(b"x-slipstream-ignored", shown.encode("ascii"))
         for name in names:
-            if name not in self._known_unknown and len(self._known_unknown) < 1000:
-                self._known_unknown.add(name)
-                _log.warning("requests have the field %.64r, which has no effect", name)
+            if name in self._known_unknown or len(self._known_unknown) == _MAX_LOGGED:
+                continue
+            self._known_unknown.add(name)
+            _log.warning("requests have the field %.64r, which has no effect", name)
+            if len(self._known_unknown) == _MAX_LOGGED:
+                _log.warning("further fields without effect are not logged")
 
     def _close(self, exchange: Exchange, cause: wire.CancelCause | None) -> None:
         assert exchange.engine is not None

@@ -97,7 +97,7 @@ def _content(content: object, where: str) -> str:
         if not isinstance(part, Mapping):
             raise _wrong(here, f"{clip(part)}, not an object")
         kind = part.get("type")
-        if kind not in _TEXT_PARTS:
+        if not isinstance(kind, str) or kind not in _TEXT_PARTS:
             raise _wrong(f"{here}.type", f"{clip(kind)}, but only text is served")
         text = part.get(_TEXT_PARTS[kind])
         if not isinstance(text, str):

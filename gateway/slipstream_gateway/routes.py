@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ from slipstream_gateway.models import Model, Models
 from slipstream_gateway.openapi import FILE
 from slipstream_gateway.prepare_chat import render
 from slipstream_gateway.settings import Settings
+
+_log = logging.getLogger(__name__)
 
 _ANSWER_S = 1.0
 _MAX_IDS = 1 << 20
@@ -254,5 +257,8 @@ def _guarded(
             return error_response(api_error(error, ("prompt", "messages", "tokens")))
         except GoneError:
             return Response(b"", 400)
+        except Exception:
+            _log.exception("a request to %s could not be served", request.url.path)
+            return error_response(ApiError(500, "the request could not be served"))
 
     return guarded

@@ -161,6 +161,9 @@ def test_an_error_names_what_left_no_token(sampling: SamplingParams, said: str, 
     client.drain()
     stream = client.streams[0, 0]
     assert stream.reason is FinishReason.ERROR
-    error = stream.last.finished.error  # type: ignore[union-attr]
+    finished = stream.last.finished
+    assert finished is not None
+    assert finished.is_refusal, "the request's fault, not the engine's"
+    error = finished.error
     assert error.startswith("no token is left: ")
     assert said in error

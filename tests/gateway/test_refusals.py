@@ -1,10 +1,12 @@
 """Requests that cannot be served: a status before any token, in OpenAI's shape, by field."""
 
+import copy
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fixtures.gateway.served import MODEL, Gateway, Response
+from fixtures.gateway.served import MODEL, ROOT, Gateway, Response
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,6 +62,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None]] = [
     ({"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
     ({"prompt": "a", "guided_regex": "("}, "guided_regex"),
     ({"prompt": "a", "model": 3}, "model"),
+    ({"prompt": "a", "allowed_token_ids": [5], "bad_words": ["%"]}, None),  # no token is left
 ]
 
 CHATS: list[tuple[dict[str, Any], str | None]] = [
@@ -68,6 +71,7 @@ CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": [{"role": "wizard", "content": "a"}]}, "messages"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": {}}]}]}, "messages"),
     ({"messages": MESSAGES, "max_tokens": 0}, "max_tokens"),
     ({"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -176,6 +180,14 @@ def test_unknown_fields_are_named_in_a_header(gateway: Gateway):
     assert "x-slipstream-ignored" not in gateway.complete(prompt="a", max_tokens=1).headers
 
 
+def test_the_header_says_how_many_names_it_leaves_out(gateway: Gateway):
+    names = [f"surprise{number}" for number in range(22)]
+    found = gateway.complete(prompt="a", max_tokens=1, **dict.fromkeys(names, 1))
+    shown, _, more = found.headers["x-slipstream-ignored"].rpartition(", ")
+    assert json.loads(f"[{shown}]") == names[:20]
+    assert more == "and 2 more"
+
+
 @settings(max_examples=60)
 @given(names=st.lists(st.text(max_size=70), max_size=3, unique=True), is_streaming=st.booleans())
 def test_any_name_of_an_unknown_field_fits_into_the_header(
@@ -225,3 +237,34 @@ def test_no_body_is_an_internal_error(gateway: Gateway, is_chat: bool, body: dic
     if found.status == 200:
         return
     check(found, 404 if body.get("model") and found.status == 404 else 400)
+
+
+SENT = ROOT / "tests" / "fixtures" / "gateway" / "sent.jsonl"
+SERVED = [row for row in map(json.loads, SENT.read_text().splitlines()) if row["status"] == 200]
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
+
+def places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys and indices that lead to each value within a value."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in entries:
+        yield (*above, key)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*above, key))
+
+
+@settings(max_examples=2000)
+@given(row=st.sampled_from(SERVED), data=st.data())
+def test_no_value_within_what_tools_send_is_an_internal_error(
+    gateway: Gateway, row: dict[str, Any], data: st.DataObject
+):
+    body = copy.deepcopy(row["body"])
+    place = data.draw(st.sampled_from(list(places(body))))
+    inner = body
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = data.draw(json_values)
+    lengths = {name: 2 for name in LENGTHS if isinstance(body.get(name), int)}
+    lengths = lengths or {"max_output_tokens" if "input" in body else "max_tokens": 2}
+    found = gateway.post(row["path"], json.dumps({**body, **lengths}).encode(), row["headers"])
+    assert found.status in (200, 400, 404), found.data

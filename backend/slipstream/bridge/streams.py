@@ -243,7 +243,8 @@ class Calls:
                 self.tally(call.reply).num_tokens += finished.num_output_tokens
             if finished is not None and finished.reason is wire.FinishReason.ERROR:
                 message = finished.error or "the engine failed"
-                self.fail(call, ContractError(message, Code.INTERNAL))
+                code = Code.INVALID_ARGUMENT if finished.is_refusal else Code.INTERNAL
+                self.fail(call, ContractError(message, code))
                 continue
             if finished is not None and finished.reason is wire.FinishReason.DEADLINE:
                 message = finished.error or "the request took too long"

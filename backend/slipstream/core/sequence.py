@@ -394,4 +394,5 @@ class Sequence:
             perf=perf,
             stop_reason=ending.stop_reason,
             error=ending.error,
+            is_refusal=ending.is_refusal,
         )

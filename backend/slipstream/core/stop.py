@@ -27,11 +27,15 @@ class RawBytes(Protocol):
 
 
 class Ending(NamedTuple):
-    """The reason why a sequence ended; `stop_reason` is the stop token id or the stop word."""
+    """The reason why a sequence ended; `stop_reason` is the stop token id or the stop word.
+
+    `is_refusal`: an error that the request makes, and would make again, such as bans of all tokens.
+    """
 
     reason: FinishReason
     stop_reason: int | str | None = None
     error: str | None = None
+    is_refusal: bool = False
 
 
 class StopWords:

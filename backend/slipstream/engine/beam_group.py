@@ -216,7 +216,8 @@ class BeamGroup:
         if step.is_over:
             self._final = [each.answer for each in self._ended]
             if not self._final:
-                return Ending(FinishReason.ERROR, error="no token is left for any beam")
+                error = "no token is left for any beam"
+                return Ending(FinishReason.ERROR, error=error, is_refusal=True)
             best = self._final[0]
             assert best.reason is not None
             return Ending(best.reason, best.stop_reason)

@@ -267,8 +267,7 @@ class Guides:
     def _fail(self, sequence: Sequence, guided: Guided, error: str) -> None:
         guided.is_filling = False
         if sequence.status is not SequenceStatus.FINISHED:
-            message = f"the guide cannot be followed further: {error}"
-            self._finish(sequence, Ending(FinishReason.ERROR, error=message))
+            self._finish(sequence, _lost(error))
 
 
 def _is_sampled(sequence: Sequence) -> bool:
@@ -287,21 +286,27 @@ def _leader_of(first: Sequence) -> int:
     return -1 - first.id
 
 
-def error_of(sequence: Sequence) -> str:
-    """Return why a row of a sequence has no token to sample."""
+def _lost(error: str) -> Ending:
+    message = f"the guide cannot be followed further: {error}"
+    return Ending(FinishReason.ERROR, error=message, is_refusal=True)
+
+
+def error_of(sequence: Sequence) -> Ending:
+    """Return the end of a sequence whose row has no token to sample, and why."""
     guided, edits = sequence.guide, sequence.edits
     if guided is not None and guided.error:
-        return f"the guide cannot be followed further: {guided.error}"
+        return _lost(guided.error)
     fault, fields = ("", []) if edits is None else edits.faults(sequence.outputs)
     if fault or edits is None:
-        return fault or "numerical error"
+        return Ending(FinishReason.ERROR, error=fault or "numerical error")
     vocab_size = sequence.request.edit_context.vocab_size
     illegal = edits.banned(sequence.outputs)
     if guided is not None and (guided.needs_mask or guided.row_masks):
         fields.append("the guide")
         illegal |= guided.illegal()
     if not fields or len(illegal.intersection(range(vocab_size))) < vocab_size:
-        return "numerical error"
+        return Ending(FinishReason.ERROR, error="numerical error")
     names = " and ".join(filter(None, (", ".join(fields[:-1]), fields[-1])))
     bans = "bans" if len(fields) == 1 else "together ban"
-    return f"no token is left: {names} {bans} all {vocab_size} of them"
+    message = f"no token is left: {names} {bans} all {vocab_size} of them"
+    return Ending(FinishReason.ERROR, error=message, is_refusal=True)

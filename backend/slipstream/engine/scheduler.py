@@ -315,7 +315,7 @@ class Scheduler:
                 self._telemetry.uncount_token(sequence)
                 if outcome == Outcome.NOT_FINITE:
                     # Its blocks are never shared; a new owner writes before it reads.
-                    self.finish(sequence, Ending(FinishReason.ERROR, error=error_of(sequence)))
+                    self.finish(sequence, error_of(sequence))
                 else:
                     sequence.rewind()
                 continue

@@ -63,7 +63,7 @@ def read_choice(
 ) -> ToolChoice:
     """Return what a chat request says of tools. Raises ApiError naming the field."""
     given = _read_tools(tools)
-    if parallel_tool_calls not in (None, True, False):
+    if not isinstance(parallel_tool_calls, bool | None):
         raise _wrong("parallel_tool_calls", f"{clip(parallel_tool_calls)}, not true or false")
     is_parallel = parallel_tool_calls is not False
     if tool_choice is None:
@@ -109,7 +109,7 @@ def _read_function(name: str, function: Mapping[str, Any], field: str) -> Tool:
     parameters, strict = function.get("parameters"), function.get("strict")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise _wrong(f"{field}.parameters", f"{clip(parameters)}, not a JSON schema")
-    if strict not in (None, True, False):
+    if not isinstance(strict, bool | None):
         raise _wrong(f"{field}.strict", f"{clip(strict)}, not true or false")
     return Tool(name, parameters, strict)
 
