@@ -51,8 +51,11 @@ def measure(
         options = ["--checkpoint", str(checkpoint), "--max-num-batched-tokens", str(budget)]
         return _call("vllm", ["--shape", shape, *options, *more], loads, peer_environment)
 
-    if checkpoint is not None:
-        peak = min(peak, peer(PEER_BUDGETS[-1], [])["peak"])
+    first = {} if checkpoint is None else peer(PEER_BUDGETS[-1], [])
+    if checkpoint is not None and not first:
+        print("vLLM gave no peak rate: these rows have ours alone", file=sys.stderr)
+    if first:
+        peak = min(peak, first["peak"])
         for budget in PEER_BUDGETS:
             peers[f"vllm {budget}"] = peer(budget, loads, "--peak", str(peak))
     ours = _call("ours", ["--shape", shape, "--peak", str(peak)], loads, environment)
