@@ -10,6 +10,7 @@ from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.decoder import AnyBlock, Block, Decoder
+from slipstream.layers.experts import Experts
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
@@ -111,6 +112,11 @@ class Opened:
 
     def _places(self, block: AnyBlock) -> list[ProbedLayer]:
         """Put probes into a block; return its places in the order in which they run."""
+        if isinstance(block.mlp, Experts):
+            raise CheckpointError(
+                f"{self.plan.model.architecture}: mixtures of experts are not quantised offline; "
+                "--quantization fp8 rounds them as they are loaded"
+            )
         found: list[ProbedLayer] = []
         # Scales of a cache are of the values as they are: none move into attention's output then.
         for layer, norm in ((block.attention, block.input_norm), (block.mlp, block.mlp_norm)):

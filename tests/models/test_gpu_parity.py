@@ -17,7 +17,7 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
-from fixtures.models.parity import GEMMA, GRID, LENGTHS, engine_greedy
+from fixtures.models.parity import EXPERTS, GEMMA, GRID, LENGTHS, engine_greedy
 from slipstream.engine.scheduler import Limits
 from transformers import AutoModelForCausalLM
 
@@ -25,7 +25,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-NAMES = [name for name in GRID if name != "one layer, tiny vocabulary"]
+# Mixtures have a test of their own: in 16 bits some rows choose other experts.
+NAMES = [name for name in GRID if name not in ("one layer, tiny vocabulary", *EXPERTS)]
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-4, torch.bfloat16: 4e-3}
 
 

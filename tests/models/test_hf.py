@@ -335,7 +335,8 @@ def test_a_silent_file_is_what_transformers_takes(family: str, tmp_path: Path) -
     assert dims.num_layers == theirs.num_hidden_layers
     assert dims.num_heads == theirs.num_attention_heads
     assert dims.num_kv_heads == theirs.num_key_value_heads
-    assert dims.head_size == getattr(theirs, "head_dim", dims.hidden_size // dims.num_heads)
+    size = getattr(theirs, "head_dim", None) or dims.hidden_size // dims.num_heads
+    assert dims.head_size == size
     assert dims.eps == theirs.rms_norm_eps
     assert ours.max_positions == theirs.max_position_embeddings
     assert ours.ties_embeddings == theirs.tie_word_embeddings

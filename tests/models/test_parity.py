@@ -15,7 +15,7 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
-from fixtures.models.parity import GEMMA, GRID
+from fixtures.models.parity import GEMMA, GRID, check_against
 from fixtures.tiers import quick_of
 
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -30,20 +30,12 @@ QUICK = {  # every family, and every way of a feature once
     "qwen3, a window by layer types",
     "mistral, a window of no whole blocks",
     "gemma3, stretched",
+    "mixtral, a window",
+    "qwen2 moe, dense layers",
+    "qwen3 moe",
+    "olmoe, one key head",
+    "phimoe",
 }
-
-
-def check_against(model: torch.nn.Module, generation: Generation, tolerance: float) -> None:
-    """Every sampled position against one dense pass of the oracle over the whole sequence."""
-    with torch.no_grad():
-        truth = model(torch.tensor([generation.tokens])).logits[0]
-    first = len(generation.prompt) - 1
-    for i, (token, logits) in enumerate(zip(generation.outputs, generation.logits, strict=True)):
-        expected = truth[first + i]
-        assert (logits - expected).abs().max() <= tolerance
-        assert token == int(expected.argmax())
-        log_prob = expected.log_softmax(-1)[token]
-        assert abs(generation.log_probs[i] - float(log_prob)) <= tolerance
 
 
 @pytest.mark.parametrize("name", quick_of(GRID, QUICK))

@@ -223,6 +223,13 @@ def test_wrong_texts(
     assert message in capsys.readouterr().err
 
 
+def test_mixtures_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    directory = tiny.checkpoint(tmp_path / "original", "qwen3_moe", **experts)
+    assert quantize(directory, tmp_path / "out", "int8", "--no-measure") == 1
+    assert "Qwen3MoeForCausalLM: mixtures of experts are not quantised" in capsys.readouterr().err
+
+
 def test_wrong_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tiny.checkpoint(tmp_path / "original", "llama")
     (tmp_path / "full").mkdir()

@@ -145,8 +145,9 @@ def _in_rotation(
     """Return the weights of norms that the kernel of the rotation applies; else None twice."""
     if norms is None:
         return None, None
-    q_norm, k_norm = norms
-    return q_norm.in_rotation(head_size), k_norm.in_rotation(head_size)
+    q_norm, k_norm = (norm.in_rotation(head_size) for norm in norms)
+    # Of a single key head, the norm of all heads looks like that of each; queries' differs.
+    return (None, None) if q_norm is None or k_norm is None else (q_norm, k_norm)
 
 
 class Attention:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from slipstream.kernels.experts.spec import Gate, Routing
+
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
@@ -36,3 +38,23 @@ class Dims:
     num_kv_heads: int
     head_size: int
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """A mixture of experts in the place of an MLP.
+
+    inner_size: of an expert.
+    bias: whether router and experts have biases.
+    shared_size: inner size of the expert of all rows; 0: there is none.
+    shared_gated: whether a logistic gate of the row multiplies what it gives.
+    corrected: whether the router has corrections of the scores by which experts are chosen.
+    """
+
+    routing: Routing
+    inner_size: int
+    gate: Gate = Gate.SILU
+    bias: bool = False
+    shared_size: int = 0
+    shared_gated: bool = False
+    corrected: bool = False

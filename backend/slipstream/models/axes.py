@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from slipstream.layers.dims import ExpertsConfig
+
 
 class NormKind(Enum):
     """The factor of a normalised row."""
@@ -80,6 +82,7 @@ class Axes:
     learned_positions: whether a learned row of its position is added to each token's.
     position_offset: row of the first position.
     head_bias, logit_scale, logit_cap: of logits; 0: no cap.
+    experts: a mixture of experts in the place of MLPs, but for those of `dense_layers`.
     """
 
     norm: NormKind = NormKind.WEIGHT
@@ -103,6 +106,8 @@ class Axes:
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_cap: float = 0.0
+    experts: ExpertsConfig | None = None
+    dense_layers: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

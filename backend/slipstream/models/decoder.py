@@ -9,6 +9,7 @@ from slipstream.fuse.rewrite import rewrite
 from slipstream.layers.attention import Attention, HeadNorm
 from slipstream.layers.decoder import AnyBlock, Block, Decoder, ParallelBlock
 from slipstream.layers.embedding import Ends, embedding_and_head
+from slipstream.layers.experts import Experts
 from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP
 from slipstream.layers.norm import Factor, LayerNorm, Norm, RowNorm, identity
 from slipstream.layers.rope import cos_sin_table
@@ -140,6 +141,12 @@ class _Builder:
         second = first
         if residuals is not Residuals.ONE_NORM:
             second = self._before(w.at("post_attention_layernorm"))
+        experts = self._axes.experts
+        if experts is not None and i not in self._axes.dense_layers:
+            assert residuals is Residuals.SERIAL, "experts are added at once"
+            out_norm = self._behind(w.at("mlp_out_norm"))
+            mlp = Experts(w.at("mlp"), experts, self._dims.hidden_size, out_norm)
+            return Block(first, attention, second, mlp)
         kind = Block if residuals is Residuals.SERIAL else ParallelBlock
         return kind(first, attention, second, self._mlp(w))
 

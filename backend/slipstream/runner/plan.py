@@ -26,13 +26,13 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.attention.backend import AttentionBackend, backend_for
 from slipstream.kernels.cache.kv_spec import KVSpec
 from slipstream.kernels.runtime import jit
-from slipstream.models.cache_scheme import quantization_of
 from slipstream.models.decoder import Sizes, sizes
 from slipstream.models.hf import ignored_keys, read_config, weights_dtype
 from slipstream.models.model_config import ModelConfig
 from slipstream.runner.cache_dtype import attention_spec, cache_dtype
 from slipstream.runner.devices import available_on_host, total_memory
 from slipstream.runner.draft_plan import DraftPlan, plan_drafts
+from slipstream.runner.scheme_check import check_scheme
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -224,23 +224,6 @@ def dtype_on(device: str, config: EngineConfig, model: ModelConfig) -> torch.dty
     return _DTYPES[model.dtype or weights_dtype(Path(config.checkpoint))]
 
 
-def _check_scheme(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype
-) -> None:
-    """Raise `ConfigError` if the scheme cannot have the device, the dtype or the matrices."""
-    found = None if config.load_format == "random" else quantization_of(Path(config.checkpoint))
-    if found is not None and config.quantization not in ("auto", "none"):
-        why = f"but the weights are quantised already ({found[0]}): auto and none serve them"
-        raise ConfigError(f"quantization = {config.quantization!r}, {why}")
-    d = model.dims
-    inputs = {
-        "hidden_size": d.hidden_size,
-        "intermediate_size": d.intermediate_size,
-        "num_attention_heads * head_dim": d.num_heads * d.head_size,
-    }
-    quant.named(config.quantization).check(inputs, device, dtype)
-
-
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len is None:
         return model.max_positions
@@ -401,7 +384,7 @@ def settle(config: EngineConfig, device: torch.device) -> Plan:
     checkpoint = Path(config.checkpoint)
     model = read_config(checkpoint)
     dtype = dtype_on(device.type, config, model)
-    _check_scheme(config, model, device, dtype)
+    check_scheme(config, model, device, dtype)
     max_model_len = _max_model_len(config, model)
     _check_streaming(config, max_model_len)
     max_tokens = max_model_len if config.attention_window is None else ENDLESS

@@ -29,6 +29,8 @@ def combine(
         shared_gate: `[n, 1]`, logits of its gate, if it has one.
     """
     num_rows, width = residual.shape
+    if num_rows == 0:
+        return residual
     total = residual.float()
     for term in terms.view(num_rows, -1, width).unbind(1):
         total = total + term.float()

@@ -20,6 +20,7 @@ from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 
 DTYPES = (torch.float16, torch.bfloat16)  # that have kernels
+MULTIPLE = 8  # of which widths and outputs are, on a GPU; widths of e4m3 of twice as many
 SKINNY_ROWS = 8  # of a tile of `skinny.cu`
 TILE_ROWS = (16, 32, 64, 128)  # of `tiled.cu`
 # The most pairs an expert, on average, for each size of tiles: most experts have one tile then.
@@ -190,9 +191,9 @@ def _launch(
     require(x.dtype in DTYPES, "{}: experts have kernels for 16 bits, not {}", name, x.dtype)
     require(is_fp8 or values.dtype == x.dtype, "{}: weights are {}", name, values.dtype)
     require(values.is_contiguous(), "{}: weights must be contiguous", name)
-    multiple = 16 if is_fp8 else 8
+    multiple = MULTIPLE * (2 if is_fp8 else 1)
     require(width % multiple == 0, "{}: width {} is not a multiple of {}", name, width, multiple)
-    require(outputs % 8 == 0, "{}: {} outputs are not a multiple of 8", name, outputs)
+    require(outputs % MULTIPLE == 0, "{}: {} outputs: no multiple of 8", name, outputs)
     require(jit.vector_width(width, x) == 16 // x.itemsize, "{}: rows are not aligned", name)
     out = torch.empty((len(routed.order), outputs), dtype=x.dtype, device=x.device)
     if out.numel() == 0:

@@ -13,12 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.experts.spec import Routing, Score
+from slipstream.kernels.experts.spec import MAX_EXPERTS, MAX_TOP_K, Routing, Score
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 
-MAX_EXPERTS = 512
-MAX_TOP_K = 32
 _PAIRS_OF_ONE = 128  # that one CTA routes
 _THREADS = 512
 _VALUES = (1, 2, 4, 8, 16)  # of a lane

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from enum import Enum
 
+MAX_EXPERTS = 512  # of kernels
+MAX_TOP_K = 32
+
 
 class Score(Enum):
     """What a router's logits become before experts are chosen by them; values are kernels'."""

@@ -1,0 +1,135 @@
+"""A mixture of experts (Shazeer et al., 2017): a router chooses the MLPs of each row.
+
+    router -> choice, places -> gates and ups of places -> outputs of pairs -> sum
+
+Everything happens on the device, with launches whose shapes depend on the number of rows alone, so
+that CUDA graphs hold them. Weights of all experts are one tensor, `[e, 2i, h]` and `[e, h, i]`.
+"""
+
+import torch
+from torch import Tensor
+
+from slipstream import quant
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise.activation import silu_mul
+from slipstream.kernels.experts.combine import combine
+from slipstream.kernels.experts.grouped import ExpertMatrix, down, gate_up, tile_rows
+from slipstream.kernels.experts.route import Routed, route
+from slipstream.kernels.gemm.op import Matrix
+from slipstream.layers.dims import ExpertsConfig
+from slipstream.layers.linear import Linear
+from slipstream.layers.norm import RowNorm
+from slipstream.layers.residual import Residual
+from slipstream.layers.source import WeightSource
+from slipstream.quant.auto import dequantised
+
+SCHEMES = ("auto", "none", "fp8")  # that experts can be kept in
+_ALIGNED = 8  # outputs of the router
+
+
+class SharedExpert:
+    """The gated MLP of all rows, before its gate."""
+
+    def __init__(self, w: WeightSource, hidden: int, inner: int) -> None:
+        self.gate_up = Linear.read(w, ("gate_proj", "up_proj"), (inner, inner), hidden)
+        self.down = Linear.read(w, ("down_proj",), (hidden,), inner)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[n, h] -> [n, h]`."""
+        return self.down(silu_mul(self.gate_up(x)))
+
+
+class Experts:
+    """`sum over the chosen of weight * down(act(gate(x)) * up(x))`, and a shared expert.
+
+    Args:
+        w: weights; their names are `gate` (the router), `experts.N.gate_proj`, `up_proj` and
+            `down_proj`, `shared_expert`, `shared_expert_gate`.
+        config: sizes and routing.
+        hidden: size of a row.
+        out_norm: of what is added.
+    """
+
+    def __init__(
+        self, w: WeightSource, config: ExpertsConfig, hidden: int, out_norm: RowNorm | None = None
+    ) -> None:
+        self.config = config
+        self.is_fixed = w.deterministic
+        self.out_norm = out_norm
+        self.router = _router(w, config, hidden)
+        self.correction = None
+        if config.corrected:
+            name = "gate.e_score_correction_bias"
+            self.correction = w.tensor(name, config.routing.num_experts).float()
+        self.gate_up = _matrix(w, ("gate_proj", "up_proj"), config, config.inner_size, hidden)
+        self.down = _matrix(w, ("down_proj",), config, hidden, config.inner_size)
+        self.shared: SharedExpert | None = None
+        if config.shared_size:
+            self.shared = SharedExpert(w.at("shared_expert"), hidden, config.shared_size)
+
+    def __call__(self, norm: RowNorm, residual: Residual) -> None:
+        """`residual [n, h] += ` the experts of `norm(residual)`."""
+        x = norm(residual.values)
+        logits = self.router(x)
+        routed = self.routed(logits)
+        inner = gate_up(
+            x, self.gate_up.values, self.gate_up, routed, self.config.gate, self.is_fixed
+        )
+        products = down(inner, self.down.values, self.down, routed, self.is_fixed)
+        shared = gate = None
+        if self.shared is not None:
+            shared = self.shared(x)
+            if self.config.shared_gated:
+                first = self.config.routing.num_experts
+                gate = logits[:, first : first + 1]
+        if self.out_norm is None:
+            combine(residual.values, products, shared, gate)
+            return
+        total = combine(torch.zeros_like(x), products, shared, gate)
+        residual.values.add_(self.out_norm(total))
+
+    def routed(self, logits: Tensor) -> Routed:
+        """Choose experts by the router's outputs, and put their rows in order."""
+        routing = self.config.routing
+        rows = tile_rows(len(logits) * routing.top_k, routing.num_experts, self.is_fixed)
+        return route(logits[:, : routing.num_experts], routing, rows, self.correction)
+
+
+def _router(w: WeightSource, config: ExpertsConfig, hidden: int) -> Linear:
+    """Read the router, with the gate of the shared expert behind it, in the model's dtype."""
+    count = config.routing.num_experts
+    names, rows = ["gate"], [count]
+    if config.shared_gated:
+        names.append("shared_expert_gate")
+        rows.append(1)
+    parts = [w.packed([f"{name}.weight" for name in names], rows, hidden)]
+    unused = -sum(rows) % _ALIGNED
+    parts.append(parts[0].new_zeros(unused, hidden))
+    bias = None
+    if config.bias:
+        bias = torch.nn.functional.pad(w.tensor("gate.bias", count), (0, unused))
+    return Linear(quant.named("none"), Matrix(torch.cat(parts)), bias, w.deterministic)
+
+
+def _matrix(
+    w: WeightSource, names: tuple[str, ...], config: ExpertsConfig, outputs: int, inputs: int
+) -> ExpertMatrix:
+    """Read the matrices `names` of all experts, `[outputs, inputs]` each, into one tensor."""
+    assert w.quantization in SCHEMES, f"experts in {w.quantization}"
+    count = config.routing.num_experts
+    full = [f"experts.{expert}.{name}" for expert in range(count) for name in names]
+    rows = [outputs] * len(full)
+    parts = [w.quantized(name, outputs, inputs) for name in full]
+    if any(part is not None for part in parts):
+        w.note(f"experts: dequantised to {str(w.dtype).removeprefix('torch.')} as they are loaded")
+        values = dequantised(w, list(zip(full, rows, strict=True)), parts, inputs)
+    else:
+        values = w.packed([f"{name}.weight" for name in full], rows, inputs)
+    bias = None
+    if config.bias:
+        bias = w.packed([f"{name}.bias" for name in full], rows).view(count, -1)
+    scales = None
+    if w.quantization == "fp8":
+        values, scales = fp8.quantize(values)
+        scales = scales.view(count, -1)
+    return ExpertMatrix(values.view(count, -1, inputs), scales, bias)

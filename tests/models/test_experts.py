@@ -1,0 +1,171 @@
+"""Models with mixtures of experts: drawn configurations, schemes, refusals, rows alone."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.models.checkpoints import (
+    Driver,
+    Generation,
+    edit_config,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+)
+from fixtures.models.parity import EXPERTS, check_against
+from slipstream.config import EngineConfig
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.models.check import check_tensors
+from slipstream.models.hf import read_config
+from slipstream.runner.plan import settle
+
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe")
+CUDA = torch.device("cuda")
+
+
+def drawn(family: str, seed: int) -> dict[str, object]:
+    """A configuration with what the family has options for."""
+    rng = random.Random(f"{family} {seed}")
+    count = rng.randint(1, 20)
+    heads = rng.choice([2, 4])
+    found: dict[str, object] = {
+        "hidden_size": 64 * heads,
+        "num_attention_heads": heads,
+        "num_key_value_heads": rng.choice([1, heads]),
+        "intermediate_size": 4 * rng.randint(1, 40),
+        "num_hidden_layers": rng.randint(1, 4),
+        "num_experts_per_tok": min(2, count)
+        if family == "phimoe"
+        else rng.randint(1, min(8, count)),
+        "tie_word_embeddings": rng.random() < 0.3,
+    }
+    if family == "phimoe":
+        found["num_experts_per_tok"], count = 2, max(2, count)
+    found["num_local_experts" if family in ("mixtral", "phimoe") else "num_experts"] = count
+    if family.startswith("qwen"):
+        found |= {
+            "moe_intermediate_size": 4 * rng.randint(1, 30),
+            "norm_topk_prob": rng.random() < 0.5,
+            "decoder_sparse_step": rng.choice([1, 1, 2]),
+            "mlp_only_layers": rng.choice([[], [0]]),
+        }
+    if family == "qwen2_moe":
+        found |= {"shared_expert_intermediate_size": rng.randint(1, 90)}
+        found |= {"qkv_bias": rng.random() < 0.7}
+    if family == "mixtral":
+        found["sliding_window"] = rng.choice([None, 9, 24])
+    if family in ("qwen3_moe", "olmoe", "phimoe"):
+        found["attention_bias"] = rng.random() < 0.5
+    if family == "olmoe":
+        found["norm_topk_prob"] = rng.random() < 0.5
+    if family == "phimoe":
+        found["lm_head_bias"] = rng.random() < 0.5
+        found["router_jitter_noise"] = rng.choice([0.01, 0.2])
+    return found
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drawn_configurations(family: str, seed: int, tmp_path: Path) -> None:
+    model = make_model(family, **drawn(family, seed))
+    driver = Driver(make_runner(save(model, tmp_path)), keep_logits=True)
+    prompts = random_prompts([41, 1, 30, 8], model.config.vocab_size)
+    generations = [Generation(prompt, 5 + i) for i, prompt in enumerate(prompts)]
+    driver.step(generations[:1], 9)
+    driver.finish(generations, chunk=13)
+    for generation in generations:
+        check_against(model, generation, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2 moe, dense layers", "mixtral"])
+def test_deterministic_rows_do_not_depend_on_others(name: str, tmp_path: Path) -> None:
+    """Logits bit for bit: alone, and beside others, in chunks of another size."""
+    family, overrides = EXPERTS[name]
+    save(make_model(family, **overrides), tmp_path)
+    prompts = random_prompts([30, 9, 17])
+    runs = []
+    for group, chunk in ((prompts, 11), (prompts[:1], 30)):
+        runner = make_runner(tmp_path, deterministic=True)
+        generations = [Generation(prompt, 4) for prompt in group]
+        Driver(runner, keep_logits=True).finish(generations, chunk)
+        runs.append(generations[0])
+    together, alone = runs
+    assert together.outputs == alone.outputs
+    assert all(map(torch.equal, together.logits, alone.logits))
+
+
+def test_e4m3_at_load(tmp_path: Path) -> None:
+    """Every expert is rounded by rows; every row has all, so that none changes its choice."""
+    family, overrides = EXPERTS["qwen3 moe"]
+    save(make_model(family, **overrides | {"num_experts_per_tok": 8}), tmp_path)
+    prompt, found = random_prompts([30])[0], []
+    for scheme in ("none", "fp8"):
+        generation, runner = Generation(prompt, 1), make_runner(tmp_path, quantization=scheme)
+        Driver(runner, keep_logits=True).finish([generation])
+        found.append(generation.logits[0])
+        down = runner._model.blocks[0].mlp.down
+        assert (down.values.dtype, down.scales is None) == (
+            (torch.float32, True) if scheme == "none" else (torch.float8_e4m3fn, False)
+        )
+    error = float((found[1] - found[0]).norm() / found[0].norm())
+    assert 1e-3 < error < 0.2
+
+
+def checkpoint(tmp_path: Path, **changes: object) -> Path:
+    family, overrides = EXPERTS["qwen3 moe"]
+    save(make_model(family, **overrides), tmp_path)
+    edit_config(tmp_path, **changes)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"quantization": "int8"}, "'int8': experts of a mixture are kept in one of auto, none"),
+        ({"quantization": "int4"}, "'int4': experts"),
+        ({"dtype": "float32"}, "needs dtype float16 or bfloat16, not torch.float32"),
+        ({"dtype": "bfloat16"}, "multiples of 8: config.json has intermediate_size = 177"),
+    ],
+)
+def test_what_kernels_lack_is_refused_by_name(
+    settings: dict[str, str], why: str, tmp_path: Path
+) -> None:
+    config = EngineConfig(checkpoint=str(checkpoint(tmp_path)), device="cuda", **settings)
+    with pytest.raises(ConfigError, match=why):
+        settle(config, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"num_experts": 7, "num_local_experts": 8}, "num_experts"),
+        ({"num_local_experts": 513}, "num_local_experts = 513 is above 512"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is above num_local_experts = 8"),
+        ({"mlp_only_layers": [True]}, "mlp_only_layers .* is not a list of whole numbers"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob = 1 is neither true nor false"),
+        ({"use_sliding_window": True, "sliding_window": 9}, "sliding_window = 9 is in use, but"),
+    ],
+)
+def test_refused_configurations(changes: dict[str, object], why: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=why):
+        read_config(checkpoint(tmp_path, **changes))
+
+
+def test_tensors_of_every_expert_are_checked(tmp_path: Path) -> None:
+    check_tensors(checkpoint(tmp_path))
+    edit_config(tmp_path, num_local_experts=9)
+    with pytest.raises(CheckpointError, match=r"mlp.gate.weight is \[8, 128\], not \[9, 128\]"):
+        check_tensors(tmp_path)
+    edit_config(tmp_path, num_local_experts=7)
+    with pytest.raises(CheckpointError, match="not \\[7, 128\\]"):
+        check_tensors(tmp_path)
+
+
+def test_names_of_older_files(tmp_path: Path) -> None:
+    """The hub's files of these families have `num_experts`."""
+    checkpoint(tmp_path)
+    edit_config(tmp_path, "num_local_experts", num_experts=8)
+    check_tensors(tmp_path)
