@@ -35,6 +35,8 @@ def entries(source: str) -> set[str]:
 VARIANTS = list(dict.fromkeys(v for module in modules() for v in module.variants()))
 SOURCES = {str(path.relative_to(jit.FOLDER)) for path in jit.FOLDER.rglob("*.cu")}
 ENTRIES = {source: entries(source) for source in sorted(SOURCES)}
+# Bits, scales, parts, zeros: integers by 128 and with all that there is, e2m1 by 16.
+PACKED_KINDS = {("4", "BFloat16", "1", "0"), ("8", "float", "4", "1"), ("4", "BFloat16", "8", "0")}
 WIDEST_PACKED = {("8", "8"), ("16", "4"), ("32", "4"), ("64", "2"), ("128", "1")}
 ADDITIONS = ("WINDOWED", "SINKS", "SHARES", "SPLITS")
 REPORT = re.compile(
@@ -76,10 +78,10 @@ def is_everyday(wanted: Variant) -> bool:
     if skinny == ("256", "Half"):  # shapes and registers of BFloat16
         return False
     is_one = skinny == ("128", "BFloat16") and not is_smaller
-    if "PARTS" in defines:  # packed weights: of 4 bits by 128, and with all that there is
+    if "PARTS" in defines:  # packed weights
         kind = (defines["BITS"], defines["SCALE"], defines["PARTS"], defines["ZEROS"])
         shape = (defines.get("COLUMNS", "8"), defines.get("TILES", "8"))
-        is_usual = kind in (("4", "BFloat16", "1", "0"), ("8", "float", "4", "1"))
+        is_usual = kind in PACKED_KINDS
         return is_one and is_usual and shape in WIDEST_PACKED
     if wanted.source == "gemm/sm90/skinny.cu":  # the same for every width of a tile
         return is_one and defines["ROWS"] in ("48", "64", "224")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from fixtures.kernels.checking import Judge, naive_linear, poison, same_bits, short
-from fixtures.kernels.packed_cases import FORMS, Form, packed_pair
+from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair
 from slipstream.kernels.gemm import linear as gemm_linear
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Around, Matrix
@@ -70,7 +70,7 @@ class Case:
         if self.kernel is None:
             out = linear(self.x, self.matrix, around)
         else:
-            around = around._replace(groups=self.matrix.groups)
+            around = around._replace(columns=self.matrix.scales, groups=self.matrix.groups)
             out = self.kernel(self.x, self.matrix.values, around)
         if residual is not None:
             assert out is residual
@@ -80,7 +80,7 @@ class Case:
 
 def cases(rows: int, form: Form, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, Case]:
     outputs, inputs = shape
-    matrix, weight = packed_pair(form, outputs, inputs, "cuda")
+    matrix, weight = packed_pair(form, outputs, inputs, "cuda", dtype)
     x = spread(random(rows, inputs, dtype=dtype, seed=rows))
     bias = random(outputs, dtype=dtype, seed=3)
     residual = random(rows, outputs, dtype=dtype, seed=4)
@@ -102,7 +102,8 @@ def judged(judge: Judge, rows: int, form: Form, shape: tuple[int, int], dtype: t
 
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    [(form, torch.bfloat16) for form in FORMS] + [(FORMS[i], torch.float16) for i in (0, 2, 7)],
+    [(form, torch.bfloat16) for form in FORMS + FLOATS]
+    + [(form, torch.float16) for form in (FORMS[0], FORMS[2], FORMS[7], FLOATS[0])],
     ids=str,
 )
 def test_products(form: Form, dtype: torch.dtype) -> None:
@@ -122,7 +123,7 @@ def test_products_of_a_large_model(shape: tuple[int, int], form: Form) -> None:
     judge.verdict()
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS + FLOATS, ids=str)
 def test_each_kernel_takes_all_rows(form: Form) -> None:
     """Not only those for which it is chosen."""
     judge = Judge(f"packed kernels, {form}")
@@ -142,14 +143,14 @@ def test_each_kernel_takes_all_rows(form: Form) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS + FLOATS, ids=str)
 def test_unpacked(form: Form, dtype: torch.dtype) -> None:
     for shape in [*SHAPES, (28672, 4096)]:
-        matrix, _ = packed_pair(form, *shape, "cuda")
+        matrix, _ = packed_pair(form, *shape, "cuda", dtype)
         assert matrix.groups is not None
         poison(shape, dtype=dtype)
-        found = unpacked(matrix.values, matrix.groups, dtype)
-        assert same_bits(found, unpacked.oracle(matrix.values, matrix.groups, dtype)), shape
+        given = (matrix.values, matrix.groups, dtype, matrix.scales)
+        assert bool((unpacked(*given) == unpacked.oracle(*given)).all()), shape
 
 
 @pytest.mark.parametrize("rows", [1, 5, 8, 13, 16, 30, 32, 50, 64, 100, 128])

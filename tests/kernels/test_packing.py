@@ -1,15 +1,18 @@
 """Weights in the order of the kernels: a thread reads those of its fragment, each exactly."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from fixtures.kernels.packed_cases import FORMS, Form, packed_pair, quantized
+from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair, quantized
 from hypothesis import given
 from hypothesis import strategies as st
+from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.gemm import linear, packed, packing, unpacked
 from slipstream.kernels.gemm.op import Around, Spec, gemm, spec_of
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
 from slipstream.kernels.gemm.sm90 import packed_wgmma
-from slipstream.kernels.runtime.registry import KNOWN
+from slipstream.kernels.runtime.registry import KNOWN, Implementation
 from slipstream.quant import forms
 from slipstream.quant.matrix import Kind, dequantise
 from torch import Tensor
@@ -46,6 +49,17 @@ def decoded(words: Tensor, zero: Tensor, bits: int, dtype: torch.dtype, register
     return exact(signed + (128 - zero))
 
 
+def decoded_floats(words: Tensor, scale: Tensor, dtype: torch.dtype, register: int) -> Tensor:
+    """The same of e2m1, with its scale; subnormal numbers count."""
+    place, mask = (9, 0x0E000E00) if dtype == torch.float16 else (6, 0x01C001C0)
+    shift = place - 4 * register
+    digits = words[..., 0] << shift if shift >= 0 else words[..., 0] >> -shift
+    pair = (words[..., 0] << (12 - 4 * register) & 0x80008000) | (digits & mask)
+    value = numbers(pair, dtype) * scale
+    assert torch.equal(value.to(dtype).float(), value), "the product is no number of the dtype"
+    return value
+
+
 def as_threads_read(values: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
     """Put together what all lanes of all warps get, `[n, k]` fp32, with scales; nothing is read
     that no lane of the kernels reads.
@@ -68,8 +82,12 @@ def as_threads_read(values: Tensor, groups: Groups, dtype: torch.dtype) -> Tenso
                     zero = torch.full((32, 1), float(packing.MIDDLE[made.bits]))
                     if groups.zeros is not None:
                         zero = groups.zeros[tile, group, row].float()[:, None]
-                    pair = decoded(words, zero, made.bits, dtype, register)
                     scale = groups.scales[tile, group, row].float()
+                    if made.is_float:
+                        pair = decoded_floats(words, scale[:, None], dtype, register)
+                        scale = torch.ones(32)
+                    else:
+                        pair = decoded(words, zero, made.bits, dtype, register)
                     column = block * BLOCK + step * 16 + 2 * t + 8 * (register // 2)
                     for j in (0, 1):
                         out[tile * TILE + row, column + j] = pair[:, j] * scale
@@ -94,6 +112,31 @@ def test_threads_read_the_weights_exactly(form: Form, dtype: torch.dtype) -> Non
     assert torch.equal(in_place(read, matrix.groups), weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FLOATS, ids=str)
+def test_threads_read_floats_exactly(form: Form, dtype: torch.dtype) -> None:
+    matrix, weight = packed_pair(form, 21, 328, dtype=dtype)
+    assert matrix.groups is not None
+    read = as_threads_read(matrix.values, matrix.groups, dtype)
+    assert torch.equal(read, packing.dense(matrix.values, matrix.groups))
+    assert torch.equal(in_place(read * matrix.scales[:, None], matrix.groups), weight)
+    again = unpacked.unpacked.oracle(matrix.values, matrix.groups, dtype, matrix.scales)
+    assert torch.equal(again, (read * matrix.scales[:, None]).to(dtype))
+
+
+def test_floats_whose_scales_are_no_numbers_of_16_bits_are_dequantised() -> None:
+    cuda, matrix = torch.device("cuda"), quantized(FLOATS[1], 16, 64)
+    found = forms.form_of(matrix, cuda, torch.float16)
+    assert found is not None
+    assert found.name.startswith("kept packed")
+    large = replace(matrix, scales=matrix.scales * 2.0**12)
+    assert forms.form_of(large, cuda, torch.float16) is None
+    assert forms.form_of(large, cuda, torch.bfloat16) is not None
+    between = replace(matrix, scales=matrix.scales * 1.001)
+    assert forms.form_of(between, cuda, torch.bfloat16) is None
+    assert forms.form_of(matrix, torch.device("cpu"), torch.bfloat16) is None
+
+
 @given(st.sampled_from([4, 8]), st.integers(1, 50), st.integers(1, 40))
 def test_packing_has_an_inverse(bits: int, outputs: int, eighths: int) -> None:
     inputs = 8 * eighths
@@ -106,24 +149,36 @@ def test_packing_has_an_inverse(bits: int, outputs: int, eighths: int) -> None:
     assert (full[outputs:] == packing.MIDDLE[bits]).all()  # a row that is not there is of zeros
 
 
-@pytest.mark.parametrize("form", [FORMS[1], FORMS[4], FORMS[5]], ids=str)
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[4], FORMS[5], FLOATS[0]], ids=str)
 def test_the_oracle_multiplies_with_what_the_checkpoint_stands_for(form: Form) -> None:
     matrix, weight = packed_pair(form, 40, 256)
     x, bias, residual = torch.randn(3, 256), torch.randn(40), torch.randn(3, 40)
-    around = Around(bias=bias, residual=residual.clone(), groups=matrix.groups)
-    y = gemm.oracle(x, matrix.values, around)
+    around = Around(bias=bias, residual=residual.clone())
+    scales = {"columns": matrix.scales, "groups": matrix.groups}
+    y = gemm.oracle(x, matrix.values, around._replace(**scales))
     torch.testing.assert_close(y, residual + x @ weight.T + bias)
+    # ... behind a norm by a kernel of its own, which must not be applied twice
+    norm = torch.rand(256)
+    oracle = Implementation("oracle", gemm.oracle, "cpu")
+    normed = around._replace(norm=norm, eps=1e-5, residual=residual.clone())
+    y = linear.follow(linear.Route(linear.Path(norms=True), oracle), x, matrix, normed)
+    torch.testing.assert_close(y, residual + rms_norm(x, norm, 1e-5) @ weight.T + bias)
 
 
 def test_what_has_no_packing_is_dequantised() -> None:
     cuda = torch.device("cuda")
-    packs = forms.FORMS[-1]
-    assert packs.takes(quantized(Form(), 16, 256), cuda, torch.bfloat16)
-    assert not packs.takes(quantized(Form(), 16, 256), cuda, torch.float32)
-    assert not packs.takes(quantized(Form(), 16, 256), torch.device("cpu"), torch.bfloat16)
-    assert not packs.takes(quantized(Form(group=16), 16, 256), cuda, torch.bfloat16)
-    assert not packs.takes(quantized(Form(group=96), 16, 192), cuda, torch.bfloat16)
-    assert not packs.takes(quantized(Form(group=1 << 20), 16, 100), cuda, torch.bfloat16)
+    bf16 = torch.bfloat16
+
+    def is_packed(form: Form, inputs: int, device: torch.device, dtype: torch.dtype) -> bool:
+        found = forms.form_of(quantized(form, 16, inputs), device, dtype)
+        return found is not None and found.name.startswith("kept packed")
+
+    assert is_packed(Form(), 256, cuda, bf16)
+    assert not is_packed(Form(), 256, cuda, torch.float32)
+    assert not is_packed(Form(), 256, torch.device("cpu"), bf16)
+    assert not is_packed(Form(group=16), 256, cuda, bf16)
+    assert not is_packed(Form(group=96), 192, cuda, bf16)
+    assert not is_packed(Form(group=1 << 20), 100, cuda, bf16)
 
 
 def test_groups_of_rows_and_of_what_does_not_divide() -> None:
@@ -155,7 +210,7 @@ PACKED_4 = Packing(4, 128, 4096, 4096, torch.bfloat16, False)
     st.booleans(),
     st.sampled_from([108, 132, 148]),
     st.sampled_from([99, 163, 226]),
-    st.sampled_from(list(packed.packings())),
+    st.sampled_from(list(packed.packings(torch.float16))),
 )
 def test_tiles_fit_and_cover(
     rows: int, tiles: int, gated: bool, sms: int, kib: int, made: Packing
@@ -211,7 +266,7 @@ def test_no_block_of_x_is_overwritten_before_it_is_read(
     st.integers(1, 2000),
     st.integers(1, 300),
     st.sampled_from([114, 132]),
-    st.sampled_from(list(packed.packings())),
+    st.sampled_from(list(packed.packings(torch.float16))),
 )
 def test_divisions_for_wgmma(rows: int, tiles: int, blocks: int, sms: int, made: Packing) -> None:
     made = made._replace(outputs=tiles * TILE, inputs=blocks * BLOCK)

@@ -5,6 +5,7 @@ that were never quantised: that needs the memory of 16 or 32 bits, and rounds ea
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -115,11 +116,46 @@ def make_packed(matrix: QuantMatrix) -> Matrix:
     return Matrix(values, groups=groups)
 
 
+def _lifted(matrix: QuantMatrix, dtype: torch.dtype) -> Tensor | None:
+    """Return scales of e2m1 as the kernels for a dtype have them; None where some cannot be had."""
+    exact = matrix.scales.float() * packing.LIFTS[dtype]
+    kept = exact.to(dtype)
+    return kept if torch.equal(kept.float(), exact) else None
+
+
+def _takes_floats(
+    matrix: QuantMatrix, device: torch.device, dtype: torch.dtype, of: torch.dtype
+) -> bool:
+    if matrix.kind is not Kind.F4 or matrix.table is not None or matrix.minimums is not None:
+        return False
+    if device.type != "cuda" or dtype != of or matrix.inputs % _PIECE:
+        return False
+    has_groups = packing.group_of(matrix.group, matrix.inputs, True) is not None
+    return has_groups and not matrix.scales.is_meta and _lifted(matrix, of) is not None
+
+
+def make_floats(matrix: QuantMatrix, of: torch.dtype) -> Matrix:
+    """Put e2m1 and its scales in the order of the kernels, for rows `of` a dtype."""
+    group, scales = packing.group_of(matrix.group, matrix.inputs, True), _lifted(matrix, of)
+    assert group is not None, "the form was asked"
+    assert scales is not None, "the form was asked"
+    made = Packing(4, group, matrix.outputs, matrix.inputs, of, False, True)
+    values = packing.pack(codes_of(matrix), 4, 0)
+    groups = Groups(made, packing.by_tile(scales, made, 0), None, matrix.order, matrix.factors)
+    factors = torch.full((matrix.outputs,), 1 / packing.SHRUNK, device=scales.device)
+    return Matrix(values, factors if matrix.outer is None else factors * matrix.outer, groups)
+
+
 FORMS = (
     Form("e4m3 products, rows quantised by token", _takes_fp8, _make_fp8),
     Form("torch's product with 8 bits", _takes_int8, _make_int8),
     Form("torch's product with 4 bits", _takes_int4, _make_int4),
     Form("kept packed, multiplied with 16-bit rows", _takes_packed, make_packed),
+    *(
+        Form("kept packed, multiplied with 16-bit rows", takes, partial(make_floats, of=dtype))
+        for dtype in fp8.DTYPES
+        for takes in (partial(_takes_floats, of=dtype),)
+    ),
 )
 
 

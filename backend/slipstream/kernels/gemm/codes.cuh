@@ -1,7 +1,7 @@
 // Weights in fewer bits, as GEMMs read them: blocks of 16 rows of the weights and 128 inputs, whose codes lie in the
 // order of A fragments of m16n8k16 (runtime/mma.cuh); `packing.py` says where each code is.
-// -D ELEMENT (T: Half or BFloat16), BITS (4, 8), SCALE (float, Half, BFloat16), PARTS (1, 2, 4: pieces of a block's
-// inputs that have a scale each), ZEROS (0, 1)
+// -D ELEMENT (T: Half or BFloat16), BITS (4, 8), FLOATS (whether codes are e2m1 rather than integers), SCALE (float, Half,
+// BFloat16; T of e2m1), PARTS (1, 2, 4, 8: pieces of a block's inputs that have a scale each), ZEROS (0, 1)
 #pragma once
 #include "runtime/copies.cuh"
 
@@ -10,6 +10,9 @@ using Scale = SCALE;
 constexpr int BLOCK_INPUTS = 128;
 constexpr int STEPS = BLOCK_INPUTS / 16;  // k-steps of fragments
 constexpr int STEPS_A_PART = STEPS / PARTS;
+// Sums of integers are scaled; e2m1 times its scale is a number of 16 bits, so all sums of a block are one.
+constexpr int SUM_PARTS = FLOATS ? 1 : PARTS;
+constexpr int STEPS_A_SUM = STEPS / SUM_PARTS;
 constexpr int QUADS = BITS / 2;  // accesses of 16 bytes by which a lane gets its codes
 constexpr int STEPS_A_QUAD = STEPS / QUADS;
 constexpr int CODE_BYTES = QUADS * 512;
@@ -22,17 +25,18 @@ constexpr bool IS_FP16 = false;
 template <>
 constexpr bool IS_FP16<Half> = true;
 
-// d = a + c, in pairs.
-DEVICE u32 add_pairs(u32 a, u32 c, Half) {
+// a b + c, in pairs.
+DEVICE u32 fma_pairs(u32 a, u32 b, u32 c, Half) {
   u32 result;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(0x3c003c00), "r"(c));
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
   return result;
 }
-DEVICE u32 add_pairs(u32 a, u32 c, BFloat16) {
+DEVICE u32 fma_pairs(u32 a, u32 b, u32 c, BFloat16) {
   u32 result;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(0x3f803f80), "r"(c));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
   return result;
 }
+DEVICE u32 add_pairs(u32 a, u32 c) { return fma_pairs(a, IS_FP16<T> ? 0x3c003c00 : 0x3f803f80, c, T{}); }
 
 // A code becomes the low bits of a number whose last place is 1: 1024 + code in fp16, 128 + code in bf16, to which this
 // is added. 8 bits are one too many for bf16, whose highest bit is added apart. Every difference is exact.
@@ -41,20 +45,31 @@ DEVICE u32 minus_zero(u32 zero) {
   return ((IS_FP16<T> ? 0xe400u : 0xc300u) | zero) * 0x10001u;
 }
 
-// The numbers of a k-step, an A fragment; `low` is of row g, `high` of row g + 8.
+// e2m1 becomes a number whose exponent is the least there is (2^126 or 2^14 too small); its scale makes up for that.
+DEVICE u32 scaled_floats(u32 word, int i, u32 scale) {
+  constexpr int PLACE = IS_FP16<T> ? 9 : 6;  // of its last bit
+  constexpr u32 MASK = 0x00070007u << PLACE;
+  const int shift = PLACE - 4 * i;
+  const u32 digits = shift >= 0 ? word << shift : word >> -shift;
+  return fma_pairs((word << (12 - 4 * i) & 0x80008000) | (digits & MASK), scale, 0x80008000, T{});
+}
+
+// The numbers of a k-step, an A fragment; `low` is of row g, `high` of row g + 8: what `Block::operand` gives.
 DEVICE void decode(u32 (&a)[4], const u32* words, u32 low, u32 high) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const u32 zero = i % 2 ? high : low;
-    if constexpr (BITS == 4) {
+    if constexpr (FLOATS) {
+      a[i] = scaled_floats(words[0], i, zero);
+    } else if constexpr (BITS == 4) {
       constexpr u32 MAGIC = IS_FP16<T> ? 0x64006400 : 0x43004300;
-      a[i] = add_pairs((words[0] >> 4 * i & 0x000f000f) | MAGIC, zero, T{});
+      a[i] = add_pairs((words[0] >> 4 * i & 0x000f000f) | MAGIC, zero);
     } else if constexpr (IS_FP16<T>) {
-      a[i] = add_pairs((words[i / 2] >> 8 * (i % 2) & 0x00ff00ff) | 0x64006400, zero, T{});
+      a[i] = add_pairs((words[i / 2] >> 8 * (i % 2) & 0x00ff00ff) | 0x64006400, zero);
     } else {
       const u32 pair = words[i / 2] >> 8 * (i % 2);
-      a[i] = add_pairs((pair & 0x007f007f) | 0x43004300, (pair & 0x00800080) ^ 0xc380c380, T{});
-      if (ZEROS) a[i] = add_pairs(a[i], zero, T{});
+      a[i] = add_pairs((pair & 0x007f007f) | 0x43004300, (pair & 0x00800080) ^ 0xc380c380);
+      if (ZEROS) a[i] = add_pairs(a[i], zero);
     }
   }
 }
@@ -86,6 +101,12 @@ struct Codes {
   }
 };
 
+DEVICE u32 bits_of(float) { return 0; }  // no scale of e2m1
+template <class Element>
+DEVICE u32 bits_of(Element value) {
+  return value.bits;
+}
+
 // A block in shared memory, as a lane sees it.
 struct Block {
   const u8* bytes;
@@ -94,11 +115,13 @@ struct Block {
   DEVICE explicit Block(const u8* bytes) : bytes(bytes) {}
   DEVICE Pack<u32, 4> quad(int i) const { return load<4>(reinterpret_cast<const u32*>(bytes + i * 512 + lane * 16)); }
   // Of row g, and of row g + 8.
-  DEVICE float scale(int part, int high) const {
-    const Scale* scales = reinterpret_cast<const Scale*>(bytes + CODE_BYTES + part * SCALE_BYTES);
-    return to_float(scales[g + 8 * high]);
+  DEVICE Scale stored_scale(int part, int high) const {
+    return reinterpret_cast<const Scale*>(bytes + CODE_BYTES + part * SCALE_BYTES)[g + 8 * high];
   }
-  DEVICE u32 zero(int part, int high) const {
+  // Of sums.
+  DEVICE float scale(int part, int high) const { return FLOATS ? 1.0f : to_float(stored_scale(part, high)); }
+  DEVICE u32 operand(int part, int high) const {
+    if constexpr (FLOATS) return bits_of(stored_scale(part, high)) * 0x10001u;
     if constexpr (!ZEROS) return minus_zero(BITS == 4 ? 8 : 128);
     return minus_zero(bytes[CODE_BYTES + PARTS * SCALE_BYTES + part * 16 + g + 8 * high]);
   }

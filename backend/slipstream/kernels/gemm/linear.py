@@ -146,12 +146,10 @@ def follow(route: Route, x: Operand, matrix: Matrix, around: Around) -> Tensor |
     """`multiply` by a route."""
     path, run = route.path, route.gemm.run
     rows = _before(path, x, around)
-    if isinstance(rows, Quantized) or matrix.scales is not None:
+    if isinstance(rows, Quantized) or matrix.scales is not None or matrix.groups is not None:
         around = _with_scales(rows, matrix, around)
-    elif path.norms:
+    if path.norms:
         around = around._replace(norm=None, eps=0.0)
-    if matrix.groups is not None:
-        around = around._replace(groups=matrix.groups)
     values = rows.values if isinstance(rows, Quantized) else rows
     if not path.finishes:
         y: Tensor = run(values, matrix.values, around)

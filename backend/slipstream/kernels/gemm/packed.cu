@@ -3,7 +3,7 @@
 // streams its own blocks of all tiles through a ring that no other warp reads, and what it needs of x beside them. At
 // the end the warps' sums are added up, always in the same order. Weights are copied from before the previous kernel's
 // end on.
-// -D ELEMENT (T), BITS, SCALE, PARTS, ZEROS (codes.cuh), COLUMNS (8, 16, 32), TILES (at a time), WARPS, SLOTS (of a ring)
+// -D ELEMENT (T), BITS, FLOATS, SCALE, PARTS, ZEROS (codes.cuh), COLUMNS (8, 16, 32), TILES (at a time), WARPS, SLOTS (of a ring)
 #include "gemm/codes.cuh"
 #include "runtime/mma.cuh"
 
@@ -18,6 +18,7 @@ extern __shared__ __align__(128) u8 shared_bytes[];
 
 struct Task {
   Codes weights;
+  const float* factors;  // of the weights' rows, or null
   const T *x, *bias;
   T* out;
   i64 x_stride, out_stride;
@@ -100,14 +101,14 @@ DEVICE void multiply_block(float (&sums)[PIECES][4], const Block& block, const u
 #pragma unroll
   for (int i = 0; i < QUADS; ++i) quads[i] = block.quad(i);
 #pragma unroll
-  for (int part = 0; part < PARTS; ++part) {
+  for (int part = 0; part < SUM_PARTS; ++part) {
     float of_part[PIECES][4] = {};
-    const u32 low = block.zero(part, 0), high = block.zero(part, 1);
 #pragma unroll
-    for (int i = 0; i < STEPS_A_PART; ++i) {
-      const int step = part * STEPS_A_PART + i;
+    for (int i = 0; i < STEPS_A_SUM; ++i) {
+      const int step = part * STEPS_A_SUM + i, of_operand = step / STEPS_A_PART;
       u32 a[4];
-      decode(a, quads[step / STEPS_A_QUAD].at + step % STEPS_A_QUAD * (BITS / 4), low, high);
+      decode(a, quads[step / STEPS_A_QUAD].at + step % STEPS_A_QUAD * (BITS / 4), block.operand(of_operand, 0),
+             block.operand(of_operand, 1));
 #pragma unroll
       for (int p = 0; p < PIECES; ++p) multiply_add(of_part[p], a, b[p][step][0], b[p][step][1], T{});
     }
@@ -157,9 +158,11 @@ DEVICE void finish(const Task& task, float* places, float (&sums)[TILES][PIECES]
     const u32 output = (first + tile) * 16 + row;
     if (!task.exists(first, tile) || output >= task.num_outputs) continue;
     float value = total(places, tile, column, row);
+    if (task.factors != nullptr) value *= task.factors[output];
     if (task.bias != nullptr) value += to_float(task.bias[output]);
     if (task.gated) {
       float up = total(places, tile + TILES / 2, column, row);
+      if (task.factors != nullptr) up *= task.factors[half + output];
       if (task.bias != nullptr) up += to_float(task.bias[half + output]);
       value = silu_fast(value) * up;
     }
@@ -170,14 +173,14 @@ DEVICE void finish(const Task& task, float* places, float (&sums)[TILES][PIECES]
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    packed(const u8* codes, const u8* scales, const u8* zeros, const T* x, const T* bias, T* out, i64 x_stride,
-           i64 out_stride, i64 num_rows, i64 num_inputs, i64 num_outputs, i64 num_tiles, i64 num_groups,
+    packed(const u8* codes, const u8* scales, const u8* zeros, const float* factors, const T* x, const T* bias, T* out,
+           i64 x_stride, i64 out_stride, i64 num_rows, i64 num_inputs, i64 num_outputs, i64 num_tiles, i64 num_groups,
            i64 group_factor, i64 share, i64 gated, i64 adds) {
   start_next();
   const u32 units = gated != 0 ? num_tiles / 2 : num_tiles, begin = blockIdx.x * u32(share);
   const u32 num_blocks = (num_inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
   const Task task{{codes, scales, zeros, num_blocks, u32(num_groups), u32(group_factor)},
-                  x, bias, out, x_stride, out_stride, u32(num_rows), u32(num_inputs), u32(num_outputs),
+                  factors, x, bias, out, x_stride, out_stride, u32(num_rows), u32(num_inputs), u32(num_outputs),
                   u32(num_tiles), gated != 0, adds != 0, begin, min(begin + u32(share), units)};
   const u32 warp = threadIdx.x / 32, x_slot_bytes = task.num_rows * X_PITCH;
   float* places = reinterpret_cast<float*>(shared_bytes);

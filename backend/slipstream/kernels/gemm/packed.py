@@ -86,6 +86,8 @@ def shared_refusal(spec: Spec, max_rows: int) -> str | None:
         return "takes packed weights"
     if spec.x not in DTYPES or spec.out != spec.x:
         return "takes rows of fp16 or bf16"
+    if spec.packing.is_float and spec.packing.scale != spec.x:
+        return "takes floats whose scales are of the type of the rows"
     if not 1 <= spec.rows <= max_rows:
         return f"takes 1 to {max_rows} rows"
     if spec.norm:
@@ -117,6 +119,7 @@ def defines(packing: Packing) -> dict[str, int | str]:
     """Return the macros of `codes.cuh`."""
     return {
         "BITS": packing.bits,
+        "FLOATS": int(packing.is_float),
         "SCALE": jit.type_name(packing.scale),
         "PARTS": packing.parts,
         "ZEROS": int(packing.has_zeros),
@@ -135,15 +138,18 @@ def _variant(dtype: torch.dtype, packing: Packing, tiles: Tiling) -> jit.Variant
     )
 
 
-def packings() -> Iterator[Packing]:
-    """Yield a packing of every kind, of by-row scales too."""
+def packings(dtype: torch.dtype) -> Iterator[Packing]:
+    """Yield a packing of every kind, for rows of a dtype."""
     for bits, group, scale, zeros in itertools.product((4, 8), (32, 64, 128), SCALES, (0, 1)):
         yield Packing(bits, group, 4096, 4096, scale, bool(zeros))
+    for group in (16, 32):
+        yield Packing(4, group, 4096, 4096, dtype, False, True)
 
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
-    for dtype, packing, columns in itertools.product(DTYPES, packings(), COLUMNS):
+    kinds = ((dtype, packing) for dtype in DTYPES for packing in packings(dtype))
+    for (dtype, packing), columns in itertools.product(kinds, COLUMNS):
         for tiles in (t for t in TILES if t <= _MOST_TILES[columns]):
             yield _variant(dtype, packing, Tiling(columns, tiles, 1, 4, 0))
 
@@ -182,6 +188,7 @@ def _launch(x: Tensor, weight: Tensor, around: Around, y: Tensor) -> None:
         weight,
         groups.scales,
         0 if groups.zeros is None else groups.zeros,
+        0 if around.columns is None else around.columns,
         x,
         0 if around.bias is None else around.bias,
         y,

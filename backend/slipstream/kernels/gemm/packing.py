@@ -1,5 +1,9 @@
 """The order in which kernels read weights of 4 or 8 bits; pure torch, and its inverse.
 
+Integers have scales that multiply sums, and zeros. Floats, e2m1, have scales of 16 bits that
+multiply them: such a product has six bits, and is a number of 16 bits. To be one in fp16, too, it
+is `SHRUNK` of what it stands for, which factors of rows make up for.
+
 Codes lie in tiles of 16 rows of the weights and blocks of 128 inputs, in a block as the A fragments
 of m16n8k16 of its eight k-steps: lane `4 g + t` has rows `g` and `g + 8`, inputs `2 t`, `2 t + 1`,
 `2 t + 8` and `2 t + 9` of a step. A lane's word of 4 bits is a step; the first four nibbles are the
@@ -14,7 +18,10 @@ from torch import Tensor
 
 TILE, BLOCK = 16, 128  # rows of the weights, inputs
 MIDDLE = {4: 8, 8: 128}  # the zero where there are no zeros
-_PARTS = (32, 64, 128)  # inputs of a block's parts, which have a scale each
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+SHRUNK = 2.0**-8
+LIFTS = {torch.bfloat16: 2.0**118, torch.float16: 2.0**6}  # scales of e2m1 are so much too large
+_PARTS = (16, 32, 64, 128)  # inputs of a block's parts, which have a scale each
 
 
 class Packing(NamedTuple):
@@ -26,6 +33,7 @@ class Packing(NamedTuple):
     inputs: int
     scale: torch.dtype
     has_zeros: bool
+    is_float: bool = False  # e2m1
 
     @property
     def tiles(self) -> int:
@@ -63,11 +71,12 @@ class Groups(NamedTuple):
     factors: Tensor | None = None  # [k]: inputs are multiplied by them first
 
 
-def group_of(group: int, inputs: int) -> int | None:
+def group_of(group: int, inputs: int, is_float: bool = False) -> int | None:
     """Return the inputs of a group as a packing has them, of a whole row too; None: it has none."""
     if group >= inputs:
         return -(-inputs // BLOCK) * BLOCK
-    return None if group % _PARTS[0] or (group % _PARTS[1] and group != _PARTS[0]) else group
+    is_part = group in _PARTS[not is_float :]
+    return group if is_part or group % _PARTS[2] == 0 else None
 
 
 def pack(codes: Tensor, bits: int, middle: int) -> Tensor:
@@ -116,8 +125,14 @@ def by_row(values: Tensor, packing: Packing) -> Tensor:
 
 
 def dense(values: Tensor, groups: Groups) -> Tensor:
-    """Return the weights that packed codes stand for, `[n, k]` fp32, of inputs as they lie."""
+    """Return the weights that packed codes stand for, `[n, k]` fp32, of inputs as they lie; factors
+    of rows are left out.
+    """
     packing = groups.packing
+    if packing.is_float:
+        table = torch.tensor((*E2M1, *(-each for each in E2M1)), device=values.device)
+        scales = by_row(groups.scales, packing).float() / LIFTS[packing.scale] * SHRUNK
+        return table[unpack(values, packing).long()] * scales
     codes = unpack(values, packing).float()
     zeros = MIDDLE[packing.bits] if groups.zeros is None else by_row(groups.zeros, packing).float()
     return (codes - zeros) * by_row(groups.scales, packing).float()

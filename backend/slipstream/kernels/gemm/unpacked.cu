@@ -1,5 +1,5 @@
 // Weights in fewer bits become a matrix of 16 bits again: a warp a block at a time, each number rounded once.
-// -D ELEMENT (T), BITS, SCALE, PARTS, ZEROS (codes.cuh)
+// -D ELEMENT (T), BITS, FLOATS, SCALE, PARTS, ZEROS (codes.cuh)
 #include "gemm/codes.cuh"
 
 constexpr int WARPS = 4;
@@ -11,8 +11,8 @@ DEVICE u32 scaled_pair(u32 pair, float scale) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
-    unpacked(const u8* codes, const u8* scales, const u8* zeros, T* out, i64 num_inputs, i64 num_outputs,
-             i64 num_tiles, i64 num_groups, i64 group_factor) {
+    unpacked(const u8* codes, const u8* scales, const u8* zeros, const float* factors, T* out, i64 num_inputs,
+             i64 num_outputs, i64 num_tiles, i64 num_groups, i64 group_factor) {
   __shared__ __align__(16) u8 blocks[WARPS][BLOCK_BYTES];
   __shared__ __align__(16) T rows[WARPS][16 * PITCH];
   start_next();
@@ -32,11 +32,13 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
     const int part = step / STEPS_A_PART;
     const Pack<u32, 4> quad = in_shared.quad(step / STEPS_A_QUAD);
     u32 a[4];
-    decode(a, quad.at + step % STEPS_A_QUAD * (BITS / 4), in_shared.zero(part, 0), in_shared.zero(part, 1));
+    decode(a, quad.at + step % STEPS_A_QUAD * (BITS / 4), in_shared.operand(part, 0), in_shared.operand(part, 1));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      T* to = rows[warp] + (lane / 4 + 8 * (i % 2)) * PITCH + step * 16 + lane % 4 * 2 + 8 * (i / 2);
-      *reinterpret_cast<u32*>(to) = scaled_pair(a[i], in_shared.scale(part, i % 2));
+      const u32 row = lane / 4 + 8 * (i % 2), output = tile * 16 + row;
+      T* to = rows[warp] + row * PITCH + step * 16 + lane % 4 * 2 + 8 * (i / 2);
+      const float factor = factors != nullptr && output < num_outputs ? factors[output] : 1.0f;
+      *reinterpret_cast<u32*>(to) = scaled_pair(a[i], in_shared.scale(part, i % 2) * factor);
     }
   }
   __syncwarp();

@@ -5,7 +5,6 @@ back costs little beside it. The matrix takes memory while its product runs.
 """
 
 from collections.abc import Iterator
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -22,13 +21,25 @@ _COST = 8.0  # kernels: more than by what takes packed weights as they are
 
 
 @op("values[_,_]:i32")
-def unpacked(values: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
-    """Return packed weights in 16 bits, `[m, k]`, each rounded once; inputs as the codes lie."""
-    return dense(values, groups).to(dtype)
+def unpacked(
+    values: Tensor, groups: Groups, dtype: torch.dtype, factors: Tensor | None = None
+) -> Tensor:
+    """Return packed weights in 16 bits, `[m, k]`, each rounded once; inputs as the codes lie.
+
+    Args:
+        values: packed codes.
+        groups: what belongs to them.
+        dtype: fp16 or bf16; that of scales of e2m1.
+        factors: of rows, `[m]` f32.
+    """
+    weight = dense(values, groups)
+    return (weight if factors is None else weight * factors[:, None]).to(dtype)
 
 
 @unpacked.cuda
-def _unpacked(values: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+def _unpacked(
+    values: Tensor, groups: Groups, dtype: torch.dtype, factors: Tensor | None = None
+) -> Tensor:
     packing = groups.packing
     jit.require(dtype in DTYPES, "unpacked: {} is not of 16 bits", dtype)
     jit.require(packing.inputs % 8 == 0, "unpacked: {} inputs are no multiple of 8", packing.inputs)
@@ -41,6 +52,7 @@ def _unpacked(values: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
         values,
         groups.scales,
         0 if groups.zeros is None else groups.zeros,
+        0 if factors is None else factors,
         out,
         packing.inputs,
         packing.outputs,
@@ -58,8 +70,9 @@ def _variant(dtype: torch.dtype, packing: Packing) -> jit.Variant:
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
-    for dtype, packing in product(DTYPES, packings()):
-        yield _variant(dtype, packing)
+    for dtype in DTYPES:
+        for packing in packings(dtype):
+            yield _variant(dtype, packing)
 
 
 def takes(spec: Spec) -> str | None:
@@ -68,6 +81,8 @@ def takes(spec: Spec) -> str | None:
         return "takes packed weights"
     if spec.x not in DTYPES or spec.out != spec.x:
         return "takes rows of fp16 or bf16"
+    if spec.packing.is_float and spec.packing.scale != spec.x:
+        return "takes floats whose scales are of the type of the rows"
     if spec.norm:
         return "has no norm"
     return "takes multiples of 8 inputs" if spec.inputs % 8 else None
@@ -78,5 +93,5 @@ def by_16_bits(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`gemm` on the GPU: unpack, then what multiplies with 16 bits."""
     groups = around.groups
     assert groups is not None, "weights are packed"
-    matrix = Matrix(unpacked(weight, groups, x.dtype))
-    return linear(arranged(x, groups), matrix, around._replace(groups=None))
+    matrix = Matrix(unpacked(weight, groups, x.dtype, around.columns))
+    return linear(arranged(x, groups), matrix, around._replace(groups=None, columns=None))

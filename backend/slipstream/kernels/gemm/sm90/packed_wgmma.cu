@@ -3,8 +3,8 @@
 // inputs. Each warp streams the codes of its own rows through a ring that no other warp reads, from before the previous
 // kernel's end on; one thread copies x for all of them. Where several CTAs share out the inputs, they leave their sums to
 // `packed_sum`, which adds them up in order.
-// -D ELEMENT (T), BITS, SCALE, PARTS, ZEROS (codes.cuh), COLUMNS (16, 32, 64, 128), TILES (1, 2), SLOTS (of a warp's
-// ring), X_SLOTS
+// -D ELEMENT (T), BITS, FLOATS, SCALE, PARTS, ZEROS (codes.cuh), COLUMNS (16, 32, 64, 128), TILES (1, 2), SLOTS (of a
+// warp's ring), X_SLOTS
 #include "gemm/codes.cuh"
 #include "runtime/tma.cuh"
 #include "runtime/wgmma.cuh"
@@ -16,7 +16,7 @@ constexpr int CTA_TILES = GROUPS * TILES;
 constexpr int CTA_ROWS = CTA_TILES * 64;
 constexpr int CHUNK_BYTES = COLUMNS * 128;  // of x: 64 inputs
 constexpr int X_BYTES = 2 * CHUNK_BYTES;
-constexpr int TURNS = TILES * PARTS;  // GEMMs of a block that have scales of their own
+constexpr int TURNS = TILES * SUM_PARTS;  // GEMMs of a block that have scales of their own
 // Two GEMMs are under way where there are registers for the sums of both.
 constexpr int BUFFERS = TURNS % 2 == 0 && COLUMNS < 128 ? 2 : 1;
 constexpr int SLOT_BYTES = TILES * BLOCK_BYTES;
@@ -48,6 +48,7 @@ PRODUCTS("bf16", BFloat16)
 
 struct Task {
   Codes weights;
+  const float* factors;  // of the weights' rows, or null
   const T* bias;
   T* out;
   float* parts;  // where CTAs that share out the inputs leave their sums, or null: [share][row of x][row of the weights]
@@ -134,16 +135,15 @@ struct Ahead {
 struct Turn {
   float sums[SUMS];
   float scales[2];
-  u32 a[STEPS_A_PART][4];
+  u32 a[STEPS_A_SUM][4];
 
   DEVICE void decode_steps(const Block& block, int part) {
-    const u32 low = block.zero(part, 0), high = block.zero(part, 1);
     Pack<u32, 4> quad;
 #pragma unroll
-    for (int i = 0; i < STEPS_A_PART; ++i) {
-      const int step = part * STEPS_A_PART + i, of_quad = step % STEPS_A_QUAD;
+    for (int i = 0; i < STEPS_A_SUM; ++i) {
+      const int step = part * STEPS_A_SUM + i, of_quad = step % STEPS_A_QUAD, of_operand = step / STEPS_A_PART;
       if (i == 0 || of_quad == 0) quad = block.quad(step / STEPS_A_QUAD);
-      decode(a[i], quad.at + of_quad * (BITS / 4), low, high);
+      decode(a[i], quad.at + of_quad * (BITS / 4), block.operand(of_operand, 0), block.operand(of_operand, 1));
     }
     scales[0] = block.scale(part, 0);
     scales[1] = block.scale(part, 1);
@@ -151,8 +151,8 @@ struct Turn {
   DEVICE void start(u32 x, int part) {
     products_begin();
 #pragma unroll
-    for (int i = 0; i < STEPS_A_PART; ++i) {
-      const int step = part * STEPS_A_PART + i;
+    for (int i = 0; i < STEPS_A_SUM; ++i) {
+      const int step = part * STEPS_A_SUM + i;
       multiply(sums, a[i], rows_descriptor(x + step / 4 * CHUNK_BYTES + step % 4 * 32), i > 0, T{});
     }
     products_commit();
@@ -170,16 +170,16 @@ DEVICE void multiply_block(const u8* codes, u32 x, float (&totals)[TILES][SUMS])
     Turn turns[BUFFERS];
 #pragma unroll
     for (int i = 0; i < BUFFERS; ++i) {
-      const int tile = (turn + i) / PARTS, part = (turn + i) % PARTS;
+      const int tile = (turn + i) / SUM_PARTS, part = (turn + i) % SUM_PARTS;
       turns[i].decode_steps(Block(codes + tile * BLOCK_BYTES), part);
       turns[i].start(x, part);
     }
     if (BUFFERS == 2) {
       products_wait<1>();
-      turns[0].finish(totals[turn / PARTS]);
+      turns[0].finish(totals[turn / SUM_PARTS]);
     }
     products_wait<0>();
-    turns[BUFFERS - 1].finish(totals[(turn + BUFFERS - 1) / PARTS]);
+    turns[BUFFERS - 1].finish(totals[(turn + BUFFERS - 1) / SUM_PARTS]);
   }
 }
 
@@ -207,6 +207,7 @@ DEVICE void multiply_blocks(const Task& task, const Shared& shared, Ahead& ahead
 
 // What a row of x has of one output, or of a gate and its up.
 struct Finish {
+  const float* factors;
   const T* bias;
   T* out;
   i64 out_stride;
@@ -214,8 +215,10 @@ struct Finish {
   bool adds;
 
   DEVICE void store(u32 row, u32 output, float value, float of_up) const {
+    if (factors != nullptr) value *= factors[output];
     if (bias != nullptr) value += to_float(bias[output]);
     if (up > 0) {
+      if (factors != nullptr) of_up *= factors[up + output];
       if (bias != nullptr) of_up += to_float(bias[up + output]);
       value = silu_fast(value) * of_up;
     }
@@ -239,7 +242,7 @@ DEVICE void put_sums(const float (&totals)[TILES][SUMS]) {
 DEVICE void store_sums(const Task& task, u32 share) {
   const float* places = reinterpret_cast<const float*>(shared_bytes);
   const u32 half = task.num_tiles * 8;
-  const Finish finish{task.bias, task.out, task.out_stride, task.gated ? half : 0, task.adds};
+  const Finish finish{task.factors, task.bias, task.out, task.out_stride, task.gated ? half : 0, task.adds};
   for (u32 i = threadIdx.x; i < task.units() * task.num_rows; i += THREADS) {
     const u32 unit = i % task.units(), row = i / task.units(), output = task.first * 16 + unit;
     if (output >= (task.gated ? half : task.num_outputs)) continue;
@@ -256,12 +259,12 @@ DEVICE void store_sums(const Task& task, u32 share) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    packed_wgmma(const __grid_constant__ TensorMap x, const u8* codes, const u8* scales, const u8* zeros, const T* bias,
-                 T* out, float* parts, i64 out_stride, i64 num_rows, i64 num_inputs, i64 num_outputs, i64 num_tiles,
+    packed_wgmma(const __grid_constant__ TensorMap x, const u8* codes, const u8* scales, const u8* zeros,
+                 const float* factors, const T* bias, T* out, float* parts, i64 out_stride, i64 num_rows, i64 num_inputs, i64 num_outputs, i64 num_tiles,
                  i64 num_groups, i64 group_factor, i64 num_shares, i64 gated, i64 adds, i64 copied) {
   const u32 share = blockIdx.x % u32(num_shares), num_blocks = (num_inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
   const Task task{{codes, scales, zeros, num_blocks, u32(num_groups), u32(group_factor)},
-                  bias, out, parts, out_stride, u32(num_rows), u32(num_outputs), u32(num_tiles), gated != 0, adds != 0,
+                  factors, bias, out, parts, out_stride, u32(num_rows), u32(num_outputs), u32(num_tiles), gated != 0, adds != 0,
                   blockIdx.x / u32(num_shares) * CTA_TILES * (gated != 0 ? 2 : 4),
                   share * num_blocks / u32(num_shares), (share + 1) * num_blocks / u32(num_shares)};
   const Shared shared;
@@ -291,14 +294,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // Adds up what the CTAs of `packed_wgmma` left, share by share; a thread an output of a row.
 extern "C" __global__ void __launch_bounds__(256)
-    packed_sum(const float* parts, const T* bias, T* out, i64 out_stride, i64 num_rows, i64 num_outputs, i64 num_tiles,
-               i64 num_shares, i64 gated, i64 adds) {
+    packed_sum(const float* parts, const float* factors, const T* bias, T* out, i64 out_stride, i64 num_rows,
+               i64 num_outputs, i64 num_tiles, i64 num_shares, i64 gated, i64 adds) {
   start_next();
   wait_for_previous();
   const u32 half = gated != 0 ? num_tiles * 8 : 0, outputs = gated != 0 ? half : num_outputs;
   const u32 index = blockIdx.x * 256 + threadIdx.x, row = index / outputs, output = index % outputs;
   if (row >= num_rows) return;
-  const Finish finish{bias, out, out_stride, half, adds != 0};
+  const Finish finish{factors, bias, out, out_stride, half, adds != 0};
   float value = 0.0f, up = 0.0f;
   for (u32 share = 0; share < num_shares; ++share) {
     const float* part = parts + (share * num_rows + row) * num_tiles * 16 + output;

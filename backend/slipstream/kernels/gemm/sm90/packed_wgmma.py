@@ -110,7 +110,8 @@ def _variant(dtype: torch.dtype, packing: Packing, columns: int, tiles: int) -> 
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
-    for dtype, packing, columns, tiles in itertools.product(DTYPES, packings(), COLUMNS, (1, 2)):
+    kinds = ((dtype, packing) for dtype in DTYPES for packing in packings(dtype))
+    for (dtype, packing), columns, tiles in itertools.product(kinds, COLUMNS, (1, 2)):
         is_built = (columns, tiles) != (128, 2) and num_slots(packing, columns, tiles) >= 3
         if is_built:
             yield _variant(dtype, packing, columns, tiles)
@@ -133,6 +134,7 @@ def packed_wgmma(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     shares, copied = division.shares, -(-rows // 8) * 8
     size = (shares, rows, packing.tiles * TILE)
     parts = torch.empty(size, dtype=torch.float32, device=x.device) if shares > 1 else 0
+    factors = 0 if around.columns is None else around.columns
     bias = 0 if around.bias is None else around.bias
     ends = (shares, int(gated), int(around.residual is not None))
     jit.launch(
@@ -144,6 +146,7 @@ def packed_wgmma(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
         weight,
         groups.scales,
         0 if groups.zeros is None else groups.zeros,
+        factors,
         bias,
         y,
         parts,
@@ -162,5 +165,6 @@ def packed_wgmma(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     if shares > 1:
         grid = (-(-rows * outputs // 256),)
         sizes = (y.stride(0), rows, packing.outputs, packing.tiles)
-        jit.launch(variant, "packed_sum", grid, 256, parts, bias, y, *sizes, *ends, overlaps=True)
+        given = (parts, factors, bias, y, *sizes, *ends)
+        jit.launch(variant, "packed_sum", grid, 256, *given, overlaps=True)
     return y
