@@ -136,7 +136,7 @@ def measure(model: Model, is_fp8: bool, counts: list[int], all_tiles: bool) -> l
     layers = [Layer(model, is_fp8) for _ in range(max(2, min(8, math.ceil(12e9 / size))))]
     kind, results = "e4m3" if is_fp8 else "bf16", []
     for n in counts:
-        chosen = tile_rows(n * model.top_k, model.experts)
+        chosen = tile_rows(n * model.top_k, model.experts, is_fp8)
         for tile in (SKINNY_ROWS, *TILE_ROWS) if all_tiles else (chosen,):
             found = timed(layers, n, tile)
             line = f"{model.name:14} {kind} {n:5} rows, tiles of {tile:3}{'*' * (tile == chosen):1}"

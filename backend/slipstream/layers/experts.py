@@ -91,7 +91,8 @@ class Experts:
     def routed(self, logits: Tensor) -> Routed:
         """Choose experts by the router's outputs, and put their rows in order."""
         routing = self.config.routing
-        rows = tile_rows(len(logits) * routing.top_k, routing.num_experts, self.is_fixed)
+        pairs, is_fp8 = len(logits) * routing.top_k, self.gate_up.scales is not None
+        rows = tile_rows(pairs, routing.num_experts, is_fp8, self.is_fixed)
         return route(logits[:, : routing.num_experts], routing, rows, self.correction)
 
 

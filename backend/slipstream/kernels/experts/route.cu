@@ -30,9 +30,9 @@ struct Plan {
   int tile_rows;
 };
 
-// Of the same order as the numbers, above zero.
+// Of the same order as the numbers, above zero; of both zeros the same.
 DEVICE u32 ordered(float value) {
-  const u32 bits = __float_as_uint(value);
+  const u32 bits = value == 0.0f ? 0 : __float_as_uint(value);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 DEVICE u32 highest(u32 value) {
