@@ -140,6 +140,9 @@ limits: install  ## the table of docs/limits.md, on stdout
 fields: install  ## the tables of docs/responses.md and openai.md, and openapi.json
 	@$(BIN)/python tools/fields.py
 
+families: install  ## the table of docs/families.md, from the families' files
+	@$(BIN)/python tools/families.py
+
 attention: install  ## the tables of docs/attention.md, on stdout
 	@$(BIN)/python -c "from slipstream.kernels.attention.table import tables; print(tables())"
 

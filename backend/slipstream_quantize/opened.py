@@ -95,6 +95,13 @@ class Opened:
         build = family_of(plan.model.architecture).build or build_decoder
         self.decoder: Decoder = build(plan.model, weights, plan.max_model_len)
         weights.finish()
+        changed = [name for name in self.source.tensors if plan.model.tensors.change(name)]
+        if changed:
+            raise CheckpointError(
+                f"{directory}: {plan.model.tensors.stored(changed[0])} is stored in another layout "
+                "than the decoder's; such checkpoints are not written in fewer bits: "
+                "`--quantization` rounds them as they are loaded"
+            )
         self.blocks = [self._places(block) for block in self.decoder.blocks]
         self._round_others()
 

@@ -86,7 +86,7 @@ COMBINED += [pair for pair in pairs() if not {"form"} & {*pair[0].changes, *pair
 
 
 # Heads of most sizes are one to torch: with each other feature a few of them run.
-OFTEN = [each for each in SERVED if each.changes.get("head_size") in (None, 72, 80, 256)]
+OFTEN = [each for each in SERVED if each.changes.get("head_size") in (None, 80, 256)]
 RUN = [each for each in COMBINED if len(each) < 2 or {*each} <= {*OFTEN}]
 
 

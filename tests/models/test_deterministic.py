@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,6 +106,9 @@ def test_through_the_engine_with_preemptions(tmp_path: Path) -> None:
         assert alone.log_probs == crowd.answers[i, 0].log_probs
 
 
+WITHOUT = SimpleNamespace(rows=SimpleNamespace(positions=None))  # no table of positions reads it
+
+
 def test_only_where_it_is_asked_for(tmp_path: Path) -> None:
     runner = make(tmp_path)
     assert isinstance(runner._model.blocks[0].attention.qkv, SlicedNormLinear)
@@ -115,4 +119,4 @@ def test_only_where_it_is_asked_for(tmp_path: Path) -> None:
     Driver(plain).finish([other])
     assert generation.outputs == other.outputs
     with pytest.raises(AssertionError, match="multiple"):
-        runner._model(torch.zeros(ROWS + 1, dtype=torch.int64), [None], runner._caches)
+        runner._model(torch.zeros(ROWS + 1, dtype=torch.int64), [WITHOUT], runner._caches)

@@ -35,6 +35,8 @@ QUICK = {  # every family, and every way of a feature once
     "qwen3 moe",
     "olmoe, one key head",
     "phimoe",
+    "gpt2",
+    "gpt_neox",
 }
 
 

@@ -195,6 +195,8 @@ def test_gpu_facts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_tokens = 10000000 takes .* GB"):
         resolve(EngineConfig(checkpoint=str(checkpoint), kv_cache_tokens=10_000_000))
     edit_config(checkpoint, head_dim=48)
+    assert resolve(EngineConfig(checkpoint=str(checkpoint))).attention.spec.head_size == 64
+    edit_config(checkpoint, head_dim=320)
     with pytest.raises(ConfigError, match="64, 80, 96, 128, 256 have kernels"):
         resolve(EngineConfig(checkpoint=str(checkpoint)))
     edit_config(checkpoint, head_dim=64)

@@ -63,10 +63,13 @@ def test_matrices_are_those_of_the_model(
     cpu = torch.device("cpu")
     build(plan.model, Weights(RandomSource(cpu), cpu, plan.dtype), plan.max_model_len)
     monkeypatch.undo()
-    dims, experts = plan.model.dims, plan.model.axes.experts
-    if experts is not None:  # nothing is tuned of these
-        made -= matrices_of(experts, dims.hidden_size, dims.num_layers)
-    made -= Counter([(dims.vocab_size, dims.hidden_size)])  # the embedding multiplies nothing
+    dims, axes = plan.model.dims, plan.model.axes
+    if axes.experts is not None:  # nothing is tuned of these
+        made -= matrices_of(axes.experts, dims.hidden_size, dims.num_layers)
+    # The embedding multiplies nothing, nor does a table of positions.
+    made -= Counter([(dims.vocab_size, dims.hidden_size)])
+    if axes.learned_positions:
+        made -= Counter([(plan.model.max_positions, dims.hidden_size)])
     for options in ({}, {"load_format": "random"}):
         asked = msgspec.structs.replace(config, **options)
         expected: Counter[tuple[int, ...]] = Counter()

@@ -24,6 +24,7 @@ class RopeConfig:
     attention_factor: float = 1.0  # yarn, longrope: multiplies cosines and sines
     truncate: bool = True  # yarn: the ramp's ends are whole dimensions
     factors: tuple[float, ...] = ()  # longrope: of the wave of each pair
+    rotated: int | None = None  # numbers of a head that rotate; None: all
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,19 @@ def _yarn(frequencies: Tensor, config: RopeConfig) -> Tensor:
 
 
 def frequencies(config: RopeConfig, head_size: int) -> Tensor:
-    """Radians a position for each of `head_size / 2` pairs, fp32."""
+    """Radians a position for each of `head_size / 2` pairs, fp32; 0 for those that stay."""
+    rotated = head_size if config.rotated is None else config.rotated
+    turning = _frequencies(config, rotated) if rotated else torch.zeros(0)
+    return torch.cat((turning, torch.zeros((head_size - rotated) // 2)))
+
+
+def magnitudes(config: RopeConfig, head_size: int) -> Tensor:
+    """Factors of cosines and then sines, `[head_size]` fp32: 1 for those of pairs that stay."""
+    turn = frequencies(config, head_size) != 0
+    return torch.where(torch.cat((turn, turn)), config.attention_factor, 1.0)
+
+
+def _frequencies(config: RopeConfig, head_size: int) -> Tensor:
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
     plain = 1.0 / config.theta**exponents
     if config.kind == "default":
@@ -59,7 +71,7 @@ def cos_sin_table(
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, frequencies(config, head_size))
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1) * config.attention_factor
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitudes(config, head_size)
     return table.to(device)
 
 

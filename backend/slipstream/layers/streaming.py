@@ -17,7 +17,7 @@ from slipstream.kernels.attention.prefill import SinkRows
 from slipstream.kernels.attention.sinks import Sinks
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.dims import RopeConfig
-from slipstream.layers.rope import cos_sin_at, frequencies
+from slipstream.layers.rope import cos_sin_at, frequencies, magnitudes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +81,10 @@ class Streaming:
 
     def __init__(self, config: RopeConfig, backend: AttentionBackend, device: torch.device) -> None:
         self._backend = backend
-        self._factor = config.attention_factor  # of cosines and sines
+        size = backend.spec.head_size
+        self._factors = magnitudes(config, size).to(device)
         self._window = backend.spec.stream_window
-        self._frequencies = frequencies(config, backend.spec.head_size).to(device)
+        self._frequencies = frequencies(config, size).to(device)
 
     def places(self, positions: Tensor) -> Tensor:
         """Return the cache positions of the newest tokens, from their positions in sequences."""
@@ -100,7 +101,7 @@ class Streaming:
             rows,
             self._backend.plan(cache, single, self._window),
             self._window,
-            turns=cos_sin_at(self._frequencies, positions) * self._factor,
+            turns=cos_sin_at(self._frequencies, positions) * self._factors,
             further=cos_sin_at(self._frequencies, places - positions),
             every=torch.arange(len(positions), device=positions.device),
             starts=torch.cat((decodes, n + rows.query_starts)),

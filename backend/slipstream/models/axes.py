@@ -1,9 +1,13 @@
 """The axes in which decoders differ, and the names of tensors in checkpoints. No torch."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 from slipstream.layers.dims import ExpertsConfig
 
@@ -110,17 +114,55 @@ class Axes:
     dense_layers: frozenset[int] = frozenset()
 
 
+class QkvOrder(Enum):
+    """How q, k and v lie in a checkpoint."""
+
+    SPLIT = "three matrices"
+    BLOCKS = "one: q, k, v"
+    HEADS = "one: of every head q, k, v"
+    GROUPS = "one: of every kv head its heads of q, then k, v"
+
+
+Change = Callable[["Tensor"], "Tensor"]  # of a stored tensor to one of the decoder
+
+
+def joined(name: str, kind: str = "self_attn") -> dict[str, str]:
+    """Return names for a matrix that is stored with others, below `self_attn` or `mlp`."""
+    parts = ("q_proj", "k_proj", "v_proj") if kind == "self_attn" else ("gate_proj", "up_proj")
+    return {f"{kind}.{part}": name for part in parts}
+
+
+def _unchanged(name: str) -> Change | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """The checkpoint's names of the decoder's tensors.
+    """The checkpoint's names of the decoder's tensors, and how it stores them.
 
     `own` maps parts of the decoder's names, which are Llama's, to the checkpoint's: parts between
     dots, as `self_attn.o_proj` to `attention.dense`, all replaced at once, the longest first.
     Tensors that end in one of `unread` may be left over: buffers that config.json makes again.
+    Names may lack the prefix `optional`, all of them.
+
+    qkv: how q, k and v lie; joins_gate_up: whether gate and up are one matrix, in this order; both
+    need names in `own`, see `joined`.
+    transposed: layers, by the decoder's names, whose matrices are `[inputs, outputs]`.
+    norms_each_head: whether norms of q and k have weights for each head, `[heads, size]`.
+    changed: other changes, by the ends of the decoder's names.
+    change: what makes a tensor of the decoder from the stored one, all of these together; None: it
+    is that. Set when dims are known (transforms.py).
     """
 
     own: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    optional: str = ""
+    qkv: QkvOrder = QkvOrder.SPLIT
+    joins_gate_up: bool = False
+    transposed: tuple[str, ...] = ()
+    norms_each_head: bool = False
+    changed: Mapping[str, Change] = field(default_factory=dict)
+    change: Callable[[str], Change | None] = field(default=_unchanged, compare=False)
 
     def stored(self, name: str) -> str:
         """Return the checkpoint's name of a tensor of the decoder."""

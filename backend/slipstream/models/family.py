@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 Build = Callable[[ModelConfig, "WeightSource", int], "Decoder"]
-ReadRopes = Callable[[Reader, int], tuple[RopeConfig, RopeConfig]]
+ReadRopes = Callable[[Reader, int, int], tuple[RopeConfig, RopeConfig]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,11 @@ class Family:
     activations: Mapping[str, Activation]  # value of that key -> activation
     has_windows: bool
     read_ropes: ReadRopes  # for full attention, and for layers with a window
+    still: Callable[[Reader, int], frozenset[int]]  # of so many layers, those that do not rotate
+    aliases: Mapping[str, tuple[str, ...]]  # key that is read here -> what config.json calls it
+    derived: Callable[[Reader], Mapping[str, object]]  # values of such keys, from the family's own
     tensors: TensorNames
+    names: Callable[[Reader], TensorNames] | None  # where keys decide
     gguf: GgufForm | None  # None: GGUF files of the family are not served
     build: Build | None  # None: `decoder.build_decoder`, from the axes
 
@@ -53,7 +57,10 @@ def family(
     activations: Mapping[str, Activation] | None = None,
     has_windows: bool = True,
     read_ropes: ReadRopes = read_rope,
-    tensors: TensorNames | None = None,
+    still: Callable[[Reader, int], frozenset[int]] = lambda config, num_layers: frozenset(),
+    aliases: str = "",
+    derived: Callable[[Reader], Mapping[str, object]] = lambda config: {},
+    tensors: TensorNames | Callable[[Reader], TensorNames] | None = None,
     gguf: GgufForm | None = None,
     config_class: ConfigClass | None = None,
     build: Build | None = None,
@@ -66,11 +73,17 @@ def family(
         activation_key, activations: key of the activation, and its values.
         has_windows: whether layers may have a sliding window.
         read_ropes: reads the rotary embeddings for full attention and for windows.
-        tensors: names in the checkpoint that differ from Llama's.
+        still: returns which of so many layers do not rotate.
+        aliases: keys that are read for every family, and what config.json calls them:
+            "hidden_size=n_embd num_hidden_layers=n_layer"; a key may have several.
+        derived: returns values of such keys that follow from the family's own keys.
+        tensors: names in the checkpoint that differ from Llama's, or what finds them.
         gguf: what the family is in GGUF files.
         config_class: keys and defaults, if transformers does not have the architecture.
         build: builds a decoder that the axes cannot describe.
     """
+
+    renamed = _pairs(aliases)
 
     def register(axes: Callable[[Reader], Axes]) -> Callable[[Reader], Axes]:
         for name in architectures:
@@ -80,18 +93,31 @@ def family(
                 axes.__module__.rpartition(".")[2],
                 config_class or read_config_class(name),
                 axes,
-                words(keys) | {activation_key},
+                words(keys) | {activation_key} | set(sum(renamed.values(), ())),
                 activation_key,
                 activations or {"silu": Activation.SILU, "swish": Activation.SILU},
                 has_windows,
                 read_ropes,
-                tensors or TensorNames(),
+                still,
+                renamed,
+                derived,
+                tensors if isinstance(tensors, TensorNames) else TensorNames(),
+                tensors if callable(tensors) else None,
                 gguf,
                 build,
             )
         return axes
 
     return register
+
+
+def _pairs(aliases: str) -> dict[str, tuple[str, ...]]:
+    """Split "a=b a=c d=e" into what each key is called."""
+    found: dict[str, tuple[str, ...]] = {}
+    for pair in aliases.split():
+        key, _, name = pair.partition("=")
+        found[key] = (*found.get(key, ()), name)
+    return found
 
 
 def registered() -> Mapping[str, Family]:

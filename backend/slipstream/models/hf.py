@@ -20,6 +20,8 @@ from slipstream.models.files import read_json, tensor_entries
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader, words
 from slipstream.models.registry import family_of, supported
+from slipstream.models.ropes import STILL
+from slipstream.models.transforms import with_changes
 from slipstream.models.windows import read_windows
 
 # Read for every architecture, windows too: transformers' cache has one even if the model has none.
@@ -32,6 +34,8 @@ _READ = words(
 )
 
 
+# Of those, sizes that some classes call otherwise, or do not have.
+_OF_SOME = words("intermediate_size num_key_value_heads head_dim rms_norm_eps")
 _MOST_LAYERS = 10_000  # a limit for what is read per layer
 _MOST_WIDE = 1 << 18  # of heads, of their size and of the hidden size: torch can count the bytes
 _MOST_ROWS = 1 << 24  # of the vocabulary and of the MLP
@@ -61,12 +65,38 @@ def _architecture(config: Reader) -> str:
     return str(names[0])
 
 
+def _rename(config: Reader, family: Family) -> None:
+    """Give values to the keys that are read here, whatever the family calls them.
+
+    Raises `CheckpointError` for two names of one key with values that differ.
+    """
+    defaults = dict(family.config_class.defaults)
+    for key, names in family.aliases.items():
+        own = (key,) if family.config_class.reads(key) else ()
+        said = [name for name in (*names, *own) if config.data.get(name) is not None]
+        value = config.data[said[0]] if said else None
+        for name in said:
+            if config.data[name] != value:
+                raise config.refusal(name, f"contradicts {said[0]} = {value}")
+        config.names[key] = said[0] if said else names[0]
+        if key in config.data and not own:
+            config.ignore(key)
+        config.data = {k: v for k, v in config.data.items() if k != key}
+        if said:
+            config.data[key] = value
+        known = [defaults[name] for name in names if defaults.get(name) is not None]
+        defaults[key] = known[0] if known else defaults.get(key)
+    config.defaults = defaults
+
+
 def _keep_read(config: Reader, family: Family) -> None:
     """Leave in `config` the keys that are read, with their defaults.
 
     Raises `CheckpointError` for a key that asks for what is not implemented.
     """
-    known, cls = _READ | family.keys, family.config_class
+    cls = family.config_class
+    known = {key for key in _READ if key not in _OF_SOME or cls.reads(key)}
+    known |= family.keys | set(family.aliases)
     for key, value in config.data.items():
         if key in known or key in HARMLESS:
             continue
@@ -75,7 +105,7 @@ def _keep_read(config: Reader, family: Family) -> None:
         elif not cls.is_neutral(key, value):
             raise config.refusal(key, "is not implemented")
     config.data = {key: value for key, value in config.data.items() if key in known}
-    config.defaults = cls.defaults
+    config.data |= family.derived(config)
 
 
 def _check_model_type(config: Reader, cls: ConfigClass) -> None:
@@ -164,6 +194,7 @@ def read_model(config: Reader, architecture: str, directory: Path) -> ModelConfi
     """Read a `config.json` as that of a supported architecture; raises `CheckpointError`."""
     family = family_of(architecture)
     _check_model_type(config, family.config_class)
+    _rename(config, family)
     _keep_read(config, family)
     dims = _dims(config)
     windows = read_windows(config, dims.num_layers)
@@ -171,23 +202,22 @@ def read_model(config: Reader, architecture: str, directory: Path) -> ModelConfi
         key = "sliding_window" if config.has("sliding_window") else "layer_types"
         raise config.refusal(key, f"is in use, but {architecture} has no windows")
     max_positions = config.whole("max_position_embeddings", most=INT32_MAX)
-    rope, local_rope = family.read_ropes(config, max_positions)
-    for each in (rope, local_rope):
-        if each.factors and 2 * len(each.factors) != dims.head_size:
-            key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
-            raise config.refusal(key, f"has not one factor for each 2 of {dims.head_size} values")
+    rope, local_rope = family.read_ropes(config, max_positions, dims.head_size)
     if rope.kind == "yarn":  # a checkpoint may give the context before scaling
         key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
         scaled = int(rope.factor * rope.original_max_positions)
         if scaled > INT32_MAX:
             raise config.refusal(key, f"gives more than {INT32_MAX} positions")
         max_positions = max(max_positions, scaled)
+    axes, still = _axes(config, family), family.still(config, dims.num_layers)
+    ropes = [local_rope if window else rope for window in windows]
+    names = family.tensors if family.names is None else family.names(config)
     return ModelConfig(
         architecture=architecture,
         dims=dims,
-        axes=_axes(config, family),
-        tensors=family.tensors,
-        ropes=tuple(local_rope if window else rope for window in windows),
+        axes=axes,
+        tensors=with_changes(names, dims, ropes, axes.interleaved, dims.head_size),
+        ropes=tuple(STILL if i in still else each for i, each in enumerate(ropes)),
         windows=windows,
         max_positions=max_positions,
         ties_embeddings=config.flag("tie_word_embeddings", default=False),

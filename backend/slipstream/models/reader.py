@@ -22,13 +22,15 @@ class Reader:
         self.data = data
         self.ignored: list[str] = []  # keys that change nothing, with those of children
         self.defaults: Mapping[str, object] = {}  # values of keys that the object does not have
+        self.names: dict[str, str] = {}  # keys that the object calls by another name
         self._where = where
         self._prefix = prefix
 
     def refusal(self, key: str, why: str) -> CheckpointError:
         """Return an error that names file, key and value, with the reason `why`."""
-        is_name = key.isidentifier() and len(key) <= _MOST
-        name, value = key if is_name else clip(key), clip(self.get(key))
+        own = self.names.get(key, key)
+        name = own if own.isidentifier() and len(own) <= _MOST else clip(own)
+        value = clip(self.get(key))
         source = "" if key in self.data or key not in self.defaults else " by default"
         return CheckpointError(f"{self._where}: {self._prefix}{name} = {value}{source} {why}")
 
@@ -64,6 +66,11 @@ class Reader:
             raise self.refusal(key, "is neither true nor false")
         return value
 
+    def refuse_unless(self, key: str, value: object) -> None:
+        """Raise `CheckpointError` if the key has another value than this one, the one there is."""
+        if self.has(key) and self.get(key) != value:
+            raise self.refusal(key, f"is not implemented; {clip(value)} is")
+
     def child(self, key: str) -> "Reader":
         """Return a reader of the object under a key; missing or null reads as empty."""
         value = self.get(key)
@@ -81,5 +88,6 @@ class Reader:
         """Return the value; raises `CheckpointError` if it is missing without a default."""
         value = self.get(key)
         if value is None and default is None and key not in self.data:
-            raise CheckpointError(f"{self._where}: {self._prefix}{key} is missing")
+            name = self.names.get(key, key)
+            raise CheckpointError(f"{self._where}: {self._prefix}{name} is missing")
         return default if value is None else value

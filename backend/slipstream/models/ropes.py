@@ -1,6 +1,7 @@
 """Read the rotary embedding from a `config.json`. No torch."""
 
 import math
+from dataclasses import replace
 
 from slipstream_contract.errors import clip
 from slipstream_contract.limits import INT32_MAX
@@ -26,9 +27,24 @@ _OTHER_KEYS = words("short_factor long_factor alpha mrope_section").union(*_ROPE
 
 _ORIGINAL = "original_max_position_embeddings"
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
+_KEYS_OF_CONFIG = words(
+    "rope_theta rope_scaling rope_parameters original_max_position_embeddings partial_rotary_factor"
+)
 
 
-def read_rope(config: Reader, max_positions: int) -> tuple[RopeConfig, RopeConfig]:
+STILL = RopeConfig(rotated=0)  # of layers that do not rotate
+
+
+def no_rope(config: Reader, max_positions: int, head_size: int) -> tuple[RopeConfig, RopeConfig]:
+    """Return what rotates nothing, twice; keys of rotary embeddings change nothing."""
+    for key in config.data.keys() & _KEYS_OF_CONFIG:
+        config.ignore(key)
+    return STILL, STILL
+
+
+def read_rope(
+    config: Reader, max_positions: int, head_size: int, is_partial: bool = False
+) -> tuple[RopeConfig, RopeConfig]:
     """Read one embedding for all layers; return it twice: for full attention and for windows.
 
     It is in `rope_parameters` (transformers 5) or `rope_scaling` (before). As in transformers, an
@@ -39,11 +55,42 @@ def read_rope(config: Reader, max_positions: int) -> tuple[RopeConfig, RopeConfi
         raise config.refusal("rope_scaling", "contradicts rope_parameters")
     rope = new if new.data else old
     _check_theta(config, "rope_theta", rope)
+    if is_partial:
+        share = rope.positive("partial_rotary_factor", config.positive("partial_rotary_factor", 1))
+        head_size = _rotated(rope, share, head_size)
+    else:
+        _check_whole(config, rope)
     one = _rope(config, rope, config.positive("rope_theta"), max_positions, outer_wins=True)
+    if one.factors and 2 * len(one.factors) != head_size:
+        key = "rope_parameters" if new.data else "rope_scaling"
+        raise config.refusal(key, f"has not one factor for each 2 of {head_size} values")
+    one = replace(one, rotated=head_size) if is_partial else one
     return one, one
 
 
-def read_ropes(config: Reader, max_positions: int) -> tuple[RopeConfig, RopeConfig]:
+def read_partial_rope(
+    config: Reader, max_positions: int, head_size: int
+) -> tuple[RopeConfig, RopeConfig]:
+    """Read `read_rope` with a share of heads that rotates."""
+    return read_rope(config, max_positions, head_size, is_partial=True)
+
+
+def _rotated(rope: Reader, share: float, head_size: int) -> int:
+    """Return how many numbers of a head rotate; refuse what is no even number of them."""
+    rotated = int(head_size * share)
+    if share > 1 or rotated % 2 or rotated == 0:
+        raise rope.refusal("partial_rotary_factor", f"rotates {rotated} of heads of {head_size}")
+    return rotated
+
+
+def _check_whole(*readers: Reader) -> None:
+    """Refuse a share of heads that rotates: a family that has it reads it."""
+    for reader in readers:
+        if reader.positive("partial_rotary_factor", 1.0) != 1.0:
+            raise reader.refusal("partial_rotary_factor", "is not implemented; only 1.0 is")
+
+
+def read_ropes(config: Reader, max_positions: int, head_size: int) -> tuple[RopeConfig, RopeConfig]:
     """Read an embedding for full attention and one for windows, each with its theta (Gemma 3).
 
     `rope_parameters` has an object for each, or (before transformers 5) `rope_theta` and
@@ -62,6 +109,7 @@ def read_ropes(config: Reader, max_positions: int) -> tuple[RopeConfig, RopeConf
         full = config.child("rope_scaling")
     _check_theta(config, "rope_theta", full)
     _check_theta(config, "rope_local_base_freq", local)
+    _check_whole(config, full, local)
     theta, local_theta = (
         config.positive("rope_theta"),
         config.positive("rope_local_base_freq"),
@@ -87,9 +135,6 @@ def _rope(
     `outer_wins`: whether the context before scaling in `config` wins over that in `rope`.
     """
     kind = _kind(rope)
-    for reader in (config, rope):
-        if reader.positive("partial_rotary_factor", 1.0) != 1.0:
-            raise reader.refusal("partial_rotary_factor", "is not implemented; only 1.0 is")
     for key, value in rope.data.items():
         if key in _ROPE_COMMON | _ROPE_KEYS[kind] or value is None:
             continue

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from slipstream.errors import CheckpointError
-from slipstream.models.axes import TensorNames
+from slipstream.models.axes import Change, TensorNames
 from slipstream.models.entries import TensorEntry
 from slipstream.models.files import SINGLE, tensor_entries
 from slipstream.models.formats.registry import Formats
@@ -92,6 +92,8 @@ class _Checkpoint:
         self._tensors = tensors
         self._entries = tensor_entries(directory, single)
         self._unread = set(self._entries)
+        lacks = tensors.optional and not any(n.startswith(tensors.optional) for n in self._entries)
+        self._lacking = tensors.optional if lacks else ""
         self._formats = Formats(directory, self)
         self._notes: dict[str, int] = {}
 
@@ -117,11 +119,19 @@ class _Checkpoint:
 
     def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
         """Read a matrix that the checkpoint has quantised, with all that belongs to it."""
-        return self._formats.load(self._tensors.stored(name), rows, inputs)
+        stored = self._stored(name)
+        if self._tensors.change(f"{name}.weight") is not None and self._formats.is_quantised(
+            stored
+        ):
+            raise CheckpointError(
+                f"{self._directory}: {stored} is quantised, and stored in an order that is changed "
+                "as it is loaded: that is not implemented"
+            )
+        return self._formats.load(stored, rows, inputs)
 
     def is_quantised(self, name: str) -> bool:
         """Return whether the checkpoint has the matrix quantised."""
-        return self._formats.is_quantised(self._tensors.stored(name))
+        return self._formats.is_quantised(self._stored(name))
 
     def note(self, text: str) -> None:
         """Count what is said of matrices; `finish` logs it."""
@@ -129,18 +139,28 @@ class _Checkpoint:
 
     def has(self, name: str) -> bool:
         """Return whether a file has the tensor."""
-        return self._tensors.stored(name) in self._entries
+        return self._stored(name) in self._entries
+
+    def _stored(self, name: str) -> str:
+        """Return the checkpoint's name of a tensor of the decoder."""
+        return self._tensors.stored(name).removeprefix(self._lacking)
 
     def _take(self, name: str, shape: Sequence[int]) -> TensorEntry:
         """Return the tensor's place; raises `CheckpointError` if absent or of another shape."""
-        name = self._tensors.stored(name)
+        change, name = self._tensors.change(name), self._stored(name)
         entry = self._entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self._directory}: tensor {name} is missing")
-        if entry.shape != tuple(shape):
+        if _shape(entry, change) != tuple(shape):
+            wanted = f"not {list(shape)}" if change is None else f"which gives no {list(shape)}"
             raise CheckpointError(
-                f"{entry.file}: tensor {name} is {list(entry.shape)}, not {list(shape)} "
+                f"{entry.file}: tensor {name} is {list(entry.shape)}, {wanted} "
                 "as config.json (transformers' defaults where it is silent) has it"
+            )
+        if change is not None and (entry.paired_heads or entry.added or entry.dtype in QUANTISED):
+            raise CheckpointError(
+                f"{entry.file}: tensor {name} is in another layout than this model's heads need: "
+                "that is not implemented for GGUF files"
             )
         if entry.dtype not in _DTYPES and entry.dtype not in QUANTISED:
             raise CheckpointError(f"{entry.file}: tensor {name} is {entry.dtype}: not implemented")
@@ -149,7 +169,7 @@ class _Checkpoint:
 
     def number(self, name: str) -> float:
         """Read the scale from a tensor of one element."""
-        stored = self._tensors.stored(name)
+        stored = self._stored(name)
         entry = self._entries.get(stored)
         if entry is not None and math.prod(entry.shape) != 1:
             raise CheckpointError(
@@ -175,6 +195,16 @@ class _Checkpoint:
             raise CheckpointError(
                 f"{file}: tensor {left[0]} (of {len(left)} such) has no place in this architecture"
             )
+
+
+def _shape(entry: TensorEntry, change: Change | None) -> tuple[int, ...] | None:
+    """Return the shape of what is made of a stored tensor; None: nothing can be."""
+    if change is None:
+        return entry.shape
+    try:
+        return tuple(change(torch.empty(entry.shape, device="meta")).shape)
+    except (RuntimeError, IndexError):  # a view of other sizes
+        return None
 
 
 class ShapeSource(_Checkpoint):
@@ -218,11 +248,33 @@ class FileSource(_Checkpoint):
         return out
 
     def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
-        """Copy the tensors into `outs`, converting their dtypes."""
+        """Copy the tensors into `outs`, converting their dtypes; change those that need it."""
+        stored: dict[str, Tensor] = {}  # of which several of these are made
+        plain: list[tuple[str, Tensor]] = []
+        for name, out in zip(names, outs, strict=True):
+            change = self._tensors.change(name)
+            if change is None:
+                plain.append((name, out))
+                continue
+            entry, key = self._take(name, out.shape), self._stored(name)
+            if key not in stored:
+                stored[key] = self.raw(key)
+            out.copy_(change(stored[key]))
+            self._note_values(key, entry, out)
+        if plain:
+            self._fill(*zip(*plain, strict=True))
+
+    def _note_values(self, name: str, entry: TensorEntry, out: Tensor) -> None:
+        """Keep the extremes: they are checked at the end, so that nothing waits for a GPU here."""
+        self._extremes.append(torch.stack(torch.aminmax(out)))
+        self._read.append((name, entry.file))
+
+    def _fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
+        """Copy tensors that are as the decoder has them."""
         entries = [self._take(name, out.shape) for name, out in zip(names, outs, strict=True)]
         regions = [
             Region(
-                self._tensors.stored(name),
+                self._stored(name),
                 entry.file,
                 entry.begin,
                 _DTYPES.get(entry.dtype, torch.uint8),  # of blocks, their bytes
@@ -233,9 +285,7 @@ class FileSource(_Checkpoint):
         self._reader.read(regions, buffers)
         for region, entry, buffer, out in zip(regions, entries, buffers, outs, strict=True):
             restore(entry, buffer, out)
-            # Checked at the end: no wait for the GPU here.
-            self._extremes.append(torch.stack(torch.aminmax(out)))
-            self._read.append((region.name, region.file))
+            self._note_values(region.name, entry, out)
         num_bytes = sum(entry.end - entry.begin for entry in entries)
         self._num_bytes += num_bytes
         self._bar.update(num_bytes)

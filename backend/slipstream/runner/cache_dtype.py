@@ -10,11 +10,13 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.attention.backend import backend_for
 from slipstream.kernels.attention.spec import AttentionSpec
 from slipstream.kernels.cache import kv_format
+from slipstream.kernels.runtime import jit
 from slipstream.layers.attention import Attention
 from slipstream.layers.cache_scales import are_among
 from slipstream.layers.decoder import Decoder
 from slipstream.models.files import tensor_entries
 from slipstream.models.model_config import ModelConfig
+from slipstream.models.padding import with_heads_of
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +71,22 @@ def attention_spec(
         layers_per_block=layers_per_block,
         model=model.architecture,
     )
+
+
+def model_on(device: str, model: ModelConfig) -> ModelConfig:
+    """Return the model with heads that the device's kernels have; a CPU takes any."""
+    return model if device == "cpu" else with_heads_of(model, jit.HEAD_SIZES)
+
+
+def check_positions(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise `ConfigError` if sequences have no end, but the model's positions do."""
+    asked = f"attention_window = {config.attention_window}"
+    if config.attention_window is None or any(model.windows):  # the backend refuses these
+        return
+    if model.axes.learned_positions:
+        raise ConfigError(f"{asked}: {model.architecture} has a table of positions, which ends")
+    if len(set(model.ropes)) > 1:
+        raise ConfigError(f"{asked}: layers of {model.architecture} rotate in several ways")
 
 
 def _has_scales(config: EngineConfig) -> bool:

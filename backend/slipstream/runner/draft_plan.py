@@ -18,7 +18,7 @@ from slipstream.models.drafts.medusa import MedusaConfig, read_medusa
 from slipstream.models.drafts.tokens import check_same_tokens
 from slipstream.models.hf import read_config
 from slipstream.models.model_config import ModelConfig
-from slipstream.runner.cache_dtype import attention_spec
+from slipstream.runner.cache_dtype import attention_spec, model_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,8 @@ def plan_drafts(
             name, directory, count, eagle3=eagle3, attention=own, state_bytes=state_bytes
         )
     check_same_tokens(Path(config.checkpoint), directory)
-    model, vocab_size = read_config(directory), target.dims.vocab_size
+    model = model_on(attention.spec.device, read_config(directory))
+    vocab_size = target.dims.vocab_size
     if model.dims.vocab_size != vocab_size and not (directory / "tokenizer.json").is_file():
         raise ConfigError(
             f"draft_checkpoint: vocab_size = {model.dims.vocab_size} is not the target's "

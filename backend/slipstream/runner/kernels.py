@@ -23,6 +23,7 @@ from slipstream.kernels.gemm.linear import PathAnswer, answers
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import KNOWN, Target, target_of
 from slipstream.models.hf import read_config
+from slipstream.runner.cache_dtype import model_on
 from slipstream.runner.matrices import Weight, weights_of
 from slipstream.runner.plan import dtype_on
 
@@ -99,7 +100,8 @@ def main(arguments: list[str] | None = None) -> int:
         if config.quantization not in quant.names():
             known = ", ".join(quant.names())
             raise ConfigError(f"quantization = {config.quantization!r} is not one of {known}")
-        target, model = _target(options.architecture), read_config(Path(config.checkpoint))
+        target = _target(options.architecture)
+        model = model_on(target.device, read_config(Path(config.checkpoint)))
         dtype = dtype_on(target.device, config, model)
         where = f"{target.architecture or 'cpu'}, {target.multiprocessors} multiprocessors"
         print(f"{model.architecture}, {str(dtype).removeprefix('torch.')}, on {where}")

@@ -52,7 +52,7 @@ FEATURES = (
     Feature("host memory", "`kv_cache_host_bytes`", {"host_bytes": 1 << 30}),
     *(
         Feature(f"heads of {size}", f"the model: `head_dim = {size}`", {"head_size": size})
-        for size in (64, 80, 96, 256, 72, 112, 192)
+        for size in (64, 80, 96, 256)
     ),
     *(
         Feature(f"{form} attention", "no family that is served", {"form": form})

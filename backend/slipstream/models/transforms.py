@@ -1,0 +1,155 @@
+"""Changes of tensors between a checkpoint and the decoder: pure functions, made at load.
+
+A decoder's q, k and v may be one tensor of the checkpoint, in some order, its matrices may be
+stored `[inputs, outputs]`, pairs that rotate together may lie side by side. A change makes the one
+tensor that the decoder asks for from the one that is stored. It works on torch's device `meta`,
+too, so shapes are checked by the same functions; a shape that does not fit raises RuntimeError.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from slipstream.layers.dims import Dims, RopeConfig
+from slipstream.models.axes import Change, QkvOrder, TensorNames
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NAME = re.compile(r"(?:^|\.)(self_attn\.\w+|mlp\.\w+|lm_head|model\.\w+)\.(weight|bias)$")
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_OUT = "self_attn.o_proj"
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+
+
+def transposed(x: "Tensor") -> "Tensor":
+    """Turn `[inputs, outputs]` into `[outputs, inputs]`; a vector stays as it is."""
+    return x.t()
+
+
+def part_of_qkv(x: "Tensor", order: QkvOrder, which: int, dims: Dims) -> "Tensor":
+    """Return the rows of q, k or v (0, 1, 2) of `[heads and kv heads, ...]` in this order."""
+    heads, groups, size, rest = dims.num_heads, dims.num_kv_heads, dims.head_size, x.shape[1:]
+    if order is QkvOrder.BLOCKS:
+        counts = (heads * size, groups * size, groups * size)
+        return x.view(sum(counts), *rest).narrow(0, sum(counts[:which]), counts[which])
+    if order is QkvOrder.HEADS:
+        return x.view(groups, 3, size, *rest)[:, which].flatten(0, 1)
+    each = heads // groups
+    first, count = ((0, each), (each, 1), (each + 1, 1))[which]
+    parts = x.view(groups, each + 2, size, *rest)
+    return parts.narrow(1, first, count).flatten(0, 2)
+
+
+def part_of_two(x: "Tensor", which: int) -> "Tensor":
+    """Return the first or second half of the rows."""
+    return x.view(2, len(x) // 2, *x.shape[1:])[which]
+
+
+def head_order(size: int, rotated: int, interleaved: bool, padded: int) -> list[int]:
+    """Return, for each of a head's `padded` numbers as the kernels have them, which stored one it
+    is; -1: a zero.
+
+    Kernels rotate the pairs (i, i + padded / 2). The first `rotated` of the `size` stored numbers
+    rotate, in halves or interleaved; pairs of the others rotate by angles of zero.
+    """
+    half = rotated // 2
+    turning = (list(range(half)), list(range(half, rotated)))
+    if interleaved:
+        turning = (list(range(0, rotated, 2)), list(range(1, rotated, 2)))
+    still = list(range(rotated, size))
+    middle = len(still) // 2
+    zeros = [-1] * ((padded - size) // 2)
+    return [*turning[0], *still[:middle], *zeros, *turning[1], *still[middle:], *zeros]
+
+
+def arranged(x: "Tensor", order: Sequence[int], size: int, dim: int = 0) -> "Tensor":
+    """Put the numbers of every head, of `size` along `dim`, in an order; -1: a zero."""
+    before, behind = x.shape[:dim], x.shape[dim + 1 :]
+    heads = x.reshape(*before, -1, size, *behind).transpose(0, dim + 1)  # [size, ...]
+    out = heads.new_zeros(len(order), *heads.shape[1:])
+    places = [place for place, source in enumerate(order) if source >= 0]
+    out[places] = heads[[order[place] for place in places]]
+    return out.transpose(0, dim + 1).flatten(dim, dim + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Heads as they are stored, and as the kernels have them.
+
+    size: numbers of a stored head; padded: of the kernels'.
+    rotated: how many rotate, of all layers that rotate at all.
+    interleaved: whether pairs that rotate lie side by side in the checkpoint.
+    """
+
+    size: int
+    padded: int
+    rotated: int
+    interleaved: bool
+
+    def order(self) -> list[int]:
+        """Return the order of queries and keys; see `head_order`."""
+        return head_order(self.size, self.rotated, self.interleaved, self.padded)
+
+    def value_order(self) -> list[int]:
+        """Return the order of values: zeros behind them."""
+        return [*range(self.size), *[-1] * (self.padded - self.size)]
+
+
+def changes(names: TensorNames, dims: Dims, heads: Heads) -> Callable[[str], Change | None]:
+    """Return what makes each tensor of the decoder from the stored one; None: it is that.
+
+    Args:
+        names: how the family stores its tensors.
+        dims: of the model, with heads as they are stored.
+        heads: how they are changed for the kernels.
+    """
+    moved, value_moved = heads.order(), heads.value_order()
+    still = list(range(heads.size))
+
+    def steps(name: str, kind: str) -> list[Change]:
+        found: list[Change] = []
+        if kind == "weight" and name in names.transposed:
+            found.append(transposed)
+        if name in _QKV and names.qkv is not QkvOrder.SPLIT:
+            which = _QKV.index(name)
+            found.append(lambda x: part_of_qkv(x, names.qkv, which, dims))
+        if name in _GATE_UP and names.joins_gate_up:
+            found.append(lambda x: part_of_two(x, _GATE_UP.index(name)))
+        order = moved if name in (*_QKV[:2], *_QK_NORMS) else value_moved
+        if name in (*_QKV, *_QK_NORMS) and order != still:
+            dim = 1 if name in _QK_NORMS and names.norms_each_head else 0
+            found.append(lambda x: arranged(x, order, heads.size, dim))
+        if name == _OUT and kind == "weight" and value_moved != still:
+            found.append(lambda x: arranged(x, value_moved, heads.size, dim=1))
+        if f"{name}.{kind}" in names.changed:
+            found.append(names.changed[f"{name}.{kind}"])
+        return found
+
+    def change(name: str) -> Change | None:
+        part = _NAME.search(name)
+        found = steps(part[1], part[2]) if part else []
+        return (lambda x: _through(x, found)) if found else None
+
+    return change
+
+
+def _through(x: "Tensor", steps: Sequence[Change]) -> "Tensor":
+    for step in steps:
+        x = step(x)
+    return x
+
+
+def with_changes(
+    names: TensorNames, dims: Dims, ropes: Sequence[RopeConfig], interleaved: bool, padded: int
+) -> TensorNames:
+    """Return the names with all changes of a model whose heads get `padded` numbers."""
+    # Layers that do not rotate have the order of the others.
+    turning = {rope.rotated for rope in ropes} - {0}
+    assert len(turning) <= 1, "heads rotate by the same share in all layers"
+    rotated = turning.pop() if turning else dims.head_size
+    whole = dims.head_size if rotated is None else rotated
+    heads = Heads(dims.head_size, padded, whole, interleaved)
+    return replace(names, change=changes(names, dims, heads))

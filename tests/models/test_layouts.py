@@ -1,0 +1,130 @@
+"""Checkpoints in other layouts: names without a prefix, wrong sizes, heads with zeros."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.models.checkpoints import (
+    Driver,
+    Generation,
+    edit_config,
+    make_model,
+    make_runner,
+    random_prompts,
+    rewrite,
+    save,
+)
+from slipstream.config import EngineConfig
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.models.check import check_tensors
+from slipstream.models.hf import read_config
+from slipstream.models.padding import with_heads_of
+from slipstream.runner.cache_dtype import model_on
+from slipstream.runner.plan import resolve
+from slipstream_quantize.opened import Opened
+from torch import Tensor
+
+SIZES = (16, 48, 64)
+
+
+def logits_of(directory: Path, **options: object) -> Tensor:
+    """Logits of a prompt in chunks, and of two tokens behind it, `[3, vocab]`."""
+    generation = Generation(random_prompts([30], 300)[0], 3)
+    Driver(make_runner(directory, **options), keep_logits=True).finish([generation], 11)
+    return torch.stack(generation.logits)
+
+
+def renamed(old: str, new: str) -> object:
+    def change(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            if name.startswith(old):
+                tensors[new + name.removeprefix(old)] = tensors.pop(name)
+
+    return change
+
+
+def test_names_may_lack_a_prefix_and_files_may_hold_masks(tmp_path: Path) -> None:
+    """As GPT-2's published files do; a tensor that is no mask is still refused."""
+    save(make_model("gpt2"), tmp_path)
+    before = logits_of(tmp_path)
+    rewrite(tmp_path, renamed("transformer.", ""))
+    rewrite(tmp_path, lambda t: t.update({"h.0.attn.bias": torch.ones(1, 1, 4, 4)}))
+    check_tensors(tmp_path)
+    assert torch.equal(logits_of(tmp_path), before)
+    rewrite(tmp_path, lambda t: t.update({"h.0.attn.biases": torch.ones(1)}))
+    with pytest.raises(CheckpointError, match=r"h\.0\.attn\.biases .* has no place"):
+        check_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("add", [1, -1])
+def test_a_joined_matrix_of_another_size_is_refused(add: int, tmp_path: Path) -> None:
+    """All rows are read: one too many is as wrong as one too few."""
+    save(make_model("gpt_neox"), tmp_path)
+    name = "gpt_neox.layers.1.attention.query_key_value.weight"
+    rewrite(tmp_path, lambda t: t.update({name: torch.zeros(384 + add, 128)}))
+    with pytest.raises(CheckpointError, match=rf"query_key_value.weight is \[{384 + add}, 128\]"):
+        check_tensors(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"query_key_value.weight is \[{384 + add}, 128\]"):
+        make_runner(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("gpt2", {"n_embd": 72}),
+        ("gpt_neox", {"hidden_size": 80, "num_attention_heads": 2}),
+        ("qwen2", {"head_dim": 36, "num_key_value_heads": 1}),
+        ("mistral", {"head_dim": 18, "sliding_window": 9}),
+    ],
+)
+def test_padded_heads_compute_the_same(
+    family: str, overrides: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every layout, partly rotated ones too, and in a cache of 8 bits."""
+    save(make_model(family, **overrides), tmp_path)
+    size = read_config(tmp_path).dims.head_size
+    before, rounded = logits_of(tmp_path), logits_of(tmp_path, kv_cache_dtype="int8", block_size=16)
+    monkeypatch.setattr(
+        "slipstream.runner.plan.model_on", lambda device, model: with_heads_of(model, SIZES)
+    )
+    padded = min(each for each in SIZES if each >= size)
+    after = logits_of(tmp_path)
+    assert (after - before).abs().max() <= 1e-4
+    assert (logits_of(tmp_path, kv_cache_dtype="int8", block_size=16) - rounded).abs().max() <= 0.2
+    assert padded > size
+
+
+def test_which_heads_are_padded(tmp_path: Path) -> None:
+    save(make_model("qwen2", head_dim=112), tmp_path)
+    model = read_config(tmp_path)
+    assert model_on("cuda", model).dims.head_size == 128
+    assert model_on("cuda", model).axes.attention_scale == 112**-0.5
+    assert model_on("cpu", model) is model
+    edit_config(tmp_path, head_dim=128)
+    assert model_on("cuda", read_config(tmp_path)).dims.head_size == 128
+    edit_config(tmp_path, head_dim=320)
+    assert model_on("cuda", read_config(tmp_path)).dims.head_size == 320  # refused by attention
+
+
+def test_names_of_a_key_that_contradict_each_other(tmp_path: Path) -> None:
+    save(make_model("gpt2"), tmp_path)
+    edit_config(tmp_path, hidden_size=128)
+    assert read_config(tmp_path).dims.hidden_size == 128
+    edit_config(tmp_path, hidden_size=64)
+    with pytest.raises(CheckpointError, match=r"hidden_size = .* contradicts n_embd = 128"):
+        read_config(tmp_path)
+    edit_config(tmp_path, "hidden_size", n_embd=0)
+    with pytest.raises(CheckpointError, match="n_embd = 0 is not a whole number"):
+        read_config(tmp_path)
+    edit_config(tmp_path, n_embd=128, intermediate_size=5, num_key_value_heads=1)
+    config = read_config(tmp_path)  # keys that GPT-2 calls otherwise, or does not have
+    assert {"intermediate_size", "num_key_value_heads"} <= set(config.ignored)
+    assert (config.dims.intermediate_size, config.dims.num_kv_heads) == (177, 4)
+
+
+def test_what_other_layouts_do_not_go_with(tmp_path: Path) -> None:
+    save(make_model("gpt2"), tmp_path)
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel has a table of positions"):
+        resolve(EngineConfig(checkpoint=str(tmp_path), device="cpu", attention_window=8))
+    with pytest.raises(CheckpointError, match=r"c_attn\.weight is stored in another layout"):
+        Opened(tmp_path, "cpu")
