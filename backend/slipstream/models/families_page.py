@@ -84,6 +84,8 @@ def _attention(axes: Axes) -> str:
 
 
 def _mlp(axes: Axes) -> str:
+    if axes.experts is not None:
+        return "experts"
     gate = "gate: " if axes.gated else ""
     return f"{gate}{axes.activation.value}{', biases' if axes.mlp_bias else ''}"
 
