@@ -7,9 +7,10 @@ from fixtures.kernels.expert_cases import Sizes, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.kernels.experts.combine import combine
-from slipstream.kernels.experts.grouped import SKINNY_ROWS, TILE_ROWS, tile_rows
+from slipstream.kernels.experts.grouped import SKINNY_ROWS, TILE_ROWS, gate_up, tile_rows
 from slipstream.kernels.experts.route import Routed, choose, most_tiles, route
 from slipstream.kernels.experts.spec import Gate, Routing, Score
+from slipstream.kernels.runtime import jit
 from torch import Tensor
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
@@ -174,3 +175,15 @@ def test_routed_names_the_experts_of_a_row() -> None:
     assert routed.top_k == 2
     assert routed.experts.tolist() == [[1, 2]]
     assert routed.tiles.tolist() == [[1, 0, 1, 0], [2, 1, 1, 0]]
+
+
+def test_a_step_compiles_the_tiles_of_steps_of_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the first prompt of some length would wait for a compiler."""
+    wanted: set[jit.Variant] = set()
+    monkeypatch.setattr(jit, "_put_off", wanted)
+    case = make_case(3, Sizes(4, 2, 64, 32), torch.bfloat16)
+    routed = case.routed(16)
+    gate_up.launcher(case.x, case.gate_up.values, case.gate_up, routed, Gate.SILU)
+    tiles = {dict(one.defines).get("ROWS", "8") for one in wanted}
+    assert tiles == {str(rows) for rows in (SKINNY_ROWS, *TILE_ROWS)}
+    assert {dict(one.defines)["GATED"] for one in wanted} == {"1"}

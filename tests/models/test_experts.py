@@ -1,5 +1,6 @@
 """Models with mixtures of experts: drawn configurations, schemes, refusals, rows alone."""
 
+import logging
 import random
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from fixtures.models.checkpoints import (
     save,
 )
 from fixtures.models.parity import EXPERTS, check_against
+from safetensors.torch import load_file, save_file
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.check import check_tensors
@@ -169,3 +171,35 @@ def test_names_of_older_files(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     edit_config(tmp_path, "num_local_experts", num_experts=8)
     check_tensors(tmp_path)
+
+
+def test_quantised_experts_are_dequantised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Blocks of 128 by 128 in e4m3, as Qwen's own files have them; attention stays as it was."""
+    family, overrides = EXPERTS["qwen3 moe"]
+    model = make_model(family, **overrides)
+    save(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [each for each in tensors if ".experts." in each]:
+        scale = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        blocks = [-(-size // 128) for size in tensors[name].shape]
+        tensors[f"{name}_scale_inv"] = scale.expand(*blocks).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    kept = [f"model.layers.{i}.{part}" for i in range(2) for part in ("self_attn", "mlp.gate")]
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    edit_config(tmp_path, quantization_config=how | {"modules_to_not_convert": ["lm_head", *kept]})
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for weights in (layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj):
+                halves = 2 if weights is layer.mlp.experts.gate_up_proj else 1
+                for part in weights.unflatten(1, (halves, -1)).flatten(0, 1):
+                    scale = part.abs().max() / 448
+                    part.copy_((part / scale).to(torch.float8_e4m3fn).float() * scale)
+    with caplog.at_level(logging.INFO):
+        driver = Driver(make_runner(tmp_path), keep_logits=True)
+    assert "experts: dequantised to float32 as they are loaded" in caplog.text
+    generation = Generation(random_prompts([30])[0], 3)
+    driver.finish([generation])
+    check_against(model, generation, 1e-4)

@@ -206,7 +206,9 @@ def _launch(
     if out.numel() == 0:
         return out
     rows = routed.tile_rows
-    wanted = _variant(x.dtype, is_fp8, gate is not None, rows)
+    how = (x.dtype, is_fp8, gate is not None)
+    wanted = _variant(*how, rows)
+    jit.compile_too(_variant(*how, size) for size in (SKINNY_ROWS, *TILE_ROWS))
     columns = _COLUMNS if rows != SKINNY_ROWS else 2 * _SKINNY_OUTPUTS
     columns //= 1 if gate is None else 2
     given = (0 if each is None else each for each in (matrix.scales, matrix.bias))

@@ -13,7 +13,7 @@ import os
 import re
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -245,6 +245,12 @@ def compile_ahead() -> Iterator[None]:
     arch = _architecture(torch.cuda.current_device())
     with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "compile") as pool:
         list(pool.map(lambda one: _cubin(one, arch), wanted))
+
+
+def compile_too(variants: Iterable[Variant]) -> None:
+    """Within `compile_ahead`, compile these too, which a step of another size would launch."""
+    if _put_off is not None:
+        _put_off.update(variants)
 
 
 # ---- launching ----
