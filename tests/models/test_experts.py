@@ -23,7 +23,8 @@ from slipstream.models.check import check_tensors
 from slipstream.models.hf import read_config
 from slipstream.runner.plan import settle
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss")
+LOCAL = ("mixtral", "phimoe", "gpt_oss")  # that say num_local_experts
 CUDA = torch.device("cuda")
 
 
@@ -45,7 +46,7 @@ def drawn(family: str, seed: int) -> dict[str, object]:
     }
     if family == "phimoe":
         found["num_experts_per_tok"], count = 2, max(2, count)
-    found["num_local_experts" if family in ("mixtral", "phimoe") else "num_experts"] = count
+    found["num_local_experts" if family in LOCAL else "num_experts"] = count
     if family.startswith("qwen"):
         found |= {
             "moe_intermediate_size": 4 * rng.randint(1, 30),
@@ -56,9 +57,9 @@ def drawn(family: str, seed: int) -> dict[str, object]:
     if family == "qwen2_moe":
         found |= {"shared_expert_intermediate_size": rng.randint(1, 90)}
         found |= {"qkv_bias": rng.random() < 0.7}
-    if family == "mixtral":
-        found["sliding_window"] = rng.choice([None, 9, 24])
-    if family in ("qwen3_moe", "olmoe", "phimoe"):
+    if family in ("mixtral", "gpt_oss"):
+        found["sliding_window"] = rng.choice([7, 9, 24])
+    if family in ("qwen3_moe", "olmoe", "phimoe", "gpt_oss"):
         found["attention_bias"] = rng.random() < 0.5
     if family == "olmoe":
         found["norm_topk_prob"] = rng.random() < 0.5
@@ -203,3 +204,65 @@ def test_quantised_experts_are_dequantised(
     generation = Generation(random_prompts([30])[0], 3)
     driver.finish([generation])
     check_against(model, generation, 1e-4)
+
+
+def as_mxfp4(shape: tuple[int, int, int], seed: int) -> tuple[torch.Tensor, ...]:
+    """Random experts `[e, n, k]`: blocks, scales, and the numbers that they are."""
+    generator = torch.Generator().manual_seed(seed)
+    count, outputs, inputs = shape
+    codes = torch.randint(16, shape, generator=generator, dtype=torch.uint8)
+    scales = torch.randint(118, 125, (count, outputs, inputs // 32), generator=generator)
+    pairs = codes.view(count, outputs, inputs // 32, 16, 2)
+    blocks = pairs[..., 0] | pairs[..., 1] << 4
+    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = table[(codes & 7).long()] * (1 - 2.0 * (codes >> 3))
+    numbers = numbers * torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
+    return blocks, scales.to(torch.uint8), numbers
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """As gpt-oss is published: gates and ups take turns among the rows of blocks."""
+    model = make_model("gpt_oss", intermediate_size=64)
+    save(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for i, layer in enumerate(model.model.layers):
+        experts = layer.mlp.experts
+        for name, weights in (
+            ("gate_up_proj", experts.gate_up_proj),
+            ("down_proj", experts.down_proj),
+        ):
+            count, inputs, outputs = weights.shape
+            blocks, scales, numbers = as_mxfp4((count, outputs, inputs), seed=i)
+            weights.data.copy_(numbers.transpose(1, 2))
+            stored = f"model.layers.{i}.mlp.experts.{name}"
+            del tensors[stored]
+            tensors |= {f"{stored}_blocks": blocks, f"{stored}_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+    how = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    edit_config(tmp_path, quantization_config=how)
+    check_tensors(tmp_path)
+    generation = Generation(random_prompts([30])[0], 3)
+    Driver(make_runner(tmp_path), keep_logits=True).finish([generation], 11)
+    check_against(model, generation, 1e-4)
+    blocks = tensors["model.layers.1.mlp.experts.down_proj_blocks"]
+    tensors["model.layers.1.mlp.experts.down_proj_blocks"] = blocks[:, :-1].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"down_proj_blocks is \[6, 127, 2, 16\], not"):
+        check_tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"device": "cuda", "dtype": "bfloat16"}, "has sinks in its softmax, for which there are"),
+        ({"device": "cpu", "attention_window": 64}, "attention_window = 64: GptOssForCausalLM has"),
+    ],
+)
+def test_sinks_in_the_softmax_are_refused_where_nothing_has_them(
+    settings: dict[str, object], why: str, tmp_path: Path
+) -> None:
+    save(make_model("gpt_oss", intermediate_size=64), tmp_path)
+    config = EngineConfig(checkpoint=str(tmp_path), **settings)
+    with pytest.raises(ConfigError, match=why):
+        settle(config, torch.device(str(settings["device"])))

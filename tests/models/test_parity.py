@@ -35,6 +35,7 @@ QUICK = {  # every family, and every way of a feature once
     "qwen3 moe",
     "olmoe, one key head",
     "phimoe",
+    "gpt-oss",
     "gpt2",
     "gpt_neox",
 }

@@ -38,8 +38,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def matrices_of(experts: ExpertsConfig, hidden: int, num_layers: int) -> Counter[tuple[int, ...]]:
     """What layers of experts read."""
     count, inner = experts.routing.num_experts, experts.inner_size
-    found = [(count + experts.shared_gated, hidden)]
-    found += [(2 * count * inner, hidden), (count * hidden, inner)]
+    found: list[tuple[int, ...]] = [(count + experts.shared_gated, hidden)]
+    if experts.is_fused:  # three dimensions count twice
+        found += 2 * [(count, hidden, 2 * inner), (count, inner, hidden)]
+        found += [(count, 2 * inner), (count, hidden)]
+    else:
+        found += [(2 * count * inner, hidden), (count * hidden, inner)]
     if shared := experts.shared_size:
         found += [(2 * shared, hidden), (hidden, shared)]
     return Counter(found * num_layers)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention.backend import AttentionBackend, Chunks, Rows
 from slipstream.kernels.attention.newest import Newest
+from slipstream.kernels.attention.sink_scores import apply_sink_scores
 from slipstream.kernels.cache.kv_format import Static
 from slipstream.kernels.elementwise import rope
 from slipstream.kernels.elementwise.scales import Scales
@@ -113,6 +114,19 @@ class AttentionInputs:
             self.backend.prefill(q[n:], cache, self.chunked, self.chunks, scale, out[n:], window)
         return out
 
+    def apply_sink_scores(
+        self, out: Tensor, q: Tensor, cache: Tensor, scale: float, scores: Tensor
+    ) -> None:
+        """Give sinks of these scores, `[heads]`, their share of what `attend` returned of `q`."""
+        n, rows = self.rows.num_decodes, self.rows
+        starts = torch.arange(n + 1, dtype=torch.int32, device=q.device)
+        for part, of, each in (
+            (slice(n), self.decodes, starts),
+            (slice(n, None), self.chunked, rows.query_starts),
+        ):
+            where = (cache, of.block_tables, each, of.lengths)
+            apply_sink_scores(out[part], q[part], *where, scores, scale, self.window)
+
 
 class HeadNorm:
     """A norm of queries or of keys, `[n, heads, d]`.
@@ -163,6 +177,7 @@ class Attention:
         scale: of the scores of queries and keys; None: `head_size ** -0.5`.
         inputs: numbers of a token that the projection reads; None: the hidden size.
         most: queries, keys and values are cut to -most .. most; None: not cut.
+        has_sink_scores: whether heads have `sinks` in the softmax (gpt-oss).
     """
 
     def __init__(
@@ -177,6 +192,7 @@ class Attention:
         scale: float | None = None,
         inputs: int | None = None,
         most: float | None = None,
+        has_sink_scores: bool = False,
     ) -> None:
         size = dims.head_size
         heads = (dims.num_heads, dims.num_kv_heads, dims.num_kv_heads)
@@ -196,7 +212,8 @@ class Attention:
         self.out = LinearAdd(out, out_norm)
         self.eps = dims.eps
         self.static = static_scales(w)
-        self._has_head_norms = qk_norms is not None
+        self.sink_scores = w.tensor("sinks", dims.num_heads) if has_sink_scores else None
+        self._rotates_early = qk_norms is not None or has_sink_scores
 
     def __call__(
         self, norm: RowNorm, residual: Residual, inputs: AttentionInputs, cache: Tensor
@@ -220,6 +237,8 @@ class Attention:
         newest = self._rotate(q, k, v, scales, inputs, cache)
         q = inputs.keep_wanted(q, residual)
         out = inputs.attend(q, newest, cache, self.scale_of(cache))
+        if self.sink_scores is not None:
+            inputs.apply_sink_scores(out, q, cache, self.scale_of(cache), self.sink_scores)
         self.out(self.unscaled(out, cache).flatten(1), residual)
 
     def _rotate(
@@ -238,7 +257,7 @@ class Attention:
         (cos_sin, places), slots = inputs.angles(self.cos_sin), inputs.rows.slots
         newest, first = None, 0
         is_in_attention = inputs.backend.rotates_decodes and not inputs.rows.has_drafts
-        if is_in_attention and not self._has_head_norms and scales is None:
+        if is_in_attention and not self._rotates_early and scales is None:
             first = inputs.num_single
             newest = Newest(k[:first], v[:first], cos_sin)
         if first < q.shape[0]:

@@ -50,6 +50,8 @@ class ExpertsConfig:
     shared_size: inner size of the expert of all rows; 0: there is none.
     shared_gated: whether a logistic gate of the row multiplies what it gives.
     corrected: whether the router has corrections of the scores by which experts are chosen.
+    is_fused: whether matrices of all experts are one tensor, `[e, inputs, outputs]`; gates and
+    ups are one, too, and take turns.
     """
 
     routing: Routing
@@ -59,3 +61,4 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_gated: bool = False
     corrected: bool = False
+    is_fused: bool = False

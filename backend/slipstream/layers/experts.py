@@ -22,6 +22,7 @@ from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 from slipstream.quant.auto import dequantised
+from slipstream.quant.matrix import write
 
 SCHEMES = ("auto", "none", "fp8")  # that experts can be kept in
 _ALIGNED = 8  # outputs of the router
@@ -118,19 +119,56 @@ def _matrix(
     """Read the matrices `names` of all experts, `[outputs, inputs]` each, into one tensor."""
     assert w.quantization in SCHEMES, f"experts in {w.quantization}"
     count = config.routing.num_experts
+    if config.is_fused:
+        values, bias = _fused(w, names, config, outputs, inputs)
+    else:
+        values, bias = _separate(w, names, config, outputs, inputs)
+    if w.quantization != "fp8":
+        return ExpertMatrix(values, None, bias)
+    rounded, scales = fp8.quantize(values.view(-1, inputs))
+    return ExpertMatrix(rounded.view(values.shape), scales.view(count, -1), bias)
+
+
+def _separate(
+    w: WeightSource, names: tuple[str, ...], config: ExpertsConfig, outputs: int, inputs: int
+) -> tuple[Tensor, Tensor | None]:
+    """Read `experts.N.NAME` of all experts: weights and biases."""
+    count = config.routing.num_experts
     full = [f"experts.{expert}.{name}" for expert in range(count) for name in names]
     rows = [outputs] * len(full)
     parts = [w.quantized(name, outputs, inputs) for name in full]
     if any(part is not None for part in parts):
-        w.note(f"experts: dequantised to {str(w.dtype).removeprefix('torch.')} as they are loaded")
+        _note(w)
         values = dequantised(w, list(zip(full, rows, strict=True)), parts, inputs)
     else:
         values = w.packed([f"{name}.weight" for name in full], rows, inputs)
     bias = None
     if config.bias:
         bias = w.packed([f"{name}.bias" for name in full], rows).view(count, -1)
-    scales = None
-    if w.quantization == "fp8":
-        values, scales = fp8.quantize(values)
-        scales = scales.view(count, -1)
-    return ExpertMatrix(values.view(count, -1, inputs), scales, bias)
+    return values.view(count, -1, inputs), bias
+
+
+def _fused(
+    w: WeightSource, names: tuple[str, ...], config: ExpertsConfig, outputs: int, inputs: int
+) -> tuple[Tensor, Tensor | None]:
+    """Read `experts.NAME`, of gate and up `gate_up_proj`, which has all experts."""
+    count, rows = config.routing.num_experts, outputs * len(names)
+    name = f"experts.{'gate_up_proj' if len(names) > 1 else names[0]}"
+    matrix = w.quantized(name, count * rows, inputs)
+    if matrix is None:
+        values = w.tensor(name, count, inputs, rows).transpose(1, 2)
+    else:
+        _note(w)
+        values = torch.empty(count * rows, inputs, dtype=w.dtype, device=w.device)
+        write(matrix, values)
+        values = values.view(count, rows, inputs)
+    bias = w.tensor(f"{name}_bias", count, rows) if config.bias else None
+    if len(names) > 1:
+        values = torch.cat([values[:, ::2], values[:, 1::2]], 1)
+        bias = None if bias is None else torch.cat([bias[:, ::2], bias[:, 1::2]], 1)
+    return values.contiguous(), bias
+
+
+def _note(w: WeightSource) -> None:
+    dtype = str(w.dtype).removeprefix("torch.")
+    w.note(f"experts: dequantised to {dtype} as they are loaded; no GEMM here takes them packed")

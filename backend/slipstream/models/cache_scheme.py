@@ -19,6 +19,7 @@ METHODS = (
     "modelopt_fp4",
     "fp8",
     "bitsandbytes",
+    "mxfp4",
 )
 _NOTHING = words(
     "quant_method format ignore exclude_modules producer quantization_status version quant_library"

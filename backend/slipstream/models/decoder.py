@@ -125,6 +125,7 @@ class _Builder:
             self._behind(w.at("attention_out_norm")),
             axes.attention_scale,
             most=axes.qkv_most,
+            has_sink_scores=axes.sink_scores,
         )
 
     def _mlp(self, w: Weights) -> TwoStepMLP:

@@ -69,6 +69,7 @@ def attention_spec(
         reuses_blocks=config.kv_cache_reuse,
         host_bytes=config.kv_cache_host_bytes,
         layers_per_block=layers_per_block,
+        has_sink_scores=model.axes.sink_scores,
         model=model.architecture,
     )
 

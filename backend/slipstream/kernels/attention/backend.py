@@ -147,7 +147,7 @@ class PagedCuda(AttentionBackend):
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
         """Return why there are no kernels for `spec`, or None."""
-        return super().supports(spec) or _no_heads(spec) or _no_stream(spec)
+        return super().supports(spec) or _no_heads(spec) or _no_stream(spec) or _no_scores(spec)
 
     @classmethod
     def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> AttentionKernels:
@@ -215,12 +215,23 @@ def _no_layout(spec: AttentionSpec) -> str | None:
             f"num_attention_heads = {spec.num_heads} is no multiple of num_key_value_heads = "
             f"{spec.num_kv_heads}"
         )
+    if spec.streams and spec.has_sink_scores:
+        return f"attention_window = {spec.stream_window}: {spec.model} has sinks in its softmax"
     if spec.streams and any(spec.windows):
         return (
             f"attention_window = {spec.stream_window}: {spec.model} has windows of its own in "
             "config.json"
         )
     return None
+
+
+def _no_scores(spec: AttentionSpec) -> str | None:
+    if not spec.has_sink_scores:
+        return None
+    return (
+        f"device = 'cuda': {spec.model} has sinks in its softmax, for which there are no kernels; "
+        "device = 'cpu' has them"
+    )
 
 
 def _no_cache(spec: AttentionSpec) -> str | None:

@@ -35,6 +35,7 @@ class AttentionSpec:
     host_bytes: int = 0  # `kv_cache_host_bytes`
     layers_per_block: int = 1  # core/groups.py
     form: str = CAUSAL
+    has_sink_scores: bool = False  # sink_scores.py
     model: str = "the model"  # as messages name it
 
     @property

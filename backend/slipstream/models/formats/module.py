@@ -46,6 +46,11 @@ class Module:
         """Whether there is such a tensor."""
         return self._source.entry(f"{self.name}.{part}") is not None
 
+    def around(self) -> tuple["Module", str]:
+        """Return the module around it, and its own name there."""
+        name, _, last = self.name.rpartition(".")
+        return Module(name, self._source), last
+
     def dtype(self, part: str) -> str:
         """Name its dtype; empty: there is no such tensor."""
         entry = self._source.entry(f"{self.name}.{part}")

@@ -11,6 +11,7 @@ from slipstream.models.formats.format import Format
 from slipstream.models.formats.gptq import Gptq
 from slipstream.models.formats.modelopt import ModelOpt
 from slipstream.models.formats.module import Module, RawSource
+from slipstream.models.formats.mxfp4 import Mxfp4
 from slipstream.quant.matrix import QuantMatrix
 
 FORMATS: tuple[type[Format], ...] = (
@@ -20,6 +21,7 @@ FORMATS: tuple[type[Format], ...] = (
     ModelOpt,
     FineGrained,
     BitsAndBytes,
+    Mxfp4,
 )
 _QUANTISED = (
     "qweight",

@@ -1,0 +1,60 @@
+"""Sinks in the softmax (Xiao et al., 2023; OpenAI, 2025): a score that each head has beside tokens.
+
+It takes a share of the softmax and gives nothing, so what attention without it gave is multiplied
+by the share that is left: `exp(all) / (exp(all) + exp(sink))`, of the sum of the tokens' scores.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention.calls import takes
+from slipstream.kernels.cache.pages import first_seen, gather
+from slipstream.kernels.runtime.op import op
+
+
+class SinkScoreCall(NamedTuple):
+    """Arguments of `apply_sink_scores`."""
+
+    out: Tensor  # [n, hq, d], of attention without sinks; changed in place
+    q: Tensor  # [n, hq, d]
+    cache: Tensor  # [block, kv head, K or V, token in block, row]
+    block_tables: Tensor  # [s, blocks] i32
+    query_starts: Tensor  # [s + 1] i32
+    lengths: Tensor  # [s] i32
+    scores: Tensor  # [hq]: of the sinks
+    scale: float  # of the scores of queries and keys
+    window: int = 0  # tokens that a query sees; 0: all
+
+
+@op(
+    "out[n,hq,d]:T, q[n,hq,d]:T, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, query_starts[_]:i32, "
+    "lengths[s]:i32, scores[hq]:T"
+)
+@takes(SinkScoreCall)
+def apply_sink_scores(call: SinkScoreCall) -> Tensor:
+    """Give each head's sink its share of the softmax, in fp32; returns `out`.
+
+    Rows `query_starts[s] : query_starts[s + 1]` are the last of `lengths[s]` tokens, as those of
+    `prefill_attention`.
+    """
+    out, q, cache, tables, starts, lengths, scores, scale, window = call
+    bounds = starts.tolist()
+    for s, length in enumerate(lengths.tolist()):
+        begin, end = bounds[s], bounds[s + 1]
+        if begin == end or length == 0:
+            continue
+        seen = first_seen(length - (end - begin), window)
+        k, _ = gather(cache, tables[s], seen, length)
+        groups = q[begin:end].float().view(end - begin, cache.shape[1], -1, q.shape[2])
+        found = torch.einsum("nhgd,htd->nhgt", groups, k.float()).flatten(1, 2) * scale
+        positions = torch.arange(length - (end - begin), length, device=q.device)[:, None]
+        keys = torch.arange(seen, length, device=q.device)
+        hidden = keys > positions
+        if window:
+            hidden |= keys <= positions - window
+        every = found.masked_fill(hidden[:, None], float("-inf")).logsumexp(-1)
+        share = torch.sigmoid(every - scores.float())
+        out[begin:end] = (out[begin:end].float() * share[..., None]).to(out.dtype)
+    return out
