@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots perf locust overload isolation agreement sdks soak fuzz limits fields pairs attention compose-check figures draft clean loc
+.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields pairs attention compose-check figures draft clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -121,6 +121,9 @@ agreement: install ## slipstream bench, perf_analyzer and locust at one load, si
 
 sdks: install    ## openai, LangChain, LiteLLM, lm-eval, ... against a served model (ARGS="NAME ..."); report likewise
 	@$(BIN)/python load/sdks/run.py $(ARGS)
+
+schemathesis: install ## schemathesis on the gateway's OpenAPI file (ARGS="--examples 10"); report likewise
+	@$(BIN)/python load/sdks/run_schemathesis.py $(ARGS)
 
 soak: install    ## MINUTES=30: 80 % of peak, a fifth leaves; else 100,000 requests, half leave, then `make fuzz`
 	@$(BIN)/python load/soak.py $(if $(MINUTES),--minutes $(MINUTES),$(SOAK_ARGS))

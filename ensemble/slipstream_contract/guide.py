@@ -192,12 +192,13 @@ _VLLM_FLAGS = ("disable_any_whitespace", "disable_additional_properties")
 _IGNORED = {"disable_fallback": (None, False, True), "backend": (None, ""), "_backend": (None, "")}
 _FLAT = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
 _FLAT["guided_whitespace_pattern"] = "whitespace_pattern"
+_EMPTY: tuple[object, ...] = (None, "", {})  # of `structured_outputs`: no guide
 VLLM_NAMES = frozenset({STRUCTURED, OLD, *_FLAT})
 
 
 def vllm_guide(given: Mapping[str, object]) -> Guide | None:
     """Return the guide among vLLM's parameters; None without one. Raises ContractError."""
-    named = {name: given[name] for name in (STRUCTURED, OLD) if given.get(name)}
+    named = {name: given[name] for name in (STRUCTURED, OLD) if given.get(name) not in _EMPTY}
     flat = {name: given[name] for name in _FLAT if not _is_nothing(given.get(name))}
     if len(named) + bool(flat) > 1:
         both = " and ".join([*named, *list(flat)[:1]])

@@ -41,7 +41,6 @@ class Field(NamedTuple):
 
 
 _FLAG, _TEXT, _OBJECT = values.FLAG, values.TEXT, values.OBJECT
-_COUNT = values.whole(0)
 
 _OWN = (
     Field("model", "the model, a name of `/v1/models`; without it the only one", _TEXT),
@@ -67,9 +66,13 @@ _OWN = (
     Field(
         "max_tokens",
         "tokens of an answer, at most; in a chat the rest of the context, in a completion 16",
-        _COUNT,
+        values.whole(0),
     ),
-    Field("max_completion_tokens", "the same; beside `max_tokens` the smaller one holds", _COUNT),
+    Field(
+        "max_completion_tokens",
+        "the same; beside `max_tokens` the smaller one holds",
+        values.whole(1),
+    ),
     Field("logprobs", "log probs of the answer's tokens: true, or in a completion how many", {}),
     Field("top_logprobs", "likeliest tokens at each place, 0 to 20", values.TOP, CHAT),
     Field("prompt_logprobs", "the same of the prompt's tokens; not with `stream`", values.TOP),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 from slipstream import wire
+from slipstream_contract import limits
 from slipstream_contract.errors import ContractError
 from slipstream_contract.request import GenerateRequest
 
@@ -16,7 +17,7 @@ from slipstream_gateway.body import GoneError, Receive, parse_object, read_body,
 from slipstream_gateway.dialects.dialect import Dialect
 from slipstream_gateway.errors import ApiError, api_error
 from slipstream_gateway.exchange import Exchange, Shape
-from slipstream_gateway.fields import CHAT, COMPLETION, check_body
+from slipstream_gateway.fields import CHAT, COMPLETION, check_body, read_whole
 from slipstream_gateway.metrics import Metrics
 from slipstream_gateway.model_text import ModelText
 from slipstream_gateway.models import Model, Models
@@ -116,7 +117,7 @@ class Generator:
         ignored = check_body(body, at) + dialect.ignored(given)
         model = self._models.find(body.get("model"))
         text = model.ready_text()
-        if body.get(_BUDGET) is not None and not text.has_thinking:
+        if read_whole(body, _BUDGET, 0, limits.INT32_MAX) is not None and not text.has_thinking:
             del body[_BUDGET]  # of a model that cannot think, or whose thinking has no end
             ignored.append(_BUDGET)
         self._note_ignored(reply, ignored)

@@ -65,17 +65,21 @@ def _prepared(message: object, where: str) -> dict[str, Any]:
         if not isinstance(message.get(field), str | None):
             raise _wrong(f"{where}.{field}", f"{clip(message[field])}, not a text")
     for field in _NOT_SERVED:
-        if message.get(field):
+        if message.get(field) not in (None, []):
             raise _wrong(f"{where}.{field}", "given, but only text is served")
     result = {name: value for name, value in message.items() if value is not None}
     result["role"] = _ROLES[role]
+    if message.get("content") is None and role != "assistant":
+        raise _wrong(f"{where}.content", "missing; only a message of role assistant may lack it")
     result["content"] = _content(message.get("content"), f"{where}.content")
     if refusal := result.pop("refusal", ""):
         result["content"] = result["content"] or refusal
     calls = message.get("tool_calls")
-    if (old := result.pop("function_call", None)) is not None and not calls:
+    if (old := result.pop("function_call", None)) is not None:
+        if calls not in (None, []):
+            raise _wrong(f"{where}.function_call", "given beside tool_calls, which mean the same")
         calls = [{"type": "function", "function": old}]
-    if calls:
+    if calls not in (None, []):
         result["tool_calls"] = _calls(calls, f"{where}.tool_calls")
     else:
         result.pop("tool_calls", None)  # templates test whether there are any by its presence

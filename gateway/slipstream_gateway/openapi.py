@@ -64,6 +64,8 @@ def body_schema(at: str) -> Schema:
             schema: Schema = {"enum": list(field.neutral), "deprecated": True}
         elif field.name == required:
             schema = dict(field.schema)
+        elif field.name == "max_tokens" and at == CHAT:
+            schema = _nullable(values.whole(1))  # 0 is for log probs of a completion's prompt
         elif field.name == "logprobs":
             schema = _nullable(values.FLAG if at == CHAT else values.TOP)
         else:
@@ -79,7 +81,7 @@ def _content(schema: Schema, kind: str = "application/json") -> Schema:
 def _responses(is_streamed: bool = False, is_generated: bool = True) -> Schema:
     content = _content(_OBJECT)
     if is_streamed:
-        content |= _content({"type": "string"}, "text/event-stream")
+        content |= _content({"description": "server-sent events"}, "text/event-stream")
     found: Schema = {"200": {"description": "the answer", "content": content}}
     for status, text in _STATUSES.items():
         if is_generated or status in ("400", "401", "404", "408", "413", "415", "503"):

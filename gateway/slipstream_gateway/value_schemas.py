@@ -82,24 +82,30 @@ _PART: Schema = either(
     keyed({"type": {"enum": ["text", "input_text", "output_text"]}, "text": TEXT}, "type", "text"),
     keyed({"type": {"enum": ["refusal"]}, "refusal": TEXT}, "type", "refusal"),
 )
-_CALL: Schema = keyed(
-    {
-        "type": _FUNCTION,
-        "function": keyed({"name": WORD, "arguments": either(TEXT, OBJECT, _NULL)}, "name"),
-    },
-    "function",
-)
+_CALLED: Schema = keyed({"name": WORD, "arguments": either(TEXT, OBJECT, _NULL)}, "name")
+_CALL: Schema = keyed({"type": _FUNCTION, "function": _CALLED}, "function")
 _TEXTS = ("name", "tool_call_id", "reasoning", "reasoning_content", "thinking", "refusal")
-MESSAGE: Schema = keyed(
-    {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
-        "content": either(TEXT, listed(_PART), _NULL),
-        "tool_calls": either(listed(_CALL), _NULL),
-        "function_call": _NULL,
-        **dict.fromkeys(_TEXTS, _MAYBE_TEXT),
-        **dict.fromkeys(("audio", "images", "videos"), _NULL),
-    },
-    "role",
+_CONTENT: Schema = either(TEXT, listed(_PART))
+
+
+def _message(roles: list[str], content: Schema, *required: str) -> Schema:
+    return keyed(
+        {
+            "role": {"enum": roles},
+            "content": content,
+            "tool_calls": either(listed(_CALL), _NULL),
+            "function_call": either(_CALLED, _NULL),
+            **dict.fromkeys(_TEXTS, _MAYBE_TEXT),
+            **{name: {"enum": [None, []]} for name in ("audio", "images", "videos")},
+        },
+        "role",
+        *required,
+    )
+
+
+MESSAGE: Schema = either(
+    _message(["system", "developer", "user", "tool", "function"], _CONTENT, "content"),
+    _message(["assistant"], either(*_CONTENT["anyOf"], _NULL)),
 )
 TOOL: Schema = keyed(
     {
@@ -115,7 +121,18 @@ TOOLS: Schema = listed(TOOL, 0, MAX_TOOLS)
 TOOL_CHOICE: Schema = either(
     {"enum": ["none", "auto", "required"]},
     keyed({"type": _FUNCTION, "function": _NAMED}, "type", "function"),
-    keyed({"type": {"enum": ["allowed_tools"]}, "allowed_tools": OBJECT}, "type", "allowed_tools"),
+    keyed(
+        {
+            "type": {"enum": ["allowed_tools"]},
+            "allowed_tools": keyed(
+                {"mode": {"enum": ["auto", "required"]}, "tools": listed(OBJECT, 1)},
+                "mode",
+                "tools",
+            ),
+        },
+        "type",
+        "allowed_tools",
+    ),
 )
 RESPONSE_FORMAT: Schema = either(
     keyed({"type": {"enum": ["text", "json_object"]}}, "type"),
@@ -138,6 +155,10 @@ _GUIDES: Mapping[str, Schema] = {
 }
 STRUCTURED: Schema = {
     "anyOf": [
+        TEXT,  # JSON of an object
+        {"type": "object", "maxProperties": 0},
+    ]
+    + [
         {
             "type": "object",
             "required": [kind],

@@ -18,6 +18,7 @@ ENVIRONMENTS: dict[str, tuple[str, ...]] = {
         *("py-cpuinfo", "prometheus_client", "apache-tvm-ffi==0.1.11", "fastapi"),
         *("partial-json-parser", "llguidance", "einops"),
     ),
+    "schemathesis": ("schemathesis==4.32.5",),
     "node": (NODE,),
 }
 """Packages of each environment of Python."""

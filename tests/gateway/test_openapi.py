@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from fixtures.gateway.served import ROOT, Gateway
+from fixtures.gateway.served import MODEL, ROOT, Gateway
 from slipstream_gateway import fields, openapi
 from slipstream_gateway.app import GENERATE
 
@@ -48,8 +48,23 @@ def test_what_tools_send_is_valid():
         (CHAT, {"messages": [USER], "logprobs": 2}),
         (CHAT, {"messages": [USER], "tool_choice": "zz"}),
         (CHAT, {"messages": [USER], "tools": [{"type": "function"}]}),
-        ("/v1/responses", {"model": "a", "input": []}),
-        ("/v1/messages", {"model": "a", "max_tokens": 1, "messages": []}),
+        ("/v1/responses", {"model": MODEL, "input": []}),
+        ("/v1/responses", {"model": MODEL, "input": "a", "thinking_token_budget": 1 << 31}),
+        (
+            "/v1/messages",
+            {"model": MODEL, "max_tokens": 1, "messages": [USER], "chat_template_kwargs": [None]},
+        ),
+        *((CHAT, {"messages": [{"role": role}]}) for role in ("tool", "user", "system")),
+        *((CHAT, {"messages": [{**USER, "videos": value}]}) for value in ({}, 0, ["a"])),
+        (CHAT, {"messages": [{**USER, "tool_calls": {}}]}),
+        (CHAT, {"messages": [USER], "max_tokens": 0}),
+        (CHAT, {"messages": [USER], "max_completion_tokens": 0}),
+        (CHAT, {"messages": [USER], "structured_outputs": []}),
+        (CHAT, {"messages": [USER], "tool_choice": {"type": "allowed_tools"}}),
+        *(
+            ("/v1/messages", {"model": MODEL, "max_tokens": 1, "messages": messages})
+            for messages in ([], [{}], [{"content": "a"}], [{"role": "tool", "content": "a"}])
+        ),
         ("/detokenize", {"tokens": [-1]}),
     ],
 )

@@ -77,10 +77,25 @@ CHATS: list[tuple[dict[str, Any], str | None]] = [
     ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": MESSAGES, "logprobs": 2}, "logprobs"),
     ({"messages": MESSAGES, "prompt": "a"}, "prompt"),
+    ({"messages": [{"role": "tool"}]}, "messages[0].content"),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "function_call": {"name": "f"},
+                    "tool_calls": [{"function": {"name": "f"}}],
+                }
+            ]
+        },
+        "messages[0].function_call",
+    ),
     ({"messages": MESSAGES, "functions": [{"name": "f"}]}, "functions"),
     ({"messages": MESSAGES, "modalities": ["audio"]}, "modalities"),
     ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template"),
     ({"messages": MESSAGES, "chat_template_kwargs": 3}, "chat_template_kwargs"),
+    ({"messages": MESSAGES, "thinking_token_budget": -1}, "thinking_token_budget"),
+    ({"messages": MESSAGES, "thinking_token_budget": 1 << 31}, "thinking_token_budget"),
     ({"messages": MESSAGES, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"messages": MESSAGES, "tools": 3}, "tools"),
     ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),

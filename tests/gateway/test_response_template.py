@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from slipstream_gateway.errors import ApiError
 from slipstream_gateway.parsing.answers import Answers, template_format
 from slipstream_gateway.parsing.choice import read_choice
+from slipstream_gateway.parsing.contents import CONTENTS
 from slipstream_gateway.parsing.detect import choose
 from slipstream_gateway.parsing.format import AddedTokens
+from slipstream_gateway.parsing.values import dump
 
 response_parser = pytest.importorskip("transformers.utils.chat_parsing.response_parser")
 
@@ -79,6 +81,32 @@ def test_what_is_no_call_is_text_as_written(name, answer):
     for size in (1, 10**9):
         got = parsed(answers_of(name), tokens_of(answer, size), [1])
         assert parts(got) == (answer, "", ())
+
+
+NUMBERS = ["1e400", "-1.5E+999", "1e-400", "0.10000000000000000555", "1.0", "1E5", "7" * 5000]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_numbers_beyond_a_double_stay_as_written(number):
+    arguments = f'{{"a": {number}, "b": [{number}, "é"]}}'
+    answer = f'<tool_call>{{"name": "clock", "arguments": {arguments}}}</tool_call>'
+    got = parsed(answers_of("json"), tokens_of(answer, 10**9), [1])
+    assert parts(got) == ("", "", (("clock", arguments),))
+    listed = f'[CALLS][{{"name": "f", "args": {arguments}}}]'
+    assert parts(parsed(answers_of("listed"), tokens_of(listed, 7), [1])) == (
+        *("", ""),
+        (("f", arguments),),
+    )
+
+
+@pytest.mark.parametrize("text", ["inf", "nan", "-Infinity", "1e400x"])
+def test_words_are_no_numbers(text):
+    with pytest.raises(ValueError, match=r"number|convert|Expecting"):
+        CONTENTS["float"](text, {})
+
+
+def test_a_long_number_is_one_of_contents():
+    assert dump([CONTENTS["float"]("1e400", {}), CONTENTS["float"]("1.5", {})]) == "[1e400, 1.5]"
 
 
 def test_without_tools_calls_are_text():

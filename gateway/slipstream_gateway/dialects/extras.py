@@ -22,4 +22,5 @@ _NAMES = (
     "cache_salt",
     "thinking_token_budget",
 )
-EXTRAS = {name: Mapped(Any, "As in a chat completion") for name in _NAMES}
+_TYPES = {"chat_template_kwargs": dict[str, Any]}
+EXTRAS = {name: Mapped(_TYPES.get(name, Any), "As in a chat completion") for name in _NAMES}

@@ -91,8 +91,7 @@ def _thinking(body: Mapping[str, Any]) -> dict[str, Any]:
     """Return the template's variables, and the budget of reasoning."""
     thinking = body.get("thinking") or {"type": "disabled"}
     variables = {"enable_thinking": thinking["type"] != "disabled"}
-    if isinstance(given := body.get("chat_template_kwargs"), dict):
-        variables |= given
+    variables |= body.get("chat_template_kwargs") or {}
     chat: dict[str, Any] = {"chat_template_kwargs": variables}
     if thinking.get("budget_tokens") is not None:
         if thinking["type"] != "enabled":

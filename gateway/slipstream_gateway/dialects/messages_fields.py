@@ -44,10 +44,17 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     disable_parallel_tool_use: bool | None = None
 
 
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    """A turn of the conversation: a text, or blocks."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
 COUNTED: Table = {
     "model": Mapped(str, "The model that answers", required=True),
     "messages": Mapped(
-        list[dict[str, Any]],
+        list[Message],
         "Roles user, assistant and system; blocks `text`, `tool_use`, `tool_result`, `thinking`. "
         "Other blocks: 400",
         required=True,

@@ -7,7 +7,9 @@ import msgspec
 
 from slipstream_gateway.dialects.events import encode
 from slipstream_gateway.dialects.fields import convert, shown
-from slipstream_gateway.dialects.turns import Message, Turns
+from slipstream_gateway.dialects.messages_fields import Message
+from slipstream_gateway.dialects.turns import Message as ChatMessage
+from slipstream_gateway.dialects.turns import Turns
 from slipstream_gateway.errors import ApiError
 
 # Claude Code puts a line into its system text that differs in each request, and so would keep all
@@ -50,12 +52,7 @@ class _Thinking(msgspec.Struct, forbid_unknown_fields=True):
     cache_control: dict[str, Any] | None = None
 
 
-class _Message(msgspec.Struct, forbid_unknown_fields=True):
-    role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]]
-
-
-def read_messages(body: Mapping[str, Any]) -> list[Message]:
+def read_messages(body: Mapping[str, Any]) -> list[ChatMessage]:
     """Return the messages of a checked body: its system text and its messages.
 
     Raises:
@@ -69,7 +66,7 @@ def read_messages(body: Mapping[str, Any]) -> list[Message]:
         raise ApiError(400, "`messages` is empty; it needs at least 1", "messages")
     for number, each in enumerate(body["messages"]):
         where = f"messages[{number}]"
-        message: _Message = convert(where, each, _Message)
+        message: Message = convert(where, each, Message)
         blocks = _blocks(message.content)
         places = [(f"{where}.content[{n}]", block) for n, block in enumerate(blocks)]
         if message.role == "system":

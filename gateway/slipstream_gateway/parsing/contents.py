@@ -1,6 +1,6 @@
 """Read the text of a `response_template`'s field of calls, and shape it as the template says."""
 
-import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,8 +19,18 @@ def _text(text: str, args: Args) -> Any:
     return text.strip() if args.get("strip", True) else text
 
 
-def _number(kind: Callable[[str], Any]) -> Callable[[str, Args], Any]:
-    return lambda text, args: kind(_text(text, args))
+def _int(text: str, args: Args) -> int:
+    return int(_text(text, args))
+
+
+def _float(text: str, args: Args) -> float:
+    value = float(_text(text, args))
+    if math.isfinite(value):
+        return value
+    number = read_json(_text(text, args))  # which is no word such as `inf`
+    if not isinstance(number, float):
+        raise NotJsonError("no number")
+    return number
 
 
 def _bool(text: str, args: Args) -> bool:
@@ -84,8 +94,8 @@ def _inner(text: str, args: Args) -> Any:
 
 CONTENTS: dict[str, Callable[[str, Args], Any]] = {
     "text": _text,
-    "int": _number(int),
-    "float": _number(float),
+    "int": _int,
+    "float": _float,
     "bool": _bool,
     "json": _json,
     "xml-inline": _tags,
@@ -146,6 +156,6 @@ def _written(arguments: Mapping[str, Any], schema: Any) -> str:
         types: frozenset[str] = frozenset()
         if isinstance(properties, dict) and isinstance(value, str):
             types = types_of(properties.get(key), schema)
-        text = to_json(value, types) if types else json.dumps(value, ensure_ascii=False)
+        text = to_json(value, types) if types else dump(value)
         pairs.append(f"{dump(key)}: {text}")
     return f"{{{', '.join(pairs)}}}"

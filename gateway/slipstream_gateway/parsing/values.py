@@ -20,11 +20,24 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "array": list,
 }
 _MAX_NESTING = 100
+_MAX_DIGITS = 4000  # that Python turns into a whole number
 _NAMES = {"true": True, "false": False, "null": None}  # beside Python's own
 
 
 class NotJsonError(ValueError):
     """A text that is no value."""
+
+
+class Written(float):
+    """A number as JSON has it: `text` is what was written, which may be beyond a double."""
+
+    text: str
+
+    def __new__(cls, text: str) -> "Written":
+        """Return the number; as a float it is the nearest, or infinite."""
+        made = super().__new__(cls, text)
+        made.text = text
+        return made
 
 
 def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
@@ -118,11 +131,22 @@ _WORDS_JSON = {"True": "true", "False": "false", "None": "null"}
 
 def dump(value: object) -> str:
     """Return the JSON of a value; lone surrogates, which UTF-8 lacks, as escapes."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = _written(value)
     return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _written(value: object) -> str:
+    if isinstance(value, Written):
+        return value.text
+    if isinstance(value, dict):
+        pairs = (f"{_written(key)}: {_written(inner)}" for key, inner in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def literal_to_json(text: str) -> str:
@@ -138,9 +162,9 @@ def literal_to_json(text: str) -> str:
 
 
 def read_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises NotJsonError."""
+    """Return the value of a JSON text, from which `dump` makes it again. Raises NotJsonError."""
     try:
-        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        return json.loads(text, parse_constant=_refuse, parse_float=_float, parse_int=_int)
     except (ValueError, RecursionError) as error:
         raise NotJsonError(str(error)) from None
 
@@ -149,9 +173,13 @@ def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _finite(text: str) -> float:
+def _float(text: str) -> float:
     value = float(text)
-    return value if math.isfinite(value) else _refuse(text)
+    return value if repr(value) == text else Written(text)
+
+
+def _int(text: str) -> int | float:
+    return int(text) if len(text) <= _MAX_DIGITS else Written(text)
 
 
 def read_python(text: str) -> Any:
