@@ -28,6 +28,7 @@ BASE = transformers.PreTrainedConfig
 # Modules that read the configuration of every model, beside the base class.
 SHARED = ("cache_utils", "masking_utils", "modeling_rope_utils")
 _READERS = ("__post_init__", "convert_rope_params_to_dict")  # methods that take keys of a file
+_TAKES = ("kwargs.pop", "kwargs.get", "kwargs.setdefault")
 _CONFIGS = ("config", "decoder_config", "text_config")  # names that a configuration has in code
 
 
@@ -47,6 +48,8 @@ def of_architecture(name: str) -> dict[str, Any]:
     names = _attributes(_tree(modeling))
     names = {name: value for name, value in names.items() if name not in _of_others(config)}
     entry = _entry(config, [names, _keywords(config)], without=_fields(BASE))
+    if "eos_token_id" in entry["defaults"] and "eos_token_id" in _source(config.__post_init__):
+        entry["defaults"]["eos_token_id"] = config().eos_token_id  # made up where a file has none
     return {"model_types": sorted(types), "default_theta": config.default_theta} | entry
 
 
@@ -72,6 +75,10 @@ def text(data: dict[str, Any]) -> str:
 
 def _tree(thing: Any) -> ast.AST:
     return ast.parse(inspect.getsource(thing))
+
+
+def _source(thing: Any) -> str:
+    return textwrap.dedent(inspect.getsource(thing))
 
 
 def _fields(config: type) -> set[str]:
@@ -143,16 +150,15 @@ def _keywords(config: type) -> dict[str, Any]:
     for cls in classes:
         for name in _READERS:
             if name in vars(cls):
-                source = textwrap.dedent(inspect.getsource(getattr(cls, name)))
-                found |= dict(_taken(ast.parse(source)))
+                found |= dict(_taken(ast.parse(_source(getattr(cls, name)))))
     return found
 
 
 def _taken(tree: ast.AST) -> Iterator[tuple[str, Any]]:
-    """Key and default of each `kwargs.pop(key, default)`, `kwargs.get`, and `key in kwargs`."""
+    """Key and default of each `kwargs.pop(key, default)` and the like, and `key in kwargs`."""
     for node in ast.walk(tree):
         key, default = None, None
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("kwargs.pop", "kwargs.get"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in _TAKES:
             key, default = _constant(node.args[0]), [_constant(arg) for arg in node.args[1:]]
         if isinstance(node, ast.Compare) and ast.unparse(node.comparators[0]) == "kwargs":
             key = _constant(node.left)

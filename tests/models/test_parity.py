@@ -15,7 +15,7 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
-from fixtures.models.parity import GEMMA, GRID, check_against
+from fixtures.models.parity import GEMMA, GRID, OTHERS, check_against
 from fixtures.tiers import quick_of
 
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
@@ -38,6 +38,7 @@ QUICK = {  # every family, and every way of a feature once
     "gpt-oss",
     "gpt2",
     "gpt_neox",
+    *OTHERS,
 }
 
 

@@ -1,6 +1,6 @@
 """The numbers that describe a decoder: read from a checkpoint, used by layers. No array library."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.kernels.experts.spec import Gate, Routing
 
@@ -24,7 +24,17 @@ class RopeConfig:
     attention_factor: float = 1.0  # yarn, longrope: multiplies cosines and sines
     truncate: bool = True  # yarn: the ramp's ends are whole dimensions
     factors: tuple[float, ...] = ()  # longrope: of the wave of each pair
+    short_factors: tuple[float, ...] = ()  # longrope: in the original context; empty: the same
     rotated: int | None = None  # numbers of a head that rotate; None: all
+
+    def of_length(self, num_positions: int) -> "RopeConfig":
+        """Return what sequences of at most so many tokens rotate by, the same for all of them.
+
+        A cache holds rotated keys, so a sequence that grows cannot change its factors.
+        """
+        is_short = num_positions <= self.original_max_positions
+        factors = self.short_factors if self.short_factors and is_short else self.factors
+        return replace(self, factors=factors, short_factors=())
 
 
 @dataclass(frozen=True, slots=True)

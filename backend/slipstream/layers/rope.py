@@ -69,6 +69,7 @@ def cos_sin_table(
 
     Angles are computed in fp32, as checkpoints were trained with.
     """
+    config = config.of_length(num_positions)
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, frequencies(config, head_size))
     table = torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitudes(config, head_size)

@@ -6,6 +6,7 @@ is ignored, as transformers does, and named in `ModelConfig.ignored`. No torch.
 """
 
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from slipstream_contract.limits import INT32_MAX
@@ -39,6 +40,7 @@ _OF_SOME = words("intermediate_size num_key_value_heads head_dim rms_norm_eps")
 _MOST_LAYERS = 10_000  # a limit for what is read per layer
 _MOST_WIDE = 1 << 18  # of heads, of their size and of the hidden size: torch can count the bytes
 _MOST_ROWS = 1 << 24  # of the vocabulary and of the MLP
+_MOST_NEAR = 3  # names of architectures in an error
 _MOST_NAMES = 32  # ignored keys in a line
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -59,8 +61,11 @@ class CheckpointInfo:
 def _architecture(config: Reader) -> str:
     names = config.data.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in supported():
+        near = ", ".join(get_close_matches(str(names), supported(), _MOST_NEAR, cutoff=0.0))
         raise config.refusal(
-            "architectures", f"is not supported; one of {', '.join(supported())} is"
+            "architectures",
+            f"is not supported; {len(supported())} others are, see docs/families.md; names like "
+            f"it: {near}",
         )
     return str(names[0])
 

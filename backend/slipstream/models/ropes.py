@@ -12,6 +12,7 @@ from slipstream.models.reader import Reader, words
 _ROPE_KEYS = {
     "default": words(""),
     "linear": words("factor"),
+    "dynamic": words("factor"),
     "llama3": words("factor low_freq_factor high_freq_factor original_max_position_embeddings"),
     "yarn": words(
         "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale "
@@ -144,14 +145,16 @@ def _rope(
     theta = rope.positive("rope_theta", theta)
     if kind == "default":
         return RopeConfig(theta=theta)
-    if kind == "longrope":
-        return _longrope(rope, theta)
-    factor = rope.positive("factor")
-    if kind == "linear":
-        return RopeConfig(kind, theta, factor)
     original = rope.whole(_ORIGINAL, max_positions, INT32_MAX)
     if outer_wins:
         original = config.whole(_ORIGINAL, original, INT32_MAX)
+    if kind == "longrope":
+        return _longrope(rope, theta, original, max_positions)
+    factor = rope.positive("factor")
+    if kind == "linear":
+        return RopeConfig(kind, theta, factor)
+    if kind == "dynamic":  # the same as default up to `max_positions`, where sequences end
+        return RopeConfig(theta=theta)
     if kind == "llama3":
         low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
         if low >= high:
@@ -171,22 +174,30 @@ def _rope(
     )
 
 
-def _longrope(rope: Reader, theta: float) -> RopeConfig:
-    """Read a factor for each pair of a head, the same for short and for long contexts."""
-    factors = rope.get("long_factor")
-    if not isinstance(factors, list) or not factors or not all(map(_is_positive, factors)):
-        raise rope.refusal("long_factor", "is not a list of numbers > 0")
-    if rope.get("short_factor") != factors:
-        raise rope.refusal(
-            "short_factor", "is not long_factor: factors by length are not implemented"
-        )
-    attention_factor = rope.positive("attention_factor")
+def _longrope(rope: Reader, theta: float, original: int, max_positions: int) -> RopeConfig:
+    """Read factors for the pairs of a head: of contexts up to `original` tokens, and of longer."""
+    short, long = (_factors(rope, key) for key in ("short_factor", "long_factor"))
+    if len(short) != len(long):
+        raise rope.refusal("short_factor", f"has not {len(long)} numbers, as long_factor")
+    factor = rope.positive("factor", max_positions / original)
+    if not rope.has("attention_factor") and factor > 1 and original == 1:
+        raise rope.refusal(_ORIGINAL, f"gives no attention_factor for factor = {factor:g}")
+    magnitude = 1 + math.log(factor) / math.log(original) if factor > 1 and original > 1 else 1.0
     return RopeConfig(
         "longrope",
         theta,
-        attention_factor=attention_factor,
-        factors=tuple(map(float, factors)),
+        original_max_positions=original,
+        attention_factor=rope.positive("attention_factor", math.sqrt(magnitude)),
+        factors=long,
+        short_factors=() if short == long else short,
     )
+
+
+def _factors(rope: Reader, key: str) -> tuple[float, ...]:
+    factors = rope.get(key)
+    if not isinstance(factors, list) or not factors or not all(map(_is_positive, factors)):
+        raise rope.refusal(key, "is not a list of numbers > 0")
+    return tuple(map(float, factors))
 
 
 def _is_positive(value: object) -> bool:

@@ -88,6 +88,24 @@ def check_positions(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(f"{asked}: {model.architecture} has a table of positions, which ends")
     if len(set(model.ropes)) > 1:
         raise ConfigError(f"{asked}: layers of {model.architecture} rotate in several ways")
+    if model.rope.short_factors:
+        raise ConfigError(f"{asked}: config.json has factors of rotation for a length (longrope)")
+
+
+def note_positions(model: ModelConfig, max_model_len: int) -> None:
+    """Log by which of two lists of factors all sequences rotate, where there are two."""
+    for rope in dict.fromkeys(model.ropes):
+        if rope.short_factors:
+            original = rope.original_max_positions
+            is_short = max_model_len <= original
+            _log.info(
+                "longrope: all sequences rotate by %s, as max_model_len = %d is %s the original "
+                "context of %d",
+                "short_factor" if is_short else "long_factor",
+                max_model_len,
+                "within" if is_short else "above",
+                original,
+            )
 
 
 def _has_scales(config: EngineConfig) -> bool:

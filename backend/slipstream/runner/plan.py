@@ -29,7 +29,13 @@ from slipstream.kernels.runtime import jit
 from slipstream.models.decoder import Sizes, sizes
 from slipstream.models.hf import ignored_keys, read_config, weights_dtype
 from slipstream.models.model_config import ModelConfig
-from slipstream.runner.cache_dtype import attention_spec, cache_dtype, check_positions, model_on
+from slipstream.runner.cache_dtype import (
+    attention_spec,
+    cache_dtype,
+    check_positions,
+    model_on,
+    note_positions,
+)
 from slipstream.runner.devices import available_on_host, total_memory
 from slipstream.runner.draft_plan import DraftPlan, plan_drafts
 from slipstream.runner.scheme_check import check_scheme
@@ -388,6 +394,7 @@ def settle(config: EngineConfig, device: torch.device) -> Plan:
     max_model_len = _max_model_len(config, model)
     _check_streaming(config, max_model_len)
     check_positions(config, model)
+    note_positions(model, max_model_len)
     max_tokens = max_model_len if config.attention_window is None else ENDLESS
     groups = group_layers(model.windows, max_tokens)
     attention = _attention(config, model, device, dtype, groups.size)

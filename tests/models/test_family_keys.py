@@ -1,0 +1,83 @@
+"""Keys that only some families have: honoured, or refused by key and value."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from fixtures.models.checkpoints import edit_config, make_model, save
+from slipstream.config import EngineConfig
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.layers.dims import RopeConfig
+from slipstream.models.hf import read_config
+from slipstream.runner.plan import resolve
+
+LONG = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+
+
+def files(family: str, directory: Path, *removed: str, **changes: object) -> Path:
+    """A checkpoint of a family, with other keys."""
+    save(make_model(family), directory)
+    edit_config(directory, *removed, **changes)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("olmo", {"clip_qkv": -1.0}, "clip_qkv = -1.0 is not a number > 0"),
+        ("granite", {"logits_scaling": 0}, "logits_scaling = 0 is not a number > 0"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers = [1] is not a list of 2 numbers"),
+        ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers = [1, 2] has numbers other"),
+        ("cohere2", {"layer_types": ["full_attention"]}, "is not a list of 2 kinds"),
+        ("cohere", {"use_qk_norm": 1}, "use_qk_norm = 1 is neither true nor false"),
+        ("cohere", {"layer_norm_eps": 0}, "layer_norm_eps = 0 is not a number > 0"),
+        ("glm", {"partial_rotary_factor": 0.01}, "rotates 0 of heads of 64"),
+        ("gemma", {"hidden_act": "silu"}, "hidden_act = 'silu' is not implemented"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is"),
+        ("phi3", {"rope_scaling": LONG | {"short_factor": [1.0]}}, "has not 16 numbers"),
+        ("phi3", {"rope_scaling": LONG | {"long_factor": [0.0] * 16}}, "long_factor"),
+        ("phi3", {"rope_scaling": {"type": "su"}}, "short_factor = None is not a list"),
+        ("phi3", {"partial_rotary_factor": 0.5, "rope_scaling": LONG}, "one factor for each 2"),
+        ("phimoe", {"rope_scaling": LONG}, "rope_scaling = {"),
+    ],
+)
+def test_refused_by_key_and_value(
+    family: str, changes: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    files(family, tmp_path, "rope_parameters", **changes)
+    with pytest.raises(CheckpointError) as error:
+        read_config(tmp_path)
+    assert said in str(error.value)
+
+
+def test_factors_by_length_are_chosen_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By the longest sequence that the start allows, and the log says so; the old name is read."""
+    scaling = LONG | {"type": "su"}
+    directory = files(
+        "phi3", tmp_path, "rope_parameters", rope_scaling=scaling,
+        original_max_position_embeddings=64,
+    )  # fmt: skip
+    rope = read_config(directory).rope
+    assert (rope.kind, rope.of_length(64).factors[0], rope.of_length(65).factors[0]) == (
+        "longrope",
+        1.0,
+        2.0,
+    )
+    settings = {"checkpoint": str(directory), "device": "cpu"}
+    for length, name in ((64, "short_factor"), (None, "long_factor")):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            resolve(EngineConfig(**settings, max_model_len=length))
+        assert f"all sequences rotate by {name}" in caplog.text
+    with pytest.raises(ConfigError, match=r"attention_window = 8: config\.json has factors"):
+        resolve(EngineConfig(**settings, attention_window=8))
+
+
+def test_dynamic_is_the_plain_kind_within_the_context(tmp_path: Path) -> None:
+    scaling = {"type": "dynamic", "factor": 2.0}
+    directory = files("llama", tmp_path, "rope_parameters", rope_scaling=scaling)
+    config = read_config(directory)
+    assert config.rope == RopeConfig()
+    assert config.max_positions == 256  # and none beyond
