@@ -4,20 +4,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
+_COMMON = {
     "max_position_embeddings": 32768,
     "rope_theta": 500000.0,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+}
+_LLAMA = _COMMON | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
     "attention_bias": False,
     "mlp_bias": False,
     "bos_token_id": 128000,
     "eos_token_id": 128001,
-    "torch_dtype": "bfloat16",
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _LLAMA
@@ -51,6 +53,38 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 17408,
         "tie_word_embeddings": False,
     },
+    "qwen3-30b-a3b": _COMMON
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+    "mixtral-8x7b": _COMMON
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
     "tiny": _LLAMA
     | {
         "hidden_size": 128,
@@ -71,8 +105,9 @@ def write_config(shape: str, directory: Path) -> None:
 
 
 def tensor_shapes(shape: str) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the checkpoint, in the order in which a model saves them."""
+    """Every tensor of the checkpoint, in the order in which a model saves them; no experts'."""
     s = SHAPES[shape]
+    assert not {"num_experts", "num_local_experts"} & s.keys(), f"{shape} has experts"
     hidden, inner, vocab = s["hidden_size"], s["intermediate_size"], s["vocab_size"]
     queries = s["num_attention_heads"] * s["head_dim"]
     keys = s["num_key_value_heads"] * s["head_dim"]

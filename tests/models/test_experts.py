@@ -1,5 +1,6 @@
 """Models with mixtures of experts: drawn configurations, schemes, refusals, rows alone."""
 
+import json
 import logging
 import random
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.check import check_tensors
+from slipstream.models.decoder import sizes
 from slipstream.models.hf import read_config
 from slipstream.runner.plan import settle
 
@@ -204,6 +206,70 @@ def test_quantised_experts_are_dequantised(
     generation = Generation(random_prompts([30])[0], 3)
     driver.finish([generation])
     check_against(model, generation, 1e-4)
+
+
+_QWEN = {"vocab_size": 151936, "hidden_size": 2048, "tie_word_embeddings": False}
+PUBLISHED = {
+    "Mixtral 8x7B": (
+        "MixtralForCausalLM",
+        46.7,
+        {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8}
+        | {"num_experts_per_tok": 2, "vocab_size": 32000, "sliding_window": None}
+        | {"output_router_logits": False, "router_aux_loss_coef": 0.02, "rope_theta": 1e6},
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        "Qwen2MoeForCausalLM",
+        14.3,
+        _QWEN
+        | {"intermediate_size": 5632, "moe_intermediate_size": 1408, "num_hidden_layers": 24}
+        | {"shared_expert_intermediate_size": 5632, "num_experts": 60, "num_experts_per_tok": 4}
+        | {"num_attention_heads": 16, "num_key_value_heads": 16, "norm_topk_prob": False}
+        | {"max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": False},
+    ),
+    "Qwen3-30B-A3B": (
+        "Qwen3MoeForCausalLM",
+        30.5,
+        _QWEN
+        | {"intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+        | {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+        | {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+        | {"mlp_only_layers": [], "decoder_sparse_step": 1, "rope_scaling": None}
+        | {"max_window_layers": 48, "sliding_window": None, "use_sliding_window": False},
+    ),
+    "OLMoE-1B-7B": (
+        "OlmoeForCausalLM",
+        6.9,
+        {"hidden_size": 2048, "intermediate_size": 1024, "num_hidden_layers": 16}
+        | {"num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64}
+        | {"num_experts_per_tok": 8, "norm_topk_prob": False, "clip_qkv": None}
+        | {"vocab_size": 50304, "router_aux_loss_coef": 0.01, "attention_bias": False},
+    ),
+    "gpt-oss-20b": (
+        "GptOssForCausalLM",
+        20.9,
+        {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24}
+        | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64}
+        | {"num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4}
+        | {"vocab_size": 201088, "sliding_window": 128, "swiglu_limit": 7.0}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 12}
+        | {"initial_context_length": 4096, "attention_bias": True, "rope_theta": 150000}
+        | {
+            "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0}
+            | {"original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False}
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_sizes(name: str, tmp_path: Path) -> None:
+    """In 1e9 weights of matrices, as their authors round them."""
+    architecture, billions, keys = PUBLISHED[name]
+    config = keys | {"architectures": [architecture], "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = sizes(read_config(tmp_path))
+    assert round((found.outside + found.blocks) / 1e9, 1) == billions
 
 
 def as_mxfp4(shape: tuple[int, int, int], seed: int) -> tuple[torch.Tensor, ...]:

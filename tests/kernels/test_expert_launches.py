@@ -1,0 +1,52 @@
+"""The kernels that a layer of experts launches on a GPU, in order, by rows."""
+
+import pytest
+import torch
+from fixtures.kernels.recording import recorded
+from slipstream.kernels.experts.grouped import tile_rows
+from slipstream.kernels.experts.route import most_tiles
+from slipstream.kernels.experts.spec import Routing
+from slipstream.layers.dims import ExpertsConfig
+from slipstream.layers.experts import Experts
+from slipstream.layers.norm import Norm
+from slipstream.layers.residual import Residual
+from slipstream.models.weights import SizeSource, Weights
+
+META = torch.device("meta")
+HIDDEN, CONFIG = 2048, ExpertsConfig(Routing(128, 8, normalises=True), 768)
+ROUTES = {1: ["route_once"], 16: ["route_once"], 17: ["choose", "place"]}
+
+
+def launches(num_rows: int, scheme: str, deterministic: bool = False) -> list[tuple[str, str]]:
+    """Names and arguments of a layer of Qwen3-30B-A3B's shape."""
+    with recorded() as notes:
+        w = Weights(SizeSource(), META, torch.bfloat16, scheme, deterministic)
+        layer, norm = Experts(w.at("mlp"), CONFIG, HIDDEN), Norm(w.at("norm"), HIDDEN, 1e-6)
+        notes.clear()
+        layer(norm, Residual(torch.empty(num_rows, HIDDEN, dtype=torch.bfloat16, device=META)))
+    return notes
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8"])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 128, 2048])
+def test_six_or_seven_kernels_of_fixed_shapes(num_rows: int, scheme: str) -> None:
+    notes = launches(num_rows, scheme)
+    names = [name for name, _ in notes]
+    rows = tile_rows(8 * num_rows, 128, scheme == "fp8")
+    kernel = "skinny" if rows == 8 else "tiled"
+    route = ROUTES.get(num_rows, ROUTES[17])
+    assert names[0] == "rms_norm"
+    assert names[2:] == [*route, kernel, kernel, "combine"]
+    tiles = most_tiles(8 * num_rows, 128, rows)
+    up, down = (arguments for _, arguments in notes[-3:-1])
+    outputs = (8, 16) if rows == 8 else (64, 128)
+    assert f" ({768 // outputs[0]}, {tiles}) " in up
+    assert f" ({2048 // outputs[1]}, {tiles}) " in down
+    assert all(f"FP8={int(scheme == 'fp8')}" in each for each in (up, down))
+
+
+def test_deterministic_mode_has_one_kernel() -> None:
+    for num_rows in (128, 256, 2048):
+        names = [name for name, _ in launches(num_rows, "none", deterministic=True)]
+        assert names.count("tiled") == 2
+        assert "skinny" not in names[-3:]
