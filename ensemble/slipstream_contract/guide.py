@@ -234,6 +234,9 @@ def _guide_of(field: str, values: Mapping[str, object], names: Mapping[str, str]
     def label(key: str) -> str:
         return names.get(key, f"{field}.{key}")
 
+    empty = [key for key in _VLLM_KINDS if field and values.get(key) == ""]
+    if empty:  # of a field of its own it is no guide
+        raise ContractError(f"{label(empty[0])} is empty")
     given = {key: value for key, value in values.items() if not _is_nothing(value)}
     for key, value in given.items():
         if key in _IGNORED and value not in _IGNORED[key]:

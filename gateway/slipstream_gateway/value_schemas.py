@@ -144,36 +144,27 @@ RESPONSE_FORMAT: Schema = either(
     keyed({"type": {"enum": ["structural_tag"]}}, "type"),
 )
 CHOICE: Schema = listed(WORD, 1, MAX_CHOICES)
-_JSON: Schema = either(WORD, OBJECT, FLAG)
 _GUIDES: Mapping[str, Schema] = {
-    "json": _JSON,
+    "json": either(WORD, OBJECT, FLAG),
     "regex": WORD,
     "choice": CHOICE,
     "grammar": WORD,
-    "json_object": {"enum": [True]},
+    "json_object": FLAG,
     "structural_tag": either(WORD, OBJECT),
+    **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), FLAG),
+    **dict.fromkeys(("enable_in_reasoning", "disable_fallback"), FLAG),
+    "whitespace_pattern": TEXT,
+    "backend": {"enum": [""]},
+    "_backend": {"enum": [""]},
 }
-STRUCTURED: Schema = {
-    "anyOf": [
-        TEXT,  # JSON of an object
-        {"type": "object", "maxProperties": 0},
-    ]
-    + [
-        {
-            "type": "object",
-            "required": [kind],
-            "additionalProperties": False,
-            "properties": {
-                kind: schema,
-                "disable_any_whitespace": FLAG,
-                "disable_additional_properties": FLAG,
-                "enable_in_reasoning": either(FLAG, _NULL),
-                "whitespace_pattern": TEXT,
-            },
-        }
-        for kind, schema in _GUIDES.items()
-    ]
-}
+STRUCTURED: Schema = either(
+    TEXT,  # JSON of such an object
+    {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {name: either(schema, _NULL) for name, schema in _GUIDES.items()},
+    },
+)
 EARLY_STOPPING: Schema = {"enum": [True, False, 0, 1, "never"]}
 TRUNCATED: Schema = either({"enum": [-1]}, whole(1))
 CONTRACT: Mapping[str, Schema] = {

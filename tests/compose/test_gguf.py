@@ -106,3 +106,18 @@ def test_a_draft_model_may_be_a_gguf_file(file, tmp_path):
     assert make_runner(made(tmp_path), speculation="draft", draft_checkpoint=str(folder))
     assert run(file, tmp_path) == 0
     assert not folder.exists()
+
+
+def test_a_draft_in_gguf_needs_the_tokens_of_its_target(file, tmp_path):
+    one = b"\x01" + bytes(7)  # the length of a token
+    first, second = one + b"!", one + b'"'
+    data = file.read_bytes()
+    assert data.count(first + second) == 1
+    other = tmp_path / "other.gguf"
+    other.write_bytes(data.replace(first + second, second + first))
+    flags = ("--speculation", "draft", "--draft-checkpoint", str(other))
+    with pytest.raises(CheckpointError) as caught:
+        run(file, tmp_path / "out", *flags)
+    said = f"{other}/tokenizer.json: token '!' is 3, but 2 in {file}/tokenizer.json"
+    assert str(caught.value).startswith(said)
+    assert not (tmp_path / "out").exists()

@@ -59,7 +59,10 @@ def test_what_tools_send_is_valid():
         (CHAT, {"messages": [{**USER, "tool_calls": {}}]}),
         (CHAT, {"messages": [USER], "max_tokens": 0}),
         (CHAT, {"messages": [USER], "max_completion_tokens": 0}),
-        (CHAT, {"messages": [USER], "structured_outputs": []}),
+        *(
+            (CHAT, {"messages": [USER], "structured_outputs": value})
+            for value in ([], 0, {"structural_tag": ""}, {"regex": ""}, {"backend": "a"})
+        ),
         (CHAT, {"messages": [USER], "tool_choice": {"type": "allowed_tools"}}),
         *(
             ("/v1/messages", {"model": MODEL, "max_tokens": 1, "messages": messages})
