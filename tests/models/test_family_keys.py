@@ -38,7 +38,12 @@ def files(family: str, directory: Path, *removed: str, **changes: object) -> Pat
         ("phi3", {"rope_scaling": LONG | {"long_factor": [0.0] * 16}}, "long_factor"),
         ("phi3", {"rope_scaling": {"type": "su"}}, "short_factor = None is not a list"),
         ("phi3", {"partial_rotary_factor": 0.5, "rope_scaling": LONG}, "one factor for each 2"),
-        ("phimoe", {"rope_scaling": LONG}, "rope_scaling = {"),
+        ("phimoe", {"rope_scaling": LONG}, "rope_scaling.short_mscale is missing"),
+        (
+            "phimoe",
+            {"rope_scaling": LONG | {"short_mscale": 1.2, "long_mscale": 1.3}},
+            "long_mscale = 1.3 is not short_mscale = 1.2",
+        ),
     ],
 )
 def test_refused_by_key_and_value(

@@ -1,28 +1,35 @@
 """Phi-3.5-MoE (Abdin et al., 2024): layer norms, and two experts by a sparse mixer."""
 
+from collections.abc import Mapping
+
 from slipstream.kernels.experts.spec import Score
-from slipstream.layers.dims import RopeConfig
 from slipstream.models.axes import Axes, NormKind, TensorNames
 from slipstream.models.experts import KEYS, read_experts, read_routing
 from slipstream.models.families.mixtral import NAMES
 from slipstream.models.family import family
 from slipstream.models.reader import Reader
-from slipstream.models.ropes import read_rope
+
+MAGNITUDES = ("short_mscale", "long_mscale")  # of cosines and sines
 
 
-def read_ropes(config: Reader, max_positions: int, head_size: int) -> tuple[RopeConfig, RopeConfig]:
-    """Read `read_rope`; refuse factors by length: those of this class have magnitudes, too."""
-    ropes = read_rope(config, max_positions, head_size)
-    if ropes[0].short_factors:
-        key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
-        raise config.refusal(key, "has factors by length (longrope): not implemented here")
-    return ropes
+def derived(config: Reader) -> Mapping[str, object]:
+    """Return the rotation with what this class calls its magnitudes as that of others."""
+    key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    rope = config.child(key)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return {}
+    short = rope.positive("short_mscale")
+    if rope.positive("long_mscale") != short:
+        raise rope.refusal("long_mscale", f"is not short_mscale = {short}: not implemented")
+    kept = {name: value for name, value in rope.data.items() if name not in MAGNITUDES}
+    return {key: kept | {"attention_factor": short}}
 
 
 @family(
     "PhimoeForCausalLM",
     keys=f"attention_bias lm_head_bias {KEYS} router_jitter_noise input_jitter_noise",
-    read_ropes=read_ropes,
+    derived=derived,
     tensors=TensorNames(NAMES),
 )
 def phimoe(config: Reader) -> Axes:
