@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures.models import static_scales
-from fixtures.models.checkpoints import Asker, make_model, make_runner, random_prompts, save
+from fixtures.models.checkpoints import Asker, make_model, make_runner, random_prompts, save, ticks
 from fixtures.models.kv_cache import row
 from slipstream.core.batch import Batch
 from slipstream.engine.scheduler import Limits
@@ -61,7 +61,7 @@ def test_static_scales(dtype: str, tmp_path: Path) -> None:
 
 
 def run(runner: ModelRunner, numbers: list[int], limits: Limits) -> list[object]:
-    asker = Asker(runner, limits)
+    asker = Asker(runner, limits, ticks())  # bits depend on how prompts are cut
     prompts = random_prompts([5 + 11 * i for i in range(8)], VOCABULARY)
     for i in numbers:
         sampling = SamplingParams(max_tokens=20 + i, seed=i, temperature=0.7, log_probs=True)
