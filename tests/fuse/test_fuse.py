@@ -18,7 +18,8 @@ from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP
 from slipstream.layers.norm import LayerNorm, Norm, identity
 from slipstream.layers.residual import Residual
-from slipstream.models.weights import RandomSource, Weights
+from slipstream.models.fileless import RandomSource
+from slipstream.models.weights import Weights
 from torch import Tensor
 
 HIDDEN, INNER, ROWS = 64, 96, 128

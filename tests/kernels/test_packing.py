@@ -12,7 +12,7 @@ from slipstream.kernels.gemm import linear, packed, packing, unpacked
 from slipstream.kernels.gemm.op import Around, Spec, gemm, spec_of
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
 from slipstream.kernels.gemm.sm90 import packed_wgmma
-from slipstream.kernels.runtime.registry import KNOWN, Implementation
+from slipstream.kernels.runtime.registry import CPU, KNOWN, Implementation, Target
 from slipstream.quant import forms
 from slipstream.quant.matrix import Kind, dequantise
 from torch import Tensor
@@ -125,7 +125,7 @@ def test_threads_read_floats_exactly(form: Form, dtype: torch.dtype) -> None:
 
 
 def test_floats_whose_scales_are_no_numbers_of_16_bits_are_dequantised() -> None:
-    cuda, matrix = torch.device("cuda"), quantized(FLOATS[1], 16, 64)
+    cuda, matrix = KNOWN["sm_90a"], quantized(FLOATS[1], 16, 64)
     found = forms.form_of(matrix, cuda, torch.float16)
     assert found is not None
     assert found.name.startswith("kept packed")
@@ -134,7 +134,7 @@ def test_floats_whose_scales_are_no_numbers_of_16_bits_are_dequantised() -> None
     assert forms.form_of(large, cuda, torch.bfloat16) is not None
     between = replace(matrix, scales=matrix.scales * 1.001)
     assert forms.form_of(between, cuda, torch.bfloat16) is None
-    assert forms.form_of(matrix, torch.device("cpu"), torch.bfloat16) is None
+    assert forms.form_of(matrix, CPU, torch.bfloat16) is None
 
 
 @given(st.sampled_from([4, 8]), st.integers(1, 50), st.integers(1, 40))
@@ -166,16 +166,16 @@ def test_the_oracle_multiplies_with_what_the_checkpoint_stands_for(form: Form) -
 
 
 def test_what_has_no_packing_is_dequantised() -> None:
-    cuda = torch.device("cuda")
+    cuda = KNOWN["sm_90a"]
     bf16 = torch.bfloat16
 
-    def is_packed(form: Form, inputs: int, device: torch.device, dtype: torch.dtype) -> bool:
-        found = forms.form_of(quantized(form, 16, inputs), device, dtype)
+    def is_packed(form: Form, inputs: int, target: Target, dtype: torch.dtype) -> bool:
+        found = forms.form_of(quantized(form, 16, inputs), target, dtype)
         return found is not None and found.name.startswith("kept packed")
 
     assert is_packed(Form(), 256, cuda, bf16)
     assert not is_packed(Form(), 256, cuda, torch.float32)
-    assert not is_packed(Form(), 256, torch.device("cpu"), bf16)
+    assert not is_packed(Form(), 256, CPU, bf16)
     assert not is_packed(Form(group=16), 256, cuda, bf16)
     assert not is_packed(Form(group=96), 192, cuda, bf16)
     assert not is_packed(Form(group=1 << 20), 100, cuda, bf16)

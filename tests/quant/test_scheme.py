@@ -21,7 +21,8 @@ from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.layers.linear import Linear
-from slipstream.models.weights import RandomSource, Weights
+from slipstream.models.fileless import RandomSource
+from slipstream.models.weights import Weights
 from slipstream.quant.scheme import MatrixSource, Scheme
 from slipstream.runner.plan import resolve
 from torch import Tensor
@@ -58,9 +59,6 @@ class Split(Scheme):
     def matmul(self, x: Tensor, weights: Halves, bias: Tensor | None) -> Tensor:
         y = x.float() @ (weights.coarse.float() + weights.fine.float()).T
         return (y if bias is None else y + bias.float()).to(x.dtype)
-
-    def bytes_per_weight(self, dtype: torch.dtype) -> float:
-        return 4
 
     def check(self, sizes: Mapping[str, int], device: torch.device, dtype: torch.dtype) -> None:
         if dtype == torch.float16:

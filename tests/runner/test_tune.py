@@ -18,11 +18,12 @@ from slipstream.kernels.gemm import op as gemm_op
 from slipstream.kernels.gemm import search, tuning
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape
 from slipstream.kernels.gemm.tuning import Choices, Machine, Product
-from slipstream.kernels.runtime.registry import KNOWN, Target
+from slipstream.kernels.runtime.registry import CPU, KNOWN, Target
 from slipstream.layers.dims import ExpertsConfig
 from slipstream.models.decoder import build
+from slipstream.models.fileless import RandomSource
 from slipstream.models.hf import read_config
-from slipstream.models.weights import RandomSource, Weights
+from slipstream.models.weights import Weights
 from slipstream.runner import tune
 from slipstream.runner.matrices import weights_of
 from slipstream.runner.plan import resolve
@@ -77,14 +78,14 @@ def test_matrices_are_those_of_the_model(
     for options in ({}, {"load_format": "random"}):
         asked = msgspec.structs.replace(config, **options)
         expected: Counter[tuple[int, ...]] = Counter()
-        for weight in weights_of(asked, plan.model, plan.dtype):
+        for weight in weights_of(asked, plan.model, plan.dtype, CPU):
             expected[weight.outputs, weight.inputs] += weight.count
         assert made == expected
 
 
 def test_fp8_leaves_the_head_alone(checkpoint: Path) -> None:
     config = EngineConfig(checkpoint=str(checkpoint), device="cpu", quantization="fp8")
-    weights = weights_of(config, read_config(checkpoint), torch.bfloat16)
+    weights = weights_of(config, read_config(checkpoint), torch.bfloat16, KNOWN["sm_90a"])
     assert not any(tune._adds(weight) for weight in weights)  # scales come between
     types = {weight.name: weight.dtype for weight in weights}
     assert types.pop("head") == torch.bfloat16
@@ -106,7 +107,8 @@ class FakeOperands:
 
 
 def set_target(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    monkeypatch.setattr(gemm_op, "target_of", lambda device: target)
+    for module in (gemm_op, tune):
+        monkeypatch.setattr(module, "target_of", lambda device: target)
 
 
 @pytest.fixture
@@ -175,6 +177,25 @@ def test_what_runs_by_our_own_kernels_is_left_out(
     assert sorted(outputs) == [256, 354, 1009]  # 177 inputs, and no multiples of 8 outputs
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["160"]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_packed_weights_are_tuned_where_they_are_put_into_16_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_target(monkeypatch, KNOWN["sm_90a"])
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1001}
+    folder = save(make_model(tie_word_embeddings=False, **sizes), tmp_path / "tiny")
+    config = msgspec.json.encode(EngineConfig(checkpoint=str(folder), quantization="int4"))
+    assert run(monkeypatch, config, "--rows", "16", "160") == 0
+    rows = {choice.product.outputs: choice.rows for choice in tuning.load(MACHINE)}
+    assert rows.pop(1001) == 160  # the head, which runs by cuBLASLt with 16 rows, too
+    assert set(rows.values()) == {160}
+    assert {choice.product.dtype for choice in tuning.load(MACHINE)} == {"bfloat16"}
+    lines = capsys.readouterr().out.splitlines()
+    said = "gate_up  4 bits by 64, packed: tuned where it is put into 16 bits again"
+    assert said in lines
+    assert [choice.rows for choice in tuning.load(MACHINE)].count(16) == 1
 
 
 @pytest.mark.usefixtures("gpu")

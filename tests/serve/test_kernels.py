@@ -74,6 +74,24 @@ def test_of_other_machines_and_schemes(
         assert (code, lines[2]) == (0, line)
 
 
+def test_packed_weights_are_listed_as_such(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = EngineConfig(checkpoint=str(checkpoint), quantization="int4", dtype="bfloat16")
+    for architecture, kind, chosen in (
+        ("sm_90a", "4 bits by 64, packed", ["packed", "packed_wgmma", "unpacked"]),
+        ("sm_100a", "4 bits by 64, packed", ["packed", "packed", "unpacked"]),
+        ("cpu", "bfloat16", ["torch"] * 3),
+    ):
+        arguments = ("--architecture", architecture, "--rows", "1", "64", "256")
+        code, lines, _ = printed(monkeypatch, capsys, config, *arguments)
+        assert code == 0
+        assert f"gate_up: 2 x [2048, 512] {kind}: norm, GEMM, silu" in lines
+        assert next(line for line in lines if line.startswith("head")).split()[5] == "bfloat16:"
+        rows = [line.split()[-1] for line in lines if line[:8].strip().isdigit()]
+        assert rows[:3] == chosen
+
+
 def test_a_gate_that_no_gemm_fuses_and_random_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

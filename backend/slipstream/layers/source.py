@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from slipstream.kernels.runtime.registry import Target
 from slipstream.quant.matrix import QuantMatrix
 
 
@@ -15,6 +16,10 @@ class WeightSource(Protocol):
     @property
     def device(self) -> torch.device:
         """Device of the tensors."""
+
+    @property
+    def target(self) -> Target:
+        """The device that multiplies; tensors may be on `meta` in its place."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,7 +1,5 @@
 """Build the decoder that a family's axes describe; count its elements."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -14,9 +12,10 @@ from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP
 from slipstream.layers.norm import Factor, LayerNorm, Norm, RowNorm, identity
 from slipstream.layers.rope import cos_sin_table
 from slipstream.models.axes import Activation, NormKind, QkNorms, Residuals
+from slipstream.models.fileless import SizeSource
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.registry import family_of
-from slipstream.models.weights import SizeSource, Weights
+from slipstream.models.weights import Weights
 
 _GATED = {Activation.SILU: GatedMLP, Activation.GELU_TANH: GeluMLP}
 _LAYER_NORMS = {  # whether it has a weight, and a bias
@@ -152,17 +151,8 @@ class _Builder:
         return kind(first, attention, second, self._mlp(w))
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Element counts of a decoder's matrices, without vectors."""
-
-    outside: int  # embedding and head; tied ones count once
-    blocks: int
-
-
-def sizes(config: ModelConfig) -> Sizes:
-    """Count the elements of a decoder built on torch's device `meta`, without allocating it."""
+def block_elements(config: ModelConfig) -> int:
+    """Count the elements of all blocks' matrices, by a decoder on torch's device `meta`."""
     source = SizeSource()
     build(config, Weights(source, torch.device("meta"), torch.float32), max_model_len=1)
-    in_blocks = sum(n for name, n in source.elements.items() if name.startswith("model.layers."))
-    return Sizes(sum(source.elements.values()) - in_blocks, in_blocks)
+    return sum(n for name, n in source.elements.items() if name.startswith("model.layers."))

@@ -1,4 +1,4 @@
-"""Read weights: from safetensors or GGUF files, or random values for benchmarks.
+"""Read weights from safetensors or GGUF files.
 
 A family asks for tensors by name; each is copied once, from its file into its place in the engine's
 dtype on its device (packed matrices are allocated whole and filled together).
@@ -17,6 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from slipstream.errors import CheckpointError
+from slipstream.kernels.runtime.registry import Target, target_of
 from slipstream.models.axes import Change, TensorNames
 from slipstream.models.entries import TensorEntry
 from slipstream.models.files import SINGLE, tensor_entries
@@ -67,21 +68,6 @@ class Source(Protocol):
 
     def finish(self) -> None:
         """Raise `CheckpointError` if a tensor was never read."""
-
-
-class _Unquantised:
-    """A source without quantised matrices."""
-
-    def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
-        """Return None."""
-        return None
-
-    def is_quantised(self, name: str) -> bool:
-        """Return False."""
-        return False
-
-    def note(self, text: str) -> None:
-        """Nothing is to be said."""
 
 
 class _Checkpoint:
@@ -315,55 +301,6 @@ class FileSource(_Checkpoint):
                 )
 
 
-class RandomSource(_Unquantised):
-    """Seeded normal values of any shape: mean 1 for norms, else 0, standard deviation 0.02."""
-
-    def __init__(self, device: torch.device, seed: int = 0) -> None:
-        self._generator = torch.Generator(device).manual_seed(seed)
-
-    def has(self, name: str) -> bool:
-        """Return False: random weights have no optional tensors."""
-        return False
-
-    def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
-        """Sample values in place on the device."""
-        for name, out in zip(names, outs, strict=True):
-            is_norm = out.ndim == 1 and name.endswith(".weight")
-            out.normal_(float(is_norm), 0.02, generator=self._generator)
-
-    def number(self, name: str) -> float:
-        """Raise `CheckpointError`: random weights have no scales."""
-        raise CheckpointError(f"random weights have no {name}")
-
-    def finish(self) -> None:
-        """Nothing can be left over."""
-        _log.info("sampled random weights")
-
-
-class SizeSource(_Unquantised):
-    """Counts the elements of matrices, without data or files."""
-
-    def __init__(self) -> None:
-        self.elements: dict[str, int] = {}
-
-    def has(self, name: str) -> bool:
-        """Return False: optional tensors are not counted."""
-        return False
-
-    def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
-        """Record the sizes of `outs`, which may be on torch's device `meta`."""
-        for name, out in zip(names, outs, strict=True):
-            if out.ndim > 1:
-                self.elements[name] = out.numel()
-
-    def number(self, name: str) -> float:
-        """Raise `CheckpointError`: there are no scales."""
-        raise CheckpointError(f"{name} has no number")
-
-    def finish(self) -> None:
-        """Nothing can be left over."""
-
-
 class Weights:
     """The tensors of a source below a prefix, from which a layer is built."""
 
@@ -375,8 +312,10 @@ class Weights:
         quantization: str = "auto",
         deterministic: bool = False,
         prefix: str = "",
+        target: Target | None = None,
     ) -> None:
         self._source = source
+        self._target = target or target_of(device)
         self._device = device
         self._dtype = dtype
         self._quantization = quantization
@@ -387,6 +326,11 @@ class Weights:
     def device(self) -> torch.device:
         """The device of the tensors."""
         return self._device
+
+    @property
+    def target(self) -> Target:
+        """The device that multiplies: that of the tensors unless they stand in for others."""
+        return self._target
 
     @property
     def dtype(self) -> torch.dtype:
@@ -407,7 +351,7 @@ class Weights:
         """Return the weights below `prefix.`."""
         prefix = f"{self._prefix}{prefix}."
         settings = (self._device, self._dtype, self._quantization, self._deterministic)
-        return Weights(self._source, *settings, prefix)
+        return Weights(self._source, *settings, prefix, self._target)
 
     def has(self, name: str) -> bool:
         """Return whether the source has this tensor."""

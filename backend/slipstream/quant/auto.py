@@ -40,14 +40,10 @@ class Auto(Scheme):
         y = product(x, weights)
         return y if bias is None else y + bias
 
-    def bytes_per_weight(self, dtype: torch.dtype) -> float:
-        """Bytes of the dtype: the most that a matrix takes, as one that is dequantised."""
-        return dtype.itemsize
-
 
 def kept(w: MatrixSource, matrix: QuantMatrix) -> Matrix | Packed:
     """Return a matrix in the form that a GEMM takes, dequantised if none takes it; say which."""
-    form = form_of(matrix, w.device, w.dtype)
+    form = form_of(matrix, w.target, w.dtype)
     if form is not None:
         w.note(f"weights of {matrix}: {form.name}")
         return form.make(matrix)
@@ -97,7 +93,7 @@ class AtLoad(Auto):
     ) -> Matrix | Packed:
         """Read `NAME.weight` of all names and round them."""
         weight = w.packed([f"{name}.weight" for name in names], outputs, inputs)
-        return Matrix(weight) if weight.is_meta else kept(w, self._rounded(weight))
+        return kept(w, self._rounded(weight))
 
 
 SCHEME = Auto()

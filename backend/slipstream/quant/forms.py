@@ -15,6 +15,7 @@ from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.gemm import packing
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.gemm.packing import Groups, Packing
+from slipstream.kernels.runtime.registry import Target
 from slipstream.quant.matrix import Kind, QuantMatrix, codes_of
 
 _GROUPS = (32, 64, 128, 256)  # of torch's product with 4 bits
@@ -37,7 +38,7 @@ class Form(NamedTuple):
     """A way to multiply."""
 
     name: str
-    takes: Callable[[QuantMatrix, torch.device, torch.dtype], bool]
+    takes: Callable[[QuantMatrix, Target, torch.dtype], bool]
     make: Callable[[QuantMatrix], Matrix | Packed]
 
 
@@ -46,10 +47,10 @@ def _is_exact(scales: Tensor) -> bool:
     return scales.is_meta or torch.equal(scales.bfloat16().float(), scales.float())
 
 
-def _takes_int8(matrix: QuantMatrix, device: torch.device, dtype: torch.dtype) -> bool:
+def _takes_int8(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
     by_row = matrix.group >= matrix.inputs and matrix.outer is None
     fits = matrix.kind is Kind.W8 and by_row and matrix.is_symmetric and matrix.is_plain
-    is_here = device.type == "cpu" and dtype == torch.bfloat16  # fp32 is slower than its own
+    is_here = target.device == "cpu" and dtype == torch.bfloat16  # fp32 is slower than its own
     return fits and is_here and _is_exact(matrix.scales)
 
 
@@ -58,11 +59,11 @@ def _make_int8(matrix: QuantMatrix) -> Packed:
     return Packed("int8", matrix.codes.contiguous(), scales, matrix.inputs)
 
 
-def _takes_int4(matrix: QuantMatrix, device: torch.device, dtype: torch.dtype) -> bool:
+def _takes_int4(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
     whole = matrix.inputs % matrix.group == 0 and matrix.outputs % _TILE == 0
     fits = matrix.kind is Kind.W4 and matrix.group in _GROUPS and whole and matrix.outer is None
     fits = fits and matrix.is_symmetric and matrix.is_plain  # zeros would be rounded to bfloat16
-    is_here = device.type == "cpu" and dtype == torch.bfloat16
+    is_here = target.device == "cpu" and dtype == torch.bfloat16
     return fits and is_here and _is_exact(matrix.scales)
 
 
@@ -74,13 +75,13 @@ def _make_int4(matrix: QuantMatrix) -> Packed:
     return Packed("int4", packed, both, matrix.group)
 
 
-def _takes_fp8(matrix: QuantMatrix, device: torch.device, dtype: torch.dtype) -> bool:
-    if matrix.kind is not Kind.F8 or device.type != "cuda" or dtype not in fp8.DTYPES:
+def _takes_fp8(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
+    if matrix.kind is not Kind.F8 or target.device != "cuda" or dtype not in fp8.DTYPES:
         return False
     by_row = matrix.group >= matrix.inputs and matrix.is_symmetric and matrix.is_plain
     sizes = (matrix.inputs, matrix.outputs)
     fits = not any(size % fp8.MULTIPLE for size in sizes) and matrix.inputs <= fp8.MAX_WIDTH
-    return by_row and fits and torch.cuda.get_device_capability(device) >= fp8.MIN_CAPABILITY
+    return by_row and fits and target.capability >= fp8.MIN_CAPABILITY
 
 
 def _make_fp8(matrix: QuantMatrix) -> Matrix:
@@ -89,8 +90,8 @@ def _make_fp8(matrix: QuantMatrix) -> Matrix:
     return Matrix(matrix.codes.contiguous(), scales.contiguous())
 
 
-def _takes_packed(matrix: QuantMatrix, device: torch.device, dtype: torch.dtype) -> bool:
-    if matrix.kind not in _BITS or device.type != "cuda" or dtype not in fp8.DTYPES:
+def _takes_packed(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
+    if matrix.kind not in _BITS or target.device != "cuda" or dtype not in fp8.DTYPES:
         return False
     is_linear = matrix.minimums is None and matrix.outer is None and matrix.scales.dtype in _FLOATS
     has_groups = packing.group_of(matrix.group, matrix.inputs) is not None
@@ -120,18 +121,16 @@ def _lifted(matrix: QuantMatrix, dtype: torch.dtype) -> Tensor | None:
     """Return scales of e2m1 as the kernels for a dtype have them; None where some cannot be had."""
     exact = matrix.scales.float() * packing.LIFTS[dtype]
     kept = exact.to(dtype)
-    return kept if torch.equal(kept.float(), exact) else None
+    return kept if kept.is_meta or torch.equal(kept.float(), exact) else None
 
 
-def _takes_floats(
-    matrix: QuantMatrix, device: torch.device, dtype: torch.dtype, of: torch.dtype
-) -> bool:
+def _takes_floats(matrix: QuantMatrix, target: Target, dtype: torch.dtype, of: torch.dtype) -> bool:
     if matrix.kind is not Kind.F4 or matrix.table is not None or matrix.minimums is not None:
         return False
-    if device.type != "cuda" or dtype != of or matrix.inputs % _PIECE:
+    if target.device != "cuda" or dtype != of or matrix.inputs % _PIECE:
         return False
     has_groups = packing.group_of(matrix.group, matrix.inputs, True) is not None
-    return has_groups and not matrix.scales.is_meta and _lifted(matrix, of) is not None
+    return has_groups and _lifted(matrix, of) is not None
 
 
 def make_floats(matrix: QuantMatrix, of: torch.dtype) -> Matrix:
@@ -159,9 +158,9 @@ FORMS = (
 )
 
 
-def form_of(matrix: QuantMatrix, device: torch.device, dtype: torch.dtype) -> Form | None:
+def form_of(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> Form | None:
     """Return the first form that takes weights on a device; None: they must be dequantised."""
-    return next((form for form in FORMS if form.takes(matrix, device, dtype)), None)
+    return next((form for form in FORMS if form.takes(matrix, target, dtype)), None)
 
 
 def product(x: Tensor, weights: Packed) -> Tensor:

@@ -32,10 +32,6 @@ class Fp8(Scheme):
         """`x W^T + b`; the product of e4m3 by e4m3 is rounded to bf16 before it is scaled."""
         return linear(x, weights, Around(bias=bias))
 
-    def bytes_per_weight(self, dtype: torch.dtype) -> float:
-        """Return 1; scales are few."""
-        return 1
-
     def check(self, sizes: Mapping[str, int], device: torch.device, dtype: torch.dtype) -> None:
         """Raise `ConfigError` if a GPU lacks what the e4m3 kernels need; a CPU takes any size."""
         if device.type == "cpu":

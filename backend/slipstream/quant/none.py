@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm.linear import linear
@@ -29,10 +28,6 @@ class Unquantized(Scheme):
     def matmul(self, x: Tensor, weights: Matrix, bias: Tensor | None) -> Tensor:
         """`x W^T + b`, rounded once."""
         return linear(x, weights, Around(bias=bias))
-
-    def bytes_per_weight(self, dtype: torch.dtype) -> float:
-        """Bytes of the dtype."""
-        return dtype.itemsize
 
 
 SCHEME = Unquantized()

@@ -43,6 +43,8 @@ def rounded4(weight: Tensor, group: int = GROUP) -> QuantMatrix:
 
 
 def _some(weight: Tensor) -> tuple[Tensor, ...]:
+    if weight.is_meta:
+        return (weight,)
     return torch.split(weight, max(1, _WEIGHTS // weight.shape[1]))
 
 
@@ -64,7 +66,7 @@ def _rows4(weight: Tensor, group: int, dtype: torch.dtype) -> _Rounded:
     low, high = (each.unsqueeze(-1) for each in torch.aminmax(grouped, dim=-1))
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     least, best = None, None
-    for part in _RANGES:
+    for part in _RANGES[:1] if weight.is_meta else _RANGES:  # there all are alike
         scale = _stored((high - low) * part / 15, dtype)
         step = scale.float()
         zero = (-low * part / step).round().clamp(0, 15)

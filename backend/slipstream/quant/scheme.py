@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from slipstream.kernels.runtime.registry import Target
 from slipstream.quant.matrix import QuantMatrix
 
 
@@ -16,6 +17,10 @@ class MatrixSource(Protocol):
     @property
     def device(self) -> torch.device:
         """Device of the tensors."""
+
+    @property
+    def target(self) -> Target:
+        """The device that multiplies; tensors may be on `meta` in its place."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -56,10 +61,6 @@ class Scheme(ABC):
     @abstractmethod
     def matmul(self, x: Tensor, weights: Any, bias: Tensor | None) -> Tensor:
         """`x W^T + b`, `[n, m]` in the dtype of `x`; `weights` are what `read` returned."""
-
-    @abstractmethod
-    def bytes_per_weight(self, dtype: torch.dtype) -> float:
-        """Bytes of a weight with all that belongs to it, in a model of this dtype."""
 
     def check(  # noqa: B027
         self, sizes: Mapping[str, int], device: torch.device, dtype: torch.dtype

@@ -7,8 +7,9 @@ from slipstream.models.axes import TensorNames
 from slipstream.models.decoder import build
 from slipstream.models.drafts.eagle3 import Eagle3, read_draft_ids
 from slipstream.models.drafts.medusa import FILE, NAMES, load_medusa
+from slipstream.models.fileless import RandomSource
 from slipstream.models.files import SINGLE
-from slipstream.models.weights import FileSource, RandomSource, Source, Weights
+from slipstream.models.weights import FileSource, Source, Weights
 from slipstream.runner.draft_plan import DraftPlan
 from slipstream.runner.drafters import (
     Drafter,

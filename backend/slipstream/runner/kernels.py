@@ -34,9 +34,8 @@ def report(weights: list[Weight], rows: list[int], target: Target) -> Iterator[s
     """Make the lines of the printed table."""
     for weight in weights:
         around = [weight.norm, "GEMM", "bias" * weight.bias, weight.gate, "residual" * weight.adds]
-        dtype = str(weight.dtype).removeprefix("torch.")
         stages = ", ".join(filter(None, around))
-        shape = f"{weight.count} x [{weight.outputs}, {weight.inputs}] {dtype}"
+        shape = f"{weight.count} x [{weight.outputs}, {weight.inputs}] {weight.kind}"
         yield f"{weight.name}: {shape}: {stages}"
         if not weight.outputs:
             yield f"  the scheme {weight.scheme} multiplies by itself"
@@ -105,7 +104,8 @@ def main(arguments: list[str] | None = None) -> int:
         dtype = dtype_on(target.device, config, model)
         where = f"{target.architecture or 'cpu'}, {target.multiprocessors} multiprocessors"
         print(f"{model.architecture}, {str(dtype).removeprefix('torch.')}, on {where}")
-        for line in report(weights_of(config, model, dtype), sorted(set(options.rows)), target):
+        weights = weights_of(config, model, dtype, target)
+        for line in report(weights, sorted(set(options.rows)), target):
             print(line)
     except (StartError, KernelError, msgspec.DecodeError, OSError) as error:
         print(f"slipstream kernels: {error}", file=sys.stderr)

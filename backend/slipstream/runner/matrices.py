@@ -1,22 +1,29 @@
-"""The matrices of a checkpoint's model, as its layers pack and fuse them; no weights are read."""
+"""The matrices of a checkpoint's model, as its layers pack and fuse them; no weights are read.
+
+A model is built of tensors without data, in the place of those of a device that need not be there.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.fuse.rewrite import Place, places
 from slipstream.kernels.gemm.op import E4M3, Matrix, Spec
+from slipstream.kernels.gemm.packing import Packing
 from slipstream.kernels.runtime.registry import Target
 from slipstream.layers.decoder import Decoder
 from slipstream.layers.linear import GatedLinear, LinearAdd
 from slipstream.layers.norm import Norm
 from slipstream.models.decoder import build
+from slipstream.models.fileless import SizeSource
 from slipstream.models.model_config import ModelConfig
-from slipstream.models.weights import ShapeSource, SizeSource, Source, Weights
+from slipstream.models.weights import ShapeSource, Source, Weights
 
 META = torch.device("meta")
+_PACKAGE = "slipstream."
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +34,18 @@ class Weight:
     scheme: str
     outputs: int
     inputs: int
-    dtype: torch.dtype  # of the weights
+    dtype: torch.dtype  # of the weights; of packed ones, of the words that they lie in
     model_dtype: torch.dtype
     norm: str  # before the product: "", "norm", "norm plus one"
     bias: bool
     gate: str
     adds: bool  # to the residual sum
+    packing: Packing | None = None  # of packed weights
     count: int = 1  # of such in the model
 
     def spec(self, rows: int, target: Target) -> Spec:
         """Say what the product with so many rows is to a GEMM; rows are aligned."""
-        is_scaled = self.dtype == E4M3
+        is_scaled = self.dtype == E4M3 or (self.packing is not None and self.packing.is_float)
         return Spec(
             rows=rows,
             inputs=self.inputs,
@@ -55,22 +63,64 @@ class Weight:
             weight_aligned=True,
             norm_aligned=True,
             target=target,
+            packing=self.packing,
         )
 
+    @property
+    def dense_dtype(self) -> torch.dtype:
+        """The dtype of what a GEMM without packed weights multiplies with."""
+        return self.dtype if self.packing is None else self.model_dtype
 
-def weights_of(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> list[Weight]:
+    @property
+    def kind(self) -> str:
+        """How the weights are kept, in words."""
+        if self.packing is not None:
+            return str(self.packing)
+        return str(self.dtype).removeprefix("torch.")
+
+
+def weights_of(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, target: Target
+) -> list[Weight]:
     """List them in the order of a step; raises `CheckpointError` as loading would."""
-    source: Source = SizeSource()
-    if config.load_format != "random":
-        source = ShapeSource(Path(config.checkpoint), model.tensors)
-    weights = Weights(source, META, dtype, config.quantization)
-    decoder = build(model, weights, max_model_len=1)
+    decoder = _built(config, model, dtype, target)
     norm = _norm_kind(decoder)
     found: dict[Weight, int] = {}
     for name, place in places(decoder):
         weight = _weight(name, place, dtype, norm)
         found[weight] = found.get(weight, 0) + 1
     return [replace(weight, count=count) for weight, count in found.items()]
+
+
+def weight_bytes(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, target: Target
+) -> int:
+    """Count the bytes of all weights as a target keeps them: packed, dequantised or as they are."""
+    storages: dict[int, int] = {}  # which views and tied matrices share
+    todo: list[object] = [_built(config, model, dtype, target)]
+    seen: dict[int, object] = {}  # alive, so that no other object gets its address
+    while todo:
+        each = todo.pop()
+        if id(each) in seen:
+            continue
+        seen[id(each)] = each
+        if isinstance(each, Tensor):
+            storage = each.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+        elif isinstance(each, list | tuple):
+            todo.extend(each)
+        elif type(each).__module__.startswith(_PACKAGE):
+            names = [name for of in type(each).__mro__ for name in getattr(of, "__slots__", ())]
+            todo.extend(getattr(each, name, None) for name in (*names, *getattr(each, "__dict__", ())))
+    return sum(storages.values())
+
+
+def _built(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, target: Target) -> Decoder:
+    source: Source = SizeSource()
+    if config.load_format != "random":
+        source = ShapeSource(Path(config.checkpoint), model.tensors)
+    weights = Weights(source, META, dtype, config.quantization, target=target)
+    return build(model, weights, max_model_len=1)
 
 
 def _norm_kind(decoder: Decoder) -> str:
@@ -83,15 +133,18 @@ def _norm_kind(decoder: Decoder) -> str:
 def _weight(name: str, place: Place, dtype: torch.dtype, norm: str) -> Weight:
     linear, adds = place.linear, isinstance(place, LinearAdd)
     matrix = linear.weights if isinstance(linear.weights, Matrix) else None
+    packing = None if matrix is None or matrix.groups is None else matrix.groups.packing
+    outputs, inputs = (0, 0) if matrix is None else matrix.values.shape
     return Weight(
         name=name,
         scheme=linear.scheme.name,
-        outputs=0 if matrix is None else matrix.values.shape[0],
-        inputs=0 if matrix is None else matrix.values.shape[1],
+        outputs=outputs if packing is None else packing.outputs,
+        inputs=inputs if packing is None else packing.inputs,
         dtype=dtype if matrix is None else matrix.values.dtype,
         model_dtype=dtype,
         norm="" if adds else norm,
         bias=linear.bias is not None,
         gate=place.gate if isinstance(place, GatedLinear) else "",
         adds=adds,
+        packing=packing,
     )

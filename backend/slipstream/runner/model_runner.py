@@ -21,7 +21,8 @@ from slipstream.layers.residual import Residual
 from slipstream.layers.sliced import ROWS
 from slipstream.layers.streaming import Streaming
 from slipstream.models.decoder import build
-from slipstream.models.weights import FileSource, RandomSource, Source, Weights
+from slipstream.models.fileless import RandomSource
+from slipstream.models.weights import FileSource, Source, Weights
 from slipstream.runner.cache_dtype import log_scales
 from slipstream.runner.devices import available_on_host, free_on_gpu
 from slipstream.runner.draft_loading import load_drafter

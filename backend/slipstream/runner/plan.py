@@ -26,7 +26,8 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.attention.backend import AttentionBackend, backend_for
 from slipstream.kernels.cache.kv_spec import KVSpec
 from slipstream.kernels.runtime import jit
-from slipstream.models.decoder import Sizes, sizes
+from slipstream.kernels.runtime.registry import target_of
+from slipstream.models.decoder import block_elements
 from slipstream.models.hf import ignored_keys, read_config, weights_dtype
 from slipstream.models.model_config import ModelConfig
 from slipstream.runner.cache_dtype import (
@@ -38,6 +39,7 @@ from slipstream.runner.cache_dtype import (
 )
 from slipstream.runner.devices import available_on_host, total_memory
 from slipstream.runner.draft_plan import DraftPlan, plan_drafts
+from slipstream.runner.matrices import weight_bytes
 from slipstream.runner.scheme_check import check_scheme
 
 _log = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ class Plan:
     checkpoint: Path
     model_name: str
     model: ModelConfig
-    sizes: Sizes
+    block_elements: int  # of matrices
     device: torch.device
     dtype: torch.dtype
     attention: AttentionBackend
@@ -88,7 +90,7 @@ class Plan:
     def attention_doubles_at(self) -> int:
         """Tokens before one with which its attention is as many operations as its matrices."""
         d = self.model.dims
-        return self.sizes.blocks // (d.num_layers * 2 * d.num_heads * d.head_size)
+        return self.block_elements // (d.num_layers * 2 * d.num_heads * d.head_size)
 
     @property
     def max_drafted_rows(self) -> int:
@@ -141,9 +143,8 @@ class Plan:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all matrices; embedding and head are never quantised."""
-        size = quant.named(self.config.quantization).bytes_per_weight(self.dtype)
-        return self.sizes.outside * self.dtype.itemsize + int(self.sizes.blocks * size)
+        """Bytes of all weights as the device keeps them; raises `CheckpointError` as loading."""
+        return weight_bytes(self.config, self.model, self.dtype, target_of(self.device))
 
     def blocks_of(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens in all layers."""
@@ -403,7 +404,7 @@ def settle(config: EngineConfig, device: torch.device) -> Plan:
         checkpoint=checkpoint,
         model_name=config.model or checkpoint.resolve().name,
         model=model,
-        sizes=sizes(model),
+        block_elements=block_elements(model),
         device=device,
         dtype=dtype,
         attention=attention,

@@ -23,6 +23,7 @@ from slipstream.kernels.gemm.cublaslt import DTYPES
 from slipstream.kernels.gemm.linear import choose
 from slipstream.kernels.gemm.op import PLAIN, spec_of
 from slipstream.kernels.runtime.op import KernelError
+from slipstream.kernels.runtime.registry import Target, target_of
 from slipstream.runner.graphs import row_buckets
 from slipstream.runner.matrices import Weight, weights_of
 from slipstream.runner.plan import Plan, resolve
@@ -43,7 +44,7 @@ def usual_rows(plan: Plan) -> list[int]:
 
 def tune(plan: Plan, rows: list[int]) -> None:
     """Search for every matrix and number of rows, print as it goes, and keep what is found."""
-    begin, wanted = time.perf_counter(), _matrices(plan)
+    begin, wanted, target = time.perf_counter(), _matrices(plan), target_of(plan.device)
     machine = tuning.Machine.of(torch.cuda.current_device())
     print(f"{machine.gpu}, cuBLASLt {machine.cublaslt}; times in microseconds")
     print(f"{'':8} rows     default       tuned   gain   TB/s  TFLOP/s  kernel")
@@ -51,7 +52,9 @@ def tune(plan: Plan, rows: list[int]) -> None:
     num_measured: Counter[int] = Counter()
     for matrix in wanted:
         choices = []
-        for choice in _tune(matrix, rows):
+        if matrix.packing is not None:
+            print(f"{matrix.name:8} {matrix.kind}: tuned where it is put into 16 bits again")
+        for choice in _tune(matrix, rows, target):
             print(_line(matrix, choice), flush=True)
             choices.append(choice)
             totals[choice.rows][0] += matrix.count * choice.default_microseconds
@@ -68,19 +71,27 @@ def tune(plan: Plan, rows: list[int]) -> None:
 
 
 def _matrices(plan: Plan) -> list[Weight]:
-    found = weights_of(plan.config, plan.model, plan.dtype)
+    found = weights_of(plan.config, plan.model, plan.dtype, target_of(plan.device))
     return [weight for weight in found if weight.outputs]
 
 
 def _adds(matrix: Weight) -> bool:
     """Whether cuBLASLt adds the bias or residual; a product in e4m3 is scaled first."""
-    return matrix.adds and matrix.dtype == matrix.model_dtype
+    return matrix.adds and matrix.dense_dtype == matrix.model_dtype
 
 
-def _tune(matrix: Weight, rows: list[int]) -> Iterable[tuning.Choice]:
+def _keeps_packed(matrix: Weight, rows: int, target: Target) -> bool:
+    """Whether weights are multiplied with as they lie; else they are put into 16 bits first."""
+    return choose(matrix.spec(rows, target)).gemm.name != "unpacked"
+
+
+def _tune(matrix: Weight, rows: list[int], target: Target) -> Iterable[tuning.Choice]:
+    """Search for numbers of rows with which cuBLASLt multiplies: packed weights in 16 bits then."""
     sizes = (matrix.inputs, matrix.outputs)
-    operands = search.Operands(*sizes, matrix.dtype, max(rows), _adds(matrix))
+    operands = search.Operands(*sizes, matrix.dense_dtype, max(rows), _adds(matrix))
     for num_rows in rows:
+        if matrix.packing is not None and _keeps_packed(matrix, num_rows, target):
+            continue
         spec = spec_of(operands.x[:num_rows], operands.weights[0], PLAIN)
         if choose(spec).gemm.name != "cublaslt":
             continue
@@ -98,7 +109,7 @@ def _tune(matrix: Weight, rows: list[int]) -> Iterable[tuning.Choice]:
 def _line(matrix: Weight, choice: tuning.Choice) -> str:
     seconds = choice.microseconds * 1e-6
     size = matrix.inputs * matrix.outputs
-    rates = f"{size * matrix.dtype.itemsize / seconds / 1e12:5.2f}"
+    rates = f"{size * matrix.dense_dtype.itemsize / seconds / 1e12:5.2f}"
     rates += f"  {2 * size * choice.rows / seconds / 1e12:7.1f}"
     gain = 1 - choice.microseconds / choice.default_microseconds
     return (

@@ -35,6 +35,10 @@ class Packing(NamedTuple):
     has_zeros: bool
     is_float: bool = False  # e2m1
 
+    def __str__(self) -> str:
+        size = "a row" if self.group >= self.inputs else str(self.group)
+        return f"{'e2m1' if self.is_float else f'{self.bits} bits'} by {size}, packed"
+
     @property
     def tiles(self) -> int:
         """Count the tiles."""
@@ -83,7 +87,8 @@ def pack(codes: Tensor, bits: int, middle: int) -> Tensor:
     """Put codes `[n, k]` u8 in order, `[tiles, blocks * words]` i32; `middle` is where none are."""
     n, k = codes.shape
     tiles, blocks = -(-n // TILE), -(-k // BLOCK)
-    padded = torch.full((tiles * TILE, blocks * BLOCK), middle, dtype=torch.uint8).to(codes.device)
+    shape = (tiles * TILE, blocks * BLOCK)
+    padded = torch.full(shape, middle, dtype=torch.uint8, device=codes.device)
     padded[:n, :k] = codes
     # tile, register's row, g | block, step, register's inputs, t, number
     apart = padded.view(tiles, 2, 8, blocks, 8, 2, 4, 2)

@@ -24,6 +24,12 @@ class Target(NamedTuple):
     architecture: str = ""  # "sm_90a", say; "" on a CPU
     multiprocessors: int = 0
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Return the compute capability; (0, 0) on a CPU."""
+        digits = self.architecture.removeprefix("sm_").removesuffix("a")
+        return (int(digits[:-1]), int(digits[-1])) if digits else (0, 0)
+
 
 CPU = Target("cpu")
 # What `slipstream kernels` knows without a GPU: cards by architecture.
