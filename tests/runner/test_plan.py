@@ -9,6 +9,7 @@ from fixtures.models.checkpoints import edit_config, make_model, save
 from slipstream.config import EngineConfig
 from slipstream.core.window import AttentionWindow
 from slipstream.errors import ConfigError
+from slipstream.kernels.runtime.registry import KNOWN
 from slipstream.runner import plan as plans
 from slipstream.runner.memory import num_blocks
 from slipstream.runner.plan import ENDLESS, resolve
@@ -188,12 +189,14 @@ def test_gpu_facts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
     monkeypatch.setattr("slipstream.runner.plan.find_spec", lambda _: True)
+    monkeypatch.setattr("slipstream.runner.plan.target_of", lambda _: KNOWN["sm_90a"])
     edit_config(checkpoint, dtype="bfloat16")
     plan = resolve(EngineConfig(checkpoint=str(checkpoint)))
     assert plan.device.type == "cuda"
     assert plan.dtype == torch.bfloat16
     with pytest.raises(ConfigError, match=r"kv_cache_tokens = 10000000 takes .* GB"):
-        resolve(EngineConfig(checkpoint=str(checkpoint), kv_cache_tokens=10_000_000))
+        many = {"load_format": "random", "kv_cache_tokens": 10_000_000}
+        resolve(EngineConfig(checkpoint=str(checkpoint), **many))
     edit_config(checkpoint, head_dim=48)
     assert resolve(EngineConfig(checkpoint=str(checkpoint))).attention.spec.head_size == 64
     edit_config(checkpoint, head_dim=320)
