@@ -194,8 +194,8 @@ def test_gpu_facts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = resolve(EngineConfig(checkpoint=str(checkpoint)))
     assert plan.device.type == "cuda"
     assert plan.dtype == torch.bfloat16
+    many = {"load_format": "random", "kv_cache_tokens": 10_000_000}
     with pytest.raises(ConfigError, match=r"kv_cache_tokens = 10000000 takes .* GB"):
-        many = {"load_format": "random", "kv_cache_tokens": 10_000_000}
         resolve(EngineConfig(checkpoint=str(checkpoint), **many))
     edit_config(checkpoint, head_dim=48)
     assert resolve(EngineConfig(checkpoint=str(checkpoint))).attention.spec.head_size == 64

@@ -95,6 +95,8 @@ def codes_of(matrix: QuantMatrix) -> Tensor:
     codes = matrix.codes
     if matrix.kind not in _HALVES:
         return codes
+    if codes.is_meta:  # whose operations are slow
+        return codes.new_empty(matrix.outputs, matrix.inputs)
     both = torch.stack([codes & 15, codes >> 4], dim=-1)
     return both.view(len(codes), -1)[:, : matrix.inputs]
 

@@ -27,14 +27,23 @@ class _Rounded(NamedTuple):
 
 def rounded8(weight: Tensor) -> QuantMatrix:
     """Return `[n, k]` in 8 bits, a scale for each output: its largest weight over 127."""
+    n, k = weight.shape
+    if weight.is_meta:  # whose operations are slow
+        codes, scales = weight.new_empty(n, k, dtype=torch.int8), weight.new_empty(n, 1)
+        return QuantMatrix(Kind.W8, codes, scales, k, k)
     parts = [_rows8(part.float(), weight.dtype) for part in _some(weight)]
     codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
-    return QuantMatrix(Kind.W8, codes, scales, weight.shape[1], weight.shape[1])
+    return QuantMatrix(Kind.W8, codes, scales, k, k)
 
 
 def rounded4(weight: Tensor, group: int = GROUP) -> QuantMatrix:
     """Return `[n, k]` in 4 bits with zeros, by groups; the last may be shorter."""
-    k = weight.shape[1]
+    n, k = weight.shape
+    if weight.is_meta:
+        scales = weight.new_empty(n, -(-k // group))
+        codes = weight.new_empty(n, -(-k // 2), dtype=torch.uint8)
+        zeros = torch.empty_like(scales, dtype=torch.uint8)
+        return QuantMatrix(Kind.W4, codes, scales, group, k, zeros=zeros)
     parts = [_rows4(part.float(), group, weight.dtype) for part in _some(weight)]
     codes = torch.cat([halves(part.codes.flatten(1)[:, :k]) for part in parts])
     scales = torch.cat([part.scale.squeeze(-1) for part in parts])
@@ -43,8 +52,6 @@ def rounded4(weight: Tensor, group: int = GROUP) -> QuantMatrix:
 
 
 def _some(weight: Tensor) -> tuple[Tensor, ...]:
-    if weight.is_meta:
-        return (weight,)
     return torch.split(weight, max(1, _WEIGHTS // weight.shape[1]))
 
 
@@ -66,7 +73,7 @@ def _rows4(weight: Tensor, group: int, dtype: torch.dtype) -> _Rounded:
     low, high = (each.unsqueeze(-1) for each in torch.aminmax(grouped, dim=-1))
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     least, best = None, None
-    for part in _RANGES[:1] if weight.is_meta else _RANGES:  # there all are alike
+    for part in _RANGES:
         scale = _stored((high - low) * part / 15, dtype)
         step = scale.float()
         zero = (-low * part / step).round().clamp(0, 15)

@@ -87,6 +87,8 @@ def pack(codes: Tensor, bits: int, middle: int) -> Tensor:
     """Put codes `[n, k]` u8 in order, `[tiles, blocks * words]` i32; `middle` is where none are."""
     n, k = codes.shape
     tiles, blocks = -(-n // TILE), -(-k // BLOCK)
+    if codes.is_meta:  # whose operations are slow
+        return codes.new_empty(tiles, blocks * TILE * BLOCK * bits // 32, dtype=torch.int32)
     shape = (tiles * TILE, blocks * BLOCK)
     padded = torch.full(shape, middle, dtype=torch.uint8, device=codes.device)
     padded[:n, :k] = codes
@@ -117,6 +119,8 @@ def unpack(values: Tensor, packing: Packing) -> Tensor:
 
 def by_tile(values: Tensor, packing: Packing, fill: int) -> Tensor:
     """Put numbers of groups, `[n, groups]`, in order: `[tiles, groups, 16]`."""
+    if values.is_meta:
+        return values.new_empty(packing.tiles, packing.groups, TILE)
     shape = (packing.tiles * TILE, packing.groups)
     padded = torch.full(shape, fill, dtype=values.dtype, device=values.device)
     padded[: len(values), : values.shape[1]] = values
