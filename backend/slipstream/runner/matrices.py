@@ -111,7 +111,8 @@ def weight_bytes(
             todo.extend(each)
         elif type(each).__module__.startswith(_PACKAGE):
             names = [name for of in type(each).__mro__ for name in getattr(of, "__slots__", ())]
-            todo.extend(getattr(each, name, None) for name in (*names, *getattr(each, "__dict__", ())))
+            names.extend(getattr(each, "__dict__", ()))
+            todo.extend(getattr(each, name, None) for name in names)
     return sum(storages.values())
 
 
