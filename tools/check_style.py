@@ -141,7 +141,9 @@ def families(root: Path) -> re.Pattern[str]:
     text = "".join(path.read_text() for path in sorted((root / MODELS).rglob("*.py")))
     found = re.findall(r"\b([A-Z][A-Za-z]+)\d*\w*?For(?:CausalLM|ConditionalGeneration)", text)
     names = {re.sub(r"\d.*", "", name) for name in found}
-    return re.compile("|".join(sorted(names)) or "(?!)", re.IGNORECASE)
+    # Names of three letters are parts of words, too.
+    parts = [f"(?<![a-z]){name}(?![a-z])" if len(name) < 4 else name for name in sorted(names)]
+    return re.compile("|".join(parts) or "(?!)", re.IGNORECASE)
 
 
 def in_product(path: str, source: str) -> Iterator[Finding]:

@@ -122,6 +122,14 @@ def test_sizes_are_those_of_the_model(name: str, is_tied: bool, tmp_path: Path) 
     assert counted == inside
 
 
+@pytest.mark.parametrize("file", sorted(Path(families.__file__).parent.glob("families/*.py")))
+def test_a_family_is_one_short_file(file: Path) -> None:
+    """At most 60 lines, imports and empty ones not counted."""
+    body = file.read_text(encoding="utf-8").partition("\n\n\n")[2] or file.read_text()
+    lines = [line for line in body.splitlines() if line and "import" not in line]
+    assert len(lines) <= 60
+
+
 def test_the_page_of_families_is_current() -> None:
     page = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
     assert page == written(page), "run `make families`"

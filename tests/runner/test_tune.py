@@ -74,7 +74,8 @@ def test_matrices_are_those_of_the_model(
     # The embedding multiplies nothing, nor does a table of positions.
     made -= Counter([(dims.vocab_size, dims.hidden_size)])
     if axes.learned_positions:
-        made -= Counter([(plan.model.max_positions, dims.hidden_size)])
+        rows = plan.model.max_positions + axes.position_offset
+        made -= Counter([(rows, dims.hidden_size)])
     for options in ({}, {"load_format": "random"}):
         asked = msgspec.structs.replace(config, **options)
         expected: Counter[tuple[int, ...]] = Counter()

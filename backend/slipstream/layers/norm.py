@@ -40,7 +40,8 @@ class LayerNorm:
         size: of a row.
         eps: added to the variance.
         has_weight, has_bias: whether it has them.
-        groups: rows `[n, groups, size]` have a weight for each group.
+        groups: rows `[n, groups, size]` have a weight for each group, in one tensor or (as
+            `norms.0`, ...) in one each.
     """
 
     def __init__(
@@ -52,8 +53,12 @@ class LayerNorm:
         has_bias: bool = True,
         groups: int = 0,
     ) -> None:
-        shape = (groups, size) if groups else (size,)
-        self.weight = w.tensor("weight", *shape) if has_weight else None
+        self.weight = None
+        if has_weight and groups and not w.has("weight"):
+            names = [f"norms.{i}.weight" for i in range(groups)]
+            self.weight = w.packed(names, [size] * groups).view(groups, size)
+        elif has_weight:
+            self.weight = w.tensor("weight", *((groups, size) if groups else (size,)))
         self._is_grouped = groups > 0
         self.bias = w.tensor("bias", size) if has_bias else None
         self.eps = eps

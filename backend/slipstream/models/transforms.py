@@ -17,7 +17,9 @@ from slipstream.models.axes import Change, QkvOrder, TensorNames
 if TYPE_CHECKING:
     from torch import Tensor
 
-_NAME = re.compile(r"(?:^|\.)(self_attn\.\w+|mlp\.\w+|lm_head|model\.\w+)\.(weight|bias)$")
+_NAME = re.compile(
+    r"(?:^|\.)(self_attn\.\w+|mlp\.\w+|lm_head|model\.\w+)(?:\.norms\.\d+)?\.(weight|bias)$"
+)
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _OUT = "self_attn.o_proj"
@@ -113,6 +115,8 @@ def changes(names: TensorNames, dims: Dims, heads: Heads) -> Callable[[str], Cha
         found: list[Change] = []
         if kind == "weight" and name in names.transposed:
             found.append(transposed)
+        if f"{name}.{kind}" in names.changed:
+            found.append(names.changed[f"{name}.{kind}"])
         if name in _QKV and names.qkv is not QkvOrder.SPLIT:
             which = _QKV.index(name)
             found.append(lambda x: part_of_qkv(x, names.qkv, which, dims))
@@ -124,8 +128,6 @@ def changes(names: TensorNames, dims: Dims, heads: Heads) -> Callable[[str], Cha
             found.append(lambda x: arranged(x, order, heads.size, dim))
         if name == _OUT and kind == "weight" and value_moved != still:
             found.append(lambda x: arranged(x, value_moved, heads.size, dim=1))
-        if f"{name}.{kind}" in names.changed:
-            found.append(names.changed[f"{name}.{kind}"])
         return found
 
     def change(name: str) -> Change | None:

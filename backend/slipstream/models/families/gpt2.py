@@ -27,6 +27,21 @@ NAMES = {
     "mlp.down_proj": "mlp.c_proj",
 }
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+TENSORS = TensorNames(
+    NAMES,
+    unread=(".attn.bias", ".attn.masked_bias"),
+    optional="transformer.",
+    qkv=QkvOrder.BLOCKS,
+    transposed=(*QKV, "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"),
+)
+AXES = Axes(
+    norm=NormKind.LAYER,
+    qkv_bias=True,
+    out_bias=True,
+    mlp_bias=True,
+    gated=False,
+    learned_positions=True,
+)
 KEYS = "hidden_size=n_embd num_hidden_layers=n_layer num_attention_heads=n_head"
 KEYS += " max_position_embeddings=n_positions intermediate_size=n_inner"
 KEYS += " rms_norm_eps=layer_norm_epsilon"
@@ -46,21 +61,8 @@ def derived(config: Reader) -> Mapping[str, object]:
     read_ropes=no_rope,
     aliases=KEYS,
     derived=derived,
-    tensors=TensorNames(
-        NAMES,
-        unread=(".attn.bias", ".attn.masked_bias"),
-        optional="transformer.",
-        qkv=QkvOrder.BLOCKS,
-        transposed=(*QKV, "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"),
-    ),
+    tensors=TENSORS,
 )
 def gpt2(config: Reader) -> Axes:
     """Return the axes, which no key of config.json changes."""
-    return Axes(
-        norm=NormKind.LAYER,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        gated=False,
-        learned_positions=True,
-    )
+    return AXES

@@ -1,0 +1,19 @@
+"""Seed-OSS (ByteDance, 2025): Llama with biases on q, k and v."""
+
+from slipstream.models.axes import Axes
+from slipstream.models.family import family
+from slipstream.models.reader import Reader
+
+
+@family(
+    "SeedOssForCausalLM",
+    keys="attention_bias attention_out_bias mlp_bias residual_dropout",
+    has_windows=False,
+)
+def seed_oss(config: Reader) -> Axes:
+    """Read biases."""
+    return Axes(
+        qkv_bias=config.flag("attention_bias", default=True),
+        out_bias=config.flag("attention_out_bias", default=False),
+        mlp_bias=config.flag("mlp_bias", default=False),
+    )
