@@ -140,7 +140,7 @@ pairs: install   ## the table of docs/decoding.md: what one request cannot ask f
 limits: install  ## the table of docs/limits.md, on stdout
 	@$(BIN)/python -c "from slipstream_contract.limits_page import page; print(page())"
 
-fields: install  ## the tables of docs/responses.md and openai.md, and openapi.json
+fields: install  ## the tables of docs/responses.md, openai.md and tools.md, and openapi.json
 	@$(BIN)/python tools/fields.py
 
 families: install  ## the table of docs/families.md, from the families' files

@@ -1,6 +1,6 @@
 """Write what is made from the tables of fields: `make fields`.
 
-The tables of docs/responses.md and docs/openai.md, and the gateway's OpenAPI file.
+The tables of docs/responses.md, openai.md and tools.md, and the gateway's OpenAPI file.
 """
 
 import re
@@ -11,11 +11,13 @@ from slipstream_gateway import fields, openapi
 from slipstream_gateway.dialects.fields import markdown
 from slipstream_gateway.dialects.messages_fields import TABLE as MESSAGES
 from slipstream_gateway.dialects.responses_fields import TABLE as RESPONSES
+from slipstream_gateway.parsing import strict_page
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES: Mapping[str, Mapping[str, str]] = {
     "responses.md": {"responses": markdown(RESPONSES), "messages": markdown(MESSAGES)},
     "openai.md": {"completions": fields.markdown()},
+    "tools.md": {"strict": strict_page.markdown()},
 }
 """Page -> the tables between its marks, by their names."""
 
