@@ -236,7 +236,7 @@ TABLE: Mapping[str, Field] = {field.name: field for field in (*_OWN, *_sampling(
 def check_body(body: Mapping[str, Any], at: str) -> list[str]:
     """Refuse fields by the table; return the names of those that have no effect, or are not there.
 
-    Raises ApiError.
+    Raises ApiError, and ContractError for a flag that is neither true nor false.
     """
     ignored = []
     for name, value in body.items():
@@ -252,6 +252,8 @@ def check_body(body: Mapping[str, Any], at: str) -> list[str]:
             raise ApiError(400, message, name, "unsupported_parameter")
         elif field.use is Use.HARMLESS and value is not None:
             ignored.append(name)
+        elif field.schema is _FLAG:
+            read_flag(body, name)
     return ignored
 
 
