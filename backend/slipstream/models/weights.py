@@ -22,6 +22,7 @@ from slipstream.models.axes import Change, TensorNames
 from slipstream.models.entries import TensorEntry
 from slipstream.models.files import SINGLE, tensor_entries
 from slipstream.models.formats.registry import Formats
+from slipstream.models.gguf.kept import KEPT, kept
 from slipstream.models.gguf.restore import buffer_for, restore
 from slipstream.models.gguf.types import QUANTISED
 from slipstream.models.reading import Region, TensorReader
@@ -91,6 +92,9 @@ class _Checkpoint:
         """Return a tensor as it is stored, by the checkpoint's name: its shape alone."""
         self._unread.discard(name)
         entry = self._entries[name]
+        if entry.dtype in QUANTISED:  # rows of blocks
+            shape = (entry.shape[0], (entry.end - entry.begin) // entry.shape[0])
+            return torch.empty(shape, dtype=torch.uint8, device="meta")
         if entry.dtype not in _STORED:
             raise CheckpointError(f"{entry.file}: tensor {name} is {entry.dtype}: not implemented")
         return torch.empty(entry.shape, dtype=_STORED[entry.dtype], device="meta")
@@ -105,7 +109,12 @@ class _Checkpoint:
 
     def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
         """Read a matrix that the checkpoint has quantised, with all that belongs to it."""
-        stored = self._stored(name)
+        stored, weight = self._stored(name), self._stored(f"{name}.weight")
+        if (entry := self._entries.get(weight)) is not None and entry.dtype in KEPT:
+            self._take(f"{name}.weight", (rows, inputs))
+            matrix = kept(entry, self.raw(weight))
+            self._note_values(weight, entry, matrix.scales)
+            return matrix
         if self._tensors.change(f"{name}.weight") is not None and self._formats.is_quantised(
             stored
         ):
@@ -126,6 +135,9 @@ class _Checkpoint:
     def has(self, name: str) -> bool:
         """Return whether a file has the tensor."""
         return self._stored(name) in self._entries
+
+    def _note_values(self, name: str, entry: TensorEntry, out: Tensor) -> None:
+        """Keep what is needed to check that values are finite; shapes alone need nothing."""
 
     def _stored(self, name: str) -> str:
         """Return the checkpoint's name of a tensor of the decoder."""
@@ -271,6 +283,9 @@ class FileSource(_Checkpoint):
         self._reader.read(regions, buffers)
         for region, entry, buffer, out in zip(regions, entries, buffers, outs, strict=True):
             restore(entry, buffer, out)
+            if entry.dtype in QUANTISED:
+                dtype = str(out.dtype).removeprefix("torch.")
+                self.note(f"tensors of {entry.dtype}: dequantised to {dtype} as they are loaded")
             self._note_values(region.name, entry, out)
         num_bytes = sum(entry.end - entry.begin for entry in entries)
         self._num_bytes += num_bytes

@@ -43,8 +43,13 @@ class Form(NamedTuple):
 
 
 def _is_exact(scales: Tensor) -> bool:
-    """Whether scales are numbers of bfloat16, in which these GEMMs keep them."""
-    return scales.is_meta or torch.equal(scales.bfloat16().float(), scales.float())
+    """Whether scales are numbers of bfloat16, in which these GEMMs keep them.
+
+    Of those without data only their type is known: others are rarely such numbers.
+    """
+    if scales.is_meta:
+        return scales.dtype == torch.bfloat16
+    return torch.equal(scales.bfloat16().float(), scales.float())
 
 
 def _takes_int8(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:

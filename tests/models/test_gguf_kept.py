@@ -1,0 +1,107 @@
+"""Q4_0 and Q8_0 stay packed on a GPU: what is multiplied with is what the file stands for."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fixtures.models.checkpoints import make_model, make_runner
+from fixtures.models.gguf_files import SIZES, random_blocks, unpacked, write_gguf
+from slipstream.config import EngineConfig
+from slipstream.errors import CheckpointError
+from slipstream.fuse.rewrite import places
+from slipstream.kernels.gemm.op import Matrix
+from slipstream.kernels.gemm.packing import dense
+from slipstream.kernels.runtime.registry import CPU, KNOWN, Target
+from slipstream.models.decoder import build
+from slipstream.models.entries import TensorEntry
+from slipstream.models.gguf.kept import KEPT, kept
+from slipstream.models.gguf.restore import restore
+from slipstream.models.gguf.types import QUANTISED
+from slipstream.models.hf import read_config
+from slipstream.models.weights import FileSource, Weights
+from slipstream.quant.matrix import dequantise
+from slipstream.runner.matrices import weight_bytes
+
+HOST = torch.device("cpu")
+BF16 = torch.bfloat16
+PACKED = "kept packed, multiplied with 16-bit rows"
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("heads", [0, 1, 3])
+def test_a_matrix_is_what_its_blocks_are(kind: str, heads: int, tmp_path: Path) -> None:
+    raw = random_blocks(np.random.default_rng(heads), kind, 24, 96)
+    blocks = torch.from_numpy(raw).flatten()
+    entry = TensorEntry(tmp_path, kind, (24, 96), 0, blocks.numel(), paired_heads=heads)
+    values = torch.empty(24, 96)
+    restore(entry, blocks, values)
+    matrix = kept(entry, blocks)
+    assert torch.equal(dequantise(matrix), values)
+    assert matrix.num_bytes * QUANTISED[kind].elements == 24 * 96 * QUANTISED[kind].num_bytes
+
+
+def matrices(directory: Path, target: Target) -> dict[str, Matrix]:
+    """Matrices of a checkpoint's places, read to this host in the form of a target."""
+    model = read_config(directory)
+    source = FileSource(directory, HOST, model.tensors)
+    decoder = build(model, Weights(source, HOST, BF16, target=target), max_model_len=8)
+    found: dict[str, Matrix] = {}
+    for name, place in places(decoder):
+        assert isinstance(place.linear.weights, Matrix)
+        found[f"{name} {len(found)}"] = place.linear.weights
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", KEPT)
+def test_packed_weights_are_those_of_a_cpu(
+    family: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Llama's rows of q and k are in pairs in the file, Qwen's are not."""
+    path = write_gguf(make_model(family, **SIZES), family, tmp_path / "model.gguf", kind)
+    directory = unpacked(path, tmp_path / "checkpoint")
+    with caplog.at_level(logging.INFO):
+        packed = matrices(directory, KNOWN["sm_90a"])
+    assert f"by 32 inputs: {PACKED} (8)" in caplog.text
+    plain = matrices(directory, CPU)
+    assert packed.keys() == plain.keys()
+    for name, matrix in packed.items():
+        if name.startswith("head"):
+            continue
+        assert matrix.groups is not None, name
+        weight = dense(matrix.values, matrix.groups)
+        assert torch.equal(weight.bfloat16(), plain[name].values), name
+    config = EngineConfig(checkpoint=str(directory))
+    bytes_on = [
+        weight_bytes(config, read_config(directory), BF16, target)
+        for target in (CPU, KNOWN["sm_90a"])
+    ]
+    count = sum(each.values.numel() for name, each in plain.items() if not name.startswith("head"))
+    saved = 2 - QUANTISED[kind].num_bytes / QUANTISED[kind].elements
+    assert bytes_on[0] - bytes_on[1] == saved * count
+
+
+def test_the_start_says_what_is_dequantised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_gguf(make_model("llama", **SIZES), "llama", tmp_path / "model.gguf", "Q4_1")
+    directory = unpacked(path, tmp_path / "checkpoint")
+    with caplog.at_level(logging.INFO):
+        matrices(directory, KNOWN["sm_90a"])
+    assert "tensors of Q4_1: dequantised to bfloat16 as they are loaded" in caplog.text
+    assert PACKED not in caplog.text
+
+
+def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    path = write_gguf(make_model("llama", **SIZES), "llama", tmp_path / "model.gguf", "Q8_0")
+    directory = unpacked(path, tmp_path / "checkpoint")
+    source = FileSource(directory, HOST, read_config(directory).tensors)
+    entry = source.entry("model.layers.1.mlp.down_proj.weight")
+    assert entry is not None
+    with path.open("r+b") as file:
+        file.seek(entry.begin)
+        file.write(np.array([np.inf], dtype=np.float16).tobytes())
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight holds NaN, inf"):
+        make_runner(directory)
