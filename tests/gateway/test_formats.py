@@ -32,6 +32,9 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")
         ("[func_name1(a=1)]", "pythonic"),
         ("<seed:tool_call> <function= <parameter= <seed:think>", "seed_oss+seed_oss"),
         ("<minimax:tool_call> </think>", "minimax_m2+qwen3"),
+        ('in the format {"name": function name, "parameters": dictionary of', "llama3_json"),
+        ('[{"name": "tool_call_name", "arguments": {"arg1": "value1"}}]', "xlam"),
+        ("'<TOOLCALL>[' '</think>'", "qwen3"),  # of Nemotron Nano 2: no form that is known
         ("</think>", "qwen3"),
     ],
 )

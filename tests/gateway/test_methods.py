@@ -29,3 +29,23 @@ def test_probes_are_described_without_a_body(gateway):
         assert "content" not in document["paths"][path]["get"]["responses"]["200"]
     assert gateway.post("/ping", {}).status == 200
     assert "post" in document["paths"]["/ping"]
+
+
+def test_what_open_responses_has_beyond_is_refused_by_name(gateway):
+    """docs/responses.md lists the cases of its suite."""
+    offer = {
+        "Connection": "Upgrade",
+        "Upgrade": "websocket",
+        "Sec-WebSocket-Version": "13",
+        "Sec-WebSocket-Key": "AAAAAAAAAAAAAAAAAAAAAA==",
+    }
+    socket = gateway.request("GET", "/v1/responses", None, offer)
+    assert (socket.status, socket.headers["allow"]) == (405, "POST")
+    compact = gateway.post("/v1/responses/compact", {"model": "a", "input": "a"})
+    assert compact.status == 404
+    assert compact.error["message"] == "/v1/responses/compact is not served"
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:"}]
+    image = gateway.post(
+        "/v1/responses", {"model": "ensemble", "input": [{"role": "user", "content": parts}]}
+    )
+    assert (image.status, image.error["param"]) == (400, "input[0].content[1].type")

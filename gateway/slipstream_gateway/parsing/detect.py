@@ -39,6 +39,7 @@ _CALLS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("[func_name",), "pythonic"),
     (("<|python_tag|>",), "llama3_json"),
     (('"parameters": dictionary',), "llama3_json"),
+    (('[{"name": "tool_call_name"',), "xlam"),
 )
 """What a template holds -> how calls are written; the first that fits."""
 
