@@ -19,11 +19,12 @@ from fixtures.models.checkpoints import (
 )
 from fixtures.models.drawn import DRAWN
 from fixtures.models.parity import check_against
+from fixtures.models.remote_drawn import REMOTE
 
 SEEDS = range(6)
 CASES = [
     pytest.param(family, seed, marks=[] if seed == 0 else [pytest.mark.rest])
-    for family in DRAWN
+    for family in (*DRAWN, *REMOTE)
     for seed in SEEDS
 ]
 _log = logging.getLogger(__name__)
@@ -33,11 +34,16 @@ _log = logging.getLogger(__name__)
 def test_a_drawn_configuration(family: str, seed: int, tmp_path: Path) -> None:
     """Logits within 1e-4 and the same tokens, over chunks, borders of blocks and preemption."""
     rng = random.Random(f"{family} {seed}")
-    options = DRAWN[family](rng)
+    if family in REMOTE:
+        model = REMOTE[family](rng)
+        options = model.keys
+        model.save(tmp_path)
+    else:
+        options = DRAWN[family](rng)
+        model = make_model(family, **options)
+        save(model, tmp_path)
     _log.warning("%s, seed %d: %s", family, seed, options)
-    model = make_model(family, **options)
-    block_size = rng.choice([8, 16, 32])
-    driver = Driver(make_runner(save(model, tmp_path), block_size=block_size), keep_logits=True)
+    driver = Driver(make_runner(tmp_path, block_size=rng.choice([8, 16, 32])), keep_logits=True)
     lengths = [rng.randrange(1, 60) for _ in range(3)]
     prompts = random_prompts(lengths, model.config.vocab_size, seed)
     generations = [Generation(prompt, 4 + i) for i, prompt in enumerate(prompts)]

@@ -65,3 +65,14 @@ def read_config_class(architecture: str) -> ConfigClass:
     keys = {**shared["others"], **own["others"], **thetas}
     keys |= {**shared["defaults"], **own["defaults"]}
     return ConfigClass(tuple(own["model_types"]), keys)
+
+
+def own_class(*model_types: str, **keys: object) -> ConfigClass:
+    """Return the class of an architecture that transformers lacks: its keys with their defaults."""
+    shared = _data()["shared"]
+    return ConfigClass(model_types, {**shared["others"], **shared["defaults"], **keys})
+
+
+def is_of_transformers(architecture: str) -> bool:
+    """Return whether transformers has the architecture."""
+    return architecture in _data()
