@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.models.quantised import NAME, K, N, Tensors, config_of, directory_of, tensors_of
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
 from slipstream.errors import CheckpointError
 from slipstream.models.axes import TensorNames
 from slipstream.models.formats.module import num_words, unpack
@@ -18,54 +18,7 @@ from slipstream.models.formats.registry import table
 from slipstream.models.weights import FileSource, ShapeSource
 from slipstream.quant.matrix import Kind, QuantMatrix, dequantise
 
-CASES = Path(__file__).parents[1] / "fixtures" / "quant" / "formats.safetensors"
 CPU = torch.device("cpu")
-N, K = 64, 128
-NAME = "model.layers.0.mlp.up_proj"
-Tensors = dict[str, torch.Tensor]
-
-
-def tensors_of(case: str) -> tuple[Tensors, torch.Tensor]:
-    """The tensors of a case by what follows the module's name, and every eighth row of weights."""
-    start = f"{case}."
-    found = {n.removeprefix(start): t for n, t in load_file(CASES).items() if n.startswith(start)}
-    return found, found.pop("want")
-
-
-def config_of(case: str) -> dict[str, Any]:
-    library, *rest = case.split("-")
-    if library == "awq":
-        return {"quant_method": "awq", "version": rest[0], "group_size": int(rest[1]), "bits": 4}
-    if library == "gptq":
-        version = {"v1": "gptq", "v2": "gptq_v2"}[rest[0]]
-        sizes = {"bits": int(rest[1]), "group_size": int(rest[2]), "desc_act": True}
-        return {"quant_method": "gptq", "checkpoint_format": version, **sizes}
-    if library == "bnb":
-        is_4 = rest[0] == "nf4"
-        both = {"load_in_4bit": is_4, "load_in_8bit": not is_4}
-        return {"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "nf4", **both}
-    algorithms = {
-        "fp8": "FP8",
-        "fp8-rows": "FP8_PER_CHANNEL_PER_TOKEN",
-        "int8": "W8A8_SQ_PER_CHANNEL",
-        "int4": "W4A16_AWQ",
-        "nvfp4": "NVFP4",
-        "mxfp4": "MXFP4",
-    }
-    groups = {"int4": 32, "nvfp4": 16, "mxfp4": 32}
-    name = "-".join(rest)
-    group = {"group_size": groups[name]} if name in groups else {}
-    return {"quant_method": "modelopt", "quant_algo": algorithms[name], **group}
-
-
-def directory_of(folder: Path, tensors: Tensors, config: dict[str, Any]) -> Path:
-    """A checkpoint of one matrix."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"quantization_config": config}))
-    save_file(
-        {f"{NAME}.{part}": each for part, each in tensors.items()}, folder / "model.safetensors"
-    )
-    return folder
 
 
 def read(directory: Path) -> QuantMatrix:
