@@ -10,6 +10,7 @@ import msgspec
 from slipstream_contract.errors import clip
 
 from slipstream_gateway.errors import ApiError
+from slipstream_gateway.parsing.values import type_of
 from slipstream_gateway.settings import MAX_DEPTH, Settings
 
 Receive = Any  # ASGI's
@@ -65,7 +66,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
     except RecursionError:
         raise _too_deep() from None
     if not isinstance(value, dict):
-        raise ApiError(400, f"the body is a JSON {type(value).__name__}, not an object")
+        raise ApiError(400, f"the body is JSON of type {type_of(value)}, not an object")
     if _count_keys(value) != len(_KEY_END.findall(data)):
         _refuse_twins(data)
     return value

@@ -218,7 +218,7 @@ def _schema(prefix: str, table: dialect_fields.Table, schemas: dict[str, Schema]
     for name in ("messages", "input"):
         one = found["properties"].get(name, {})
         for kind in (one, *one.get("anyOf", ())):
-            kind |= {"array": {"minItems": 1}, "string": {"minLength": 1}}.get(kind.get("type"), {})
+            kind |= {"minItems": 1} if kind.get("type") == "array" else {}
     return found
 
 

@@ -76,6 +76,12 @@ def test_what_is_never_served_is_invalid(gateway: Gateway, path: str, body: dict
     assert not bodies_of(path).is_valid(body)
 
 
+def test_an_empty_text_is_an_input(gateway: Gateway):
+    body = {"model": MODEL, "input": "", "max_output_tokens": 1}
+    assert gateway.post("/v1/responses", body).status == 200
+    assert bodies_of("/v1/responses").is_valid(body)
+
+
 def test_the_file_is_made_from_the_tables():
     assert openapi.FILE.read_bytes() == openapi.file_bytes(), "make fields"
 

@@ -153,8 +153,9 @@ def test_chats(gateway: Gateway, body: dict[str, Any], param: str | None, is_str
     [
         (b"", "not JSON"),
         (b"{", "not JSON"),
-        (b"[]", "list"),
-        (b'"a"', "str"),
+        (b"[]", "array"),
+        (b'"a"', "string"),
+        (b"null", "JSON of type null"),
         (b"\xff", "not JSON"),
         (b'{"prompt": "\\ud800"}', "not JSON"),
         (b'{"a":' * 200 + b"1" + b"}" * 200, "nested"),
