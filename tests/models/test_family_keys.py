@@ -4,11 +4,14 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 from fixtures.models.checkpoints import edit_config, make_model, save
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.kernels.attention.backend import backend_for
 from slipstream.layers.dims import RopeConfig
 from slipstream.models.hf import read_config
+from slipstream.runner.cache_dtype import attention_spec
 from slipstream.runner.plan import resolve
 
 LONG = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
@@ -34,6 +37,7 @@ def files(family: str, directory: Path, *removed: str, **changes: object) -> Pat
         ("glm", {"partial_rotary_factor": 0.01}, "rotates 0 of heads of 64"),
         ("gemma", {"hidden_act": "silu"}, "hidden_act = 'silu' is not implemented"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is"),
+        ("gemma2", {"attn_logit_softcapping": -1}, "attn_logit_softcapping = -1 is not a number"),
         ("phi3", {"rope_scaling": LONG | {"short_factor": [1.0]}}, "has not 16 numbers"),
         ("phi3", {"rope_scaling": LONG | {"long_factor": [0.0] * 16}}, "long_factor"),
         ("phi3", {"rope_scaling": {"type": "su"}}, "short_factor = None is not a list"),
@@ -86,3 +90,15 @@ def test_dynamic_is_the_plain_kind_within_the_context(tmp_path: Path) -> None:
     config = read_config(directory)
     assert config.rope == RopeConfig()
     assert config.max_positions == 256  # and none beyond
+
+
+def test_capped_scores_are_refused_on_a_gpu_and_in_endless_sequences(tmp_path: Path) -> None:
+    model = read_config(files("gemma2", tmp_path, attn_logit_softcapping=50.0))
+    config = EngineConfig(checkpoint=str(tmp_path), device="cpu", attention_window=8)
+    dtype, gpu = torch.bfloat16, torch.device("cuda")
+    for device, asked, said in (
+        (gpu, EngineConfig(checkpoint=str(tmp_path)), "attn_logit_softcapping = 50), for which"),
+        (torch.device("cpu"), config, "attention_window = 8: Gemma2ForCausalLM caps scores"),
+    ):
+        spec = attention_spec(asked, model, device, dtype, dtype)
+        assert said in str(backend_for(spec))

@@ -79,6 +79,7 @@ class Axes:
     qkv_bias, out_bias, mlp_bias: whether these matrices have biases.
     qkv_most: queries, keys and values are cut to so much and its negative; None: not cut.
     attention_scale: factor of the dot product of query and key; None: `head_size ** -0.5`.
+    score_cap: scores of attention stay below it, by tanh; 0: no cap.
     sink_scores: whether heads have a score in the softmax beside those of tokens.
     gated: whether the MLP has a gate.
     activation: the MLP's, or its gate's.
@@ -102,6 +103,7 @@ class Axes:
     mlp_bias: bool = False
     qkv_most: float | None = None
     attention_scale: float | None = None
+    score_cap: float = 0.0
     sink_scores: bool = False
     gated: bool = True
     activation: Activation = Activation.SILU

@@ -70,6 +70,7 @@ def attention_spec(
         host_bytes=config.kv_cache_host_bytes,
         layers_per_block=layers_per_block,
         has_sink_scores=model.axes.sink_scores,
+        score_cap=model.axes.score_cap,
         model=model.architecture,
     )
 

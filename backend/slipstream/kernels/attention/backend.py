@@ -15,6 +15,7 @@ from slipstream.kernels.attention import rules
 from slipstream.kernels.attention.decode import decode_attention, plan_decode
 from slipstream.kernels.attention.newest import Newest
 from slipstream.kernels.attention.prefill import SinkRows, prefill_attention
+from slipstream.kernels.attention.score_cap import capped_attention
 from slipstream.kernels.attention.sinks import Sinks, sink_attention
 from slipstream.kernels.attention.spec import CAUSAL, AttentionSpec
 from slipstream.kernels.cache import kv_format
@@ -62,7 +63,8 @@ class AttentionBackend(ABC):
         self.spec = spec
         self._has_plan = not spec.deterministic
         # Decodes may be rotated by their attention where nothing comes between it and projection.
-        self.rotates_decodes = not spec.deterministic and rules.no_rotation(spec.case()) is None
+        rotates = not spec.deterministic and rules.no_rotation(spec.case()) is None
+        self.rotates_decodes = rotates and not spec.score_cap
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -184,6 +186,50 @@ class TorchCpu(AttentionBackend):
             "torch", "torch", "one sequence at a time", None, "one chunk at a time"
         )
 
+    def decode(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        rows: Rows,
+        plan: Tensor,
+        scale: float,
+        out: Tensor,
+        newest: Newest | None,
+        window: int,
+        sinks: Sinks | None = None,
+        reads_step: bool = False,
+    ) -> None:
+        """Attend; where scores are capped, each decode is a chunk of one token."""
+        cap = self.spec.score_cap
+        if cap:
+            assert newest is None, "nothing is rotated on the way where scores are capped"
+            starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+            capped_attention(
+                q, cache, rows.block_tables, starts, rows.lengths, out, scale, cap, window
+            )
+        else:
+            super().decode(q, cache, rows, plan, scale, out, newest, window, sinks, reads_step)
+
+    def prefill(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        rows: Rows,
+        chunks: Chunks,
+        scale: float,
+        out: Tensor,
+        window: int,
+        sinks: SinkRows | None = None,
+    ) -> None:
+        """Attend with chunks of queries, by capped scores if the spec has a cap."""
+        cap, (tables, lengths) = self.spec.score_cap, rows
+        if cap:
+            capped_attention(
+                q, cache, tables, chunks.query_starts, lengths, out, scale, cap, window
+            )
+        else:
+            super().prefill(q, cache, rows, chunks, scale, out, window, sinks)
+
 
 BACKENDS: tuple[type[AttentionBackend], ...] = (PagedCuda, TorchCpu)
 
@@ -217,6 +263,8 @@ def _no_layout(spec: AttentionSpec) -> str | None:
         )
     if spec.streams and spec.has_sink_scores:
         return f"attention_window = {spec.stream_window}: {spec.model} has sinks in its softmax"
+    if spec.streams and spec.score_cap:
+        return f"attention_window = {spec.stream_window}: {spec.model} caps scores"
     if spec.streams and any(spec.windows):
         return (
             f"attention_window = {spec.stream_window}: {spec.model} has windows of its own in "
@@ -226,6 +274,12 @@ def _no_layout(spec: AttentionSpec) -> str | None:
 
 
 def _no_scores(spec: AttentionSpec) -> str | None:
+    if spec.score_cap:
+        return (
+            f"device = 'cuda': {spec.model} caps scores of attention (config.json has "
+            f"attn_logit_softcapping = {spec.score_cap:g}), for which there are no kernels; "
+            "device = 'cpu' has them"
+        )
     if not spec.has_sink_scores:
         return None
     return (

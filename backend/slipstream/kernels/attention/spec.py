@@ -8,7 +8,7 @@ from slipstream.kernels.attention.rules import Case
 
 CAUSAL = "causal"
 # Forms that no backend has yet; docs/attention.md says so of each.
-MISSING_FORMS = ("ALiBi", "soft-capped", "cross", "latent (MLA)")
+MISSING_FORMS = ("ALiBi", "cross", "latent (MLA)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class AttentionSpec:
     layers_per_block: int = 1  # core/groups.py
     form: str = CAUSAL
     has_sink_scores: bool = False  # sink_scores.py
+    score_cap: float = 0.0  # score_cap.py; 0: none
     model: str = "the model"  # as messages name it
 
     @property
