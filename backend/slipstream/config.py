@@ -13,6 +13,7 @@ from slipstream_contract.log_probs import MODES
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8", "int4")
 LOAD_FORMATS = ("safetensors", "random")
+BACKEND_MODELS = ("auto", "slipstream", "transformers")
 DEVICE_DRAFTERS = ("draft", "medusa", "eagle3")  # that need weights
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 SPECULATIONS = ("none", "lookup", "suffix", "auto", "forced", "synthetic", *DEVICE_DRAFTERS)
@@ -48,6 +49,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "or newer, a CPU computes it slowly; int8, int4: weights rounded at start"
         ),
     ] = "auto"
+    backend_model: Annotated[
+        str,
+        _field(
+            "slipstream: a family of its own; transformers: the class that transformers has of the "
+            "architecture, with paged attention, slower; auto: that where Slipstream has no family"
+        ),
+    ] = "slipstream"
     load_format: Annotated[
         str, _field("safetensors, or random: weights drawn at start, for benchmarks")
     ] = "safetensors"

@@ -26,14 +26,15 @@ def preflight(config: EngineConfig) -> Preflight:
     """
     import torch
 
+    from slipstream.models.backends import notes as serving_notes
     from slipstream.models.check import check_tensors
     from slipstream.runner.plan import settle, settle_here
 
     load_processors(config.logits_processors)
     plan = settle_here(config)
-    check_tensors(Path(config.checkpoint))
-    info = describe(config.checkpoint)
-    notes = [info.ignored] if info.ignored else []
+    check_tensors(Path(config.checkpoint), plan.model)
+    info = describe(config.checkpoint, plan.model)
+    notes = [line for line in (info.ignored, serving_notes(plan.model)) if line]
     if plan.device.type == "cpu" and config.device == "auto":
         try:
             settle(config, torch.device("cuda", 0))

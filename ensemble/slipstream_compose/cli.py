@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from slipstream import quant
-from slipstream.config import DTYPES, KV_CACHE_DTYPES, SPECULATIONS, help_of
+from slipstream.config import BACKEND_MODELS, DTYPES, KV_CACHE_DTYPES, SPECULATIONS, help_of
 from slipstream_contract.deployment import DEFAULT
 from slipstream_contract.errors import clip
 from slipstream_contract.log_probs import MODES
@@ -119,6 +119,7 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
     """Declare the dtypes, and whether results must be deterministic."""
     for name, choices in (
         ("dtype", DTYPES),
+        ("backend_model", BACKEND_MODELS),
         ("quantization", quant.names()),
         ("speculation", SPECULATIONS),
         ("kv_cache_dtype", KV_CACHE_DTYPES),
@@ -186,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
         for path in convert_tokenizer(args.checkpoint):
             print(f"wrote {path}")
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
-    more = ("speculation", "logprobs_mode", *_DRAFTS)
+    more = ("backend_model", "speculation", "logprobs_mode", *_DRAFTS)
     edits = ("thinking_end", "guide_in_thinking", "logits_processors")
     others = (
         "kv_cache_host_bytes",

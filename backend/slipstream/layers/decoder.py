@@ -62,6 +62,18 @@ class ParallelBlock:
 AnyBlock = Block | ParallelBlock
 
 
+class StepDecoder(Protocol):
+    """What makes the logits of a step; see `Decoder`, which it is of all families."""
+
+    def hidden(
+        self, token_ids: Tensor, inputs: Sequence[AttentionInputs], caches: Sequence[Tensor]
+    ) -> Residual:
+        """Return states `[n, hidden]` of `token_ids [n] i64`, or of the rows that are wanted."""
+
+    def logits(self, residual: Residual) -> Tensor:
+        """Return the logits of states, `[n, hidden] -> [n, vocab]`."""
+
+
 class Decoder:
     """Embedding, blocks, final norm and head."""
 

@@ -2,19 +2,23 @@
 
 from pathlib import Path
 
+from slipstream.models.model_config import ModelConfig
 
-def check_tensors(directory: Path) -> None:
+
+def check_tensors(directory: Path, config: ModelConfig | None = None) -> None:
     """Check names, shapes and dtypes of all tensors. Reads no weights, but imports torch.
+
+    `config` is what was read of config.json; None: it is read here.
 
     Raises CheckpointError for the first tensor that is missing, left over or of a wrong shape.
     """
     import torch
 
-    from slipstream.models.decoder import build
+    from slipstream.models.decoder import build_any
     from slipstream.models.hf import read_config
     from slipstream.models.weights import ShapeSource, Weights
 
     # Build on the device `meta`, where tensors have no data, with the code that loads a model.
-    config = read_config(directory)
+    config = config or read_config(directory)
     source = ShapeSource(directory, config.tensors)
-    build(config, Weights(source, torch.device("meta"), torch.float32), max_model_len=1)
+    build_any(config, Weights(source, torch.device("meta"), torch.float32), max_model_len=1)

@@ -1,11 +1,13 @@
 """Build the decoder that a family's axes describe; count its elements."""
 
+import re
+
 import torch
 from torch import Tensor
 
 from slipstream.fuse.rewrite import rewrite
 from slipstream.layers.attention import Attention, HeadNorm
-from slipstream.layers.decoder import AnyBlock, Block, Decoder, ParallelBlock
+from slipstream.layers.decoder import AnyBlock, Block, Decoder, ParallelBlock, StepDecoder
 from slipstream.layers.embedding import Ends, embedding_and_head
 from slipstream.layers.experts import Experts
 from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP
@@ -18,6 +20,7 @@ from slipstream.models.registry import family_of
 from slipstream.models.weights import Weights
 
 _GATED = {Activation.SILU: GatedMLP, Activation.GELU_TANH: GeluMLP}
+_OF_LAYER = re.compile(r"\.\d+\.")  # tensors of numbered layers
 _LAYER_NORMS = {  # whether it has a weight, and a bias
     NormKind.LAYER: (True, True),
     NormKind.LAYER_WITHOUT_BIAS: (True, False),
@@ -25,8 +28,16 @@ _LAYER_NORMS = {  # whether it has a weight, and a bias
 }
 
 
+def build_any(config: ModelConfig, weights: Weights, max_model_len: int) -> StepDecoder:
+    """Build the decoder with its weights: a family's, or another that the configuration names.
+
+    Raises `CheckpointError` if a tensor is missing, wrong or left over.
+    """
+    return (config.build or build)(config, weights, max_model_len)
+
+
 def build(config: ModelConfig, weights: Weights, max_model_len: int) -> Decoder:
-    """Build the decoder with its weights, and fuse its GEMMs.
+    """Build a family's decoder with its weights, and fuse its GEMMs.
 
     Raises `CheckpointError` if a tensor is missing, wrong or left over.
     """
@@ -154,5 +165,5 @@ class _Builder:
 def block_elements(config: ModelConfig) -> int:
     """Count the elements of all blocks' matrices, by a decoder on torch's device `meta`."""
     source = SizeSource()
-    build(config, Weights(source, torch.device("meta"), torch.float32), max_model_len=1)
-    return sum(n for name, n in source.elements.items() if name.startswith("model.layers."))
+    build_any(config, Weights(source, torch.device("meta"), torch.float32), max_model_len=1)
+    return sum(n for name, n in source.elements.items() if _OF_LAYER.search(name))

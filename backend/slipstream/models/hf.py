@@ -37,7 +37,7 @@ _READ = words(
 
 # Of those, sizes that some classes call otherwise, or do not have.
 _OF_SOME = words("intermediate_size num_key_value_heads head_dim rms_norm_eps")
-_MOST_LAYERS = 10_000  # a limit for what is read per layer
+MOST_LAYERS = 10_000  # a limit for what is read per layer
 _MOST_WIDE = 1 << 18  # of heads, of their size and of the hidden size: torch can count the bytes
 _MOST_ROWS = 1 << 24  # of the vocabulary and of the MLP
 _MOST_NEAR = 3  # names of architectures in an error
@@ -58,15 +58,20 @@ class CheckpointInfo:
     ignored: str  # a line that names the keys of config.json that change nothing; empty: none
 
 
+class UnknownArchitectureError(CheckpointError):
+    """An architecture that no family serves."""
+
+
 def _architecture(config: Reader) -> str:
+    """Return the one architecture; raises `UnknownArchitectureError`."""
     names = config.data.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in supported():
         near = ", ".join(get_close_matches(str(names), supported(), _MOST_NEAR, cutoff=0.0))
-        raise config.refusal(
-            "architectures",
+        why = (
             f"is not supported; {len(supported())} others are, see docs/families.md; names like "
-            f"it: {near}",
+            f"it: {near}"
         )
+        raise UnknownArchitectureError(str(config.refusal("architectures", why)))
     return str(names[0])
 
 
@@ -135,7 +140,7 @@ def _dims(config: Reader) -> Dims:
         vocab_size=config.whole("vocab_size", most=_MOST_ROWS),
         hidden_size=hidden,
         intermediate_size=config.whole("intermediate_size", most=_MOST_ROWS),
-        num_layers=config.whole("num_hidden_layers", most=_MOST_LAYERS),
+        num_layers=config.whole("num_hidden_layers", most=MOST_LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=head_size,
@@ -152,7 +157,7 @@ def _axes(config: Reader, family: Family) -> Axes:
     return replace(family.axes(config), activation=known[name])
 
 
-def _eos_ids(config: Reader, directory: Path, vocab_size: int) -> tuple[int, ...]:
+def eos_ids(config: Reader, directory: Path, vocab_size: int) -> tuple[int, ...]:
     """Return the ids that end a text, from generation_config.json, else config.json.
 
     Without generation_config.json and a key in config.json, the class's default.
@@ -171,7 +176,8 @@ def _eos_ids(config: Reader, directory: Path, vocab_size: int) -> tuple[int, ...
     return tuple(dict.fromkeys(ids))
 
 
-def _dtype(config: Reader) -> str | None:
+def dtype_of(config: Reader) -> str | None:
+    """Return the dtype that config.json names, if it does: float32, float16 or bfloat16."""
     key = "dtype" if config.has("dtype") else "torch_dtype"
     if not config.has(key):
         return None
@@ -226,8 +232,8 @@ def read_model(config: Reader, architecture: str, directory: Path) -> ModelConfi
         windows=windows,
         max_positions=max_positions,
         ties_embeddings=config.flag("tie_word_embeddings", default=False),
-        dtype=_dtype(config),
-        eos_ids=_eos_ids(config, directory, dims.vocab_size),
+        dtype=dtype_of(config),
+        eos_ids=eos_ids(config, directory, dims.vocab_size),
         fp8_cache=says_fp8(config, directory),
         ignored=tuple(config.ignored),
     )
@@ -243,10 +249,13 @@ def weights_dtype(directory: Path) -> str:
     return "float32" if dtype == "float64" else dtype
 
 
-def describe(checkpoint: Path | str) -> CheckpointInfo:
-    """Run every check that reads no weights; return what compose needs."""
+def describe(checkpoint: Path | str, config: ModelConfig | None = None) -> CheckpointInfo:
+    """Run every check that reads no weights; return what compose needs.
+
+    `config` is what was read of config.json; None: it is read here.
+    """
     directory = Path(checkpoint)
-    config = read_config(directory)
+    config = config or read_config(directory)
     own_dtype = weights_dtype(directory)
     return CheckpointInfo(
         architecture=config.architecture,

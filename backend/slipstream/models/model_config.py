@@ -1,9 +1,15 @@
 """A checkpoint's configuration after reading. No torch."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from slipstream.layers.dims import Dims, RopeConfig
 from slipstream.models.axes import Axes, TensorNames
+
+if TYPE_CHECKING:
+    from slipstream.layers.decoder import StepDecoder
+    from slipstream.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +28,10 @@ class ModelConfig:
     eos_ids: tuple[int, ...]
     fp8_cache: bool  # whether the checkpoint wants its cache in e4m3
     ignored: tuple[str, ...]  # keys of config.json that change nothing, here or in transformers
+    # Makes a decoder that is no family's, of `(config, weights, max_model_len)`.
+    build: "Callable[[ModelConfig, Weights, int], StepDecoder] | None" = field(
+        default=None, compare=False
+    )
 
     @property
     def rope(self) -> RopeConfig:

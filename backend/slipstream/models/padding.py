@@ -20,6 +20,8 @@ def with_heads_of(config: ModelConfig, sizes: Sequence[int]) -> ModelConfig:
     if not larger or min(larger) == size or config.axes.qk_norms is not QkNorms.NONE:
         return config
     padded, axes = min(larger), config.axes
+    if config.build is not None:  # it pads what its layers pass to attention
+        return replace(config, dims=replace(config.dims, head_size=padded))
     scale = size**-0.5 if axes.attention_scale is None else axes.attention_scale
     rotated = [size if rope.rotated is None else rope.rotated for rope in config.ropes]
     ropes = zip(config.ropes, rotated, strict=True)

@@ -13,7 +13,7 @@ from slipstream.kernels.cache import kv_format
 from slipstream.kernels.runtime import jit
 from slipstream.layers.attention import Attention
 from slipstream.layers.cache_scales import are_among
-from slipstream.layers.decoder import Decoder
+from slipstream.layers.decoder import Decoder, StepDecoder
 from slipstream.models.files import tensor_entries
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.padding import with_heads_of
@@ -114,8 +114,10 @@ def _has_scales(config: EngineConfig) -> bool:
     return is_read and are_among(tensor_entries(Path(config.checkpoint)))
 
 
-def log_scales(dtype: torch.dtype, decoder: Decoder) -> None:
+def log_scales(dtype: torch.dtype, decoder: StepDecoder) -> None:
     """Say what becomes of scales that a checkpoint has for its cache."""
+    if not isinstance(decoder, Decoder):
+        return
     layers = [block.attention for block in decoder.blocks]
     count = sum(isinstance(layer, Attention) and layer.static is not None for layer in layers)
     if count == 0:

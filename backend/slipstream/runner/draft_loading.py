@@ -2,13 +2,14 @@
 
 import torch
 
-from slipstream.layers.decoder import Decoder
+from slipstream.layers.decoder import Decoder, StepDecoder
 from slipstream.models.axes import TensorNames
 from slipstream.models.decoder import build
 from slipstream.models.drafts.eagle3 import Eagle3, read_draft_ids
 from slipstream.models.drafts.medusa import FILE, NAMES, load_medusa
 from slipstream.models.fileless import RandomSource
 from slipstream.models.files import SINGLE
+from slipstream.models.model_config import ModelConfig
 from slipstream.models.weights import FileSource, Source, Weights
 from slipstream.runner.draft_plan import DraftPlan
 from slipstream.runner.drafters import (
@@ -30,9 +31,17 @@ def _weights(plan: Plan, draft: DraftPlan, tensors: TensorNames, single: str = S
     return Weights(source, plan.device, plan.dtype)
 
 
+def _model_drafter(plan: Plan, draft: DraftPlan, config: ModelConfig) -> Drafter:
+    """Load a smaller model, which drafts."""
+    assert draft.attention is not None
+    model = build(config, _weights(plan, draft, config.tensors), plan.max_model_len)
+    size, length = plan.model.dims.vocab_size, plan.max_model_len
+    return ModelDrafter(model, config.windows, draft.attention, size, length, plan.device)
+
+
 @torch.inference_mode()
 def load_drafter(
-    plan: Plan, draft: DraftPlan, decoder: Decoder, num_rows: int, num_tokens: int
+    plan: Plan, draft: DraftPlan, decoder: StepDecoder, num_rows: int, num_tokens: int
 ) -> Drafter:
     """Load the drafter, and change the model so that it keeps the states that the drafter reads.
 
@@ -44,21 +53,18 @@ def load_drafter(
     """
     d = plan.model.dims
     where = (plan.dtype, plan.device)
+    if draft.model is not None:
+        return _model_drafter(plan, draft, draft.model)
+    assert isinstance(decoder, Decoder), "its states are those of a family's layers"
     if draft.medusa is not None:
         w = _weights(plan, draft, NAMES, FILE)
         heads = load_medusa(w, draft.medusa, decoder.head.weight)
         taps = Taps(num_rows, d.hidden_size, 1, *where)
         tap_head(decoder, taps)
         return MedusaDrafter(heads, taps)
-    assert draft.attention is not None
-    if draft.model is not None:
-        model = build(draft.model, _weights(plan, draft, draft.model.tensors), plan.max_model_len)
-        return ModelDrafter(
-            model, draft.model.windows, draft.attention, d.vocab_size, plan.max_model_len,
-            plan.device,
-        )  # fmt: skip
     config = draft.eagle3
     assert config is not None
+    assert draft.attention is not None
     w = _weights(plan, draft, config.tensors)
     draft_ids = None
     if plan.config.load_format != "random":

@@ -20,7 +20,7 @@ from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.residual import Residual
 from slipstream.layers.sliced import ROWS
 from slipstream.layers.streaming import Streaming
-from slipstream.models.decoder import build
+from slipstream.models.decoder import build_any
 from slipstream.models.fileless import RandomSource
 from slipstream.models.weights import FileSource, Source, Weights
 from slipstream.runner.cache_dtype import log_scales
@@ -101,7 +101,7 @@ class ModelRunner:
         self._kinds = sorted(set(self._layers))
         self._places = [place for _, place in places]
         num_positions = window.size if window.has_gaps else plan.max_model_len
-        self._model = build(plan.model, _load(plan), num_positions)
+        self._model = build_any(plan.model, _load(plan), num_positions)
         log_scales(plan.cache_dtype, self._model)
         self._streaming = None
         if window.has_gaps:
@@ -118,7 +118,8 @@ class ModelRunner:
         laps.lap("cache")
         self._make_transfers(plan)
         laps.lap("host memory")
-        if plan.attention.has_graphs and plan.config.cuda_graphs:
+        has_graphs = plan.attention.has_graphs and plan.model.build is None  # classes have none yet
+        if has_graphs and plan.config.cuda_graphs:
             self._graphs = Graphs(buckets)
             self._graphs.capture(self._prepare)
             laps.lap("graphs")

@@ -13,6 +13,7 @@ from slipstream_contract.log_probs import MODES
 
 from slipstream import quant
 from slipstream.config import (
+    BACKEND_MODELS,
     BLOCK_SIZES,
     LOAD_FORMATS,
     MAX_TARGET_ITL,
@@ -27,8 +28,9 @@ from slipstream.kernels.attention.backend import AttentionBackend, backend_for
 from slipstream.kernels.cache.kv_spec import KVSpec
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.registry import target_of
+from slipstream.models.backends import notes, read_checkpoint
 from slipstream.models.decoder import block_elements
-from slipstream.models.hf import ignored_keys, read_config, weights_dtype
+from slipstream.models.hf import ignored_keys, weights_dtype
 from slipstream.models.model_config import ModelConfig
 from slipstream.runner.cache_dtype import (
     attention_spec,
@@ -39,6 +41,7 @@ from slipstream.runner.cache_dtype import (
 )
 from slipstream.runner.devices import available_on_host, total_memory
 from slipstream.runner.draft_plan import DraftPlan, plan_drafts
+from slipstream.runner.foreign import check_foreign
 from slipstream.runner.matrices import weight_bytes
 from slipstream.runner.scheme_check import check_scheme
 
@@ -375,6 +378,7 @@ def _check_fields(config: EngineConfig) -> None:
         )
     for field, choices in (
         ("load_format", LOAD_FORMATS),
+        ("backend_model", BACKEND_MODELS),
         ("quantization", quant.names()),
         ("speculation", SPECULATIONS),
     ):
@@ -389,7 +393,8 @@ def settle(config: EngineConfig, device: torch.device) -> Plan:
     """
     _check_fields(config)
     checkpoint = Path(config.checkpoint)
-    model = model_on(device.type, read_config(checkpoint))
+    model = model_on(device.type, read_checkpoint(checkpoint, config.backend_model))
+    check_foreign(config, model)
     dtype = dtype_on(device.type, config, model)
     check_scheme(config, model, device, dtype)
     max_model_len = _max_model_len(config, model)
@@ -432,10 +437,10 @@ def settle_here(config: EngineConfig) -> Plan:
 def resolve(config: EngineConfig) -> Plan:
     """`settle_here`, and what this machine's memory allows: what the engine starts with.
 
-    Keys of config.json that are ignored are logged.
+    Keys of config.json that are ignored are logged, and that it is a class of transformers.
     """
     plan = settle_here(config)
     _check_memory(plan)
-    if line := ignored_keys(plan.model):
+    for line in filter(None, (ignored_keys(plan.model), notes(plan.model))):
         _log.warning(line)
     return plan
