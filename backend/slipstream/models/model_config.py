@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.layers.dims import Dims, RopeConfig
 from slipstream.models.axes import Axes, TensorNames
 
 if TYPE_CHECKING:
     from slipstream.layers.decoder import StepDecoder
-    from slipstream.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class ModelConfig:
     fp8_cache: bool  # whether the checkpoint wants its cache in e4m3
     ignored: tuple[str, ...]  # keys of config.json that change nothing, here or in transformers
     # Makes a decoder that is no family's, of `(config, weights, max_model_len)`.
-    build: "Callable[[ModelConfig, Weights, int], StepDecoder] | None" = field(
+    build: "Callable[[ModelConfig, Any, int], StepDecoder] | None" = field(
         default=None, compare=False
     )
 

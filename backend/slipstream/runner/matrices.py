@@ -84,7 +84,7 @@ def weights_of(
 ) -> list[Weight]:
     """List them in the order of a step; raises `CheckpointError` as loading would."""
     decoder = _built(config, model, dtype, target)
-    if not isinstance(decoder, Decoder):  # whose products are not ours
+    if not isinstance(decoder, Decoder):  # its matrices are not ours
         return []
     norm = _norm_kind(decoder)
     found: dict[Weight, int] = {}
