@@ -68,7 +68,8 @@ def main() -> int:
     about += f"schemathesis run URL/openapi.json {' '.join(shown)}\n"
     about += f"tracebacks in the gateway's log: {'some' if has_fault else 'none'}\n\n"
     options.report.parent.mkdir(parents=True, exist_ok=True)
-    options.report.write_text(about + done.stdout.replace(address, "127.0.0.1:PORT"))
+    said = done.stdout.replace(address, "127.0.0.1:PORT").replace(f"{ROOT}/", "")
+    options.report.write_text(about + said)
     print(f"{done.stdout}{options.report}")
     return 1 if done.returncode or has_fault else 0
 
