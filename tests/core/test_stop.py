@@ -4,7 +4,7 @@ import time
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.core.stop import StopChecker, StopWords
+from slipstream.core.stop import Ending, StopChecker, StopWords
 from slipstream.wire import FinishReason
 from slipstream_contract.sampling import SamplingParams
 
@@ -75,7 +75,7 @@ def test_a_word_that_begins_and_ends_inside_tokens() -> None:
     assert checker.take_token(0, 1) is None
     assert checker.num_sendable == 0
     ending = checker.take_token(1, 2)
-    assert ending == (FinishReason.STOP, "world", None)
+    assert ending == Ending(FinishReason.STOP, "world")
     assert (checker.num_sendable, checker.drop_bytes) == (1, 3)  # "Hello "
     kept = make(table, (b"world",), include_stop=True)
     assert kept.take_token(0, 1) is None
@@ -96,7 +96,7 @@ def test_stop_token_ids_and_end_ids() -> None:
     for include_stop in (True, False):
         checker = make(Table(b"x", b"y"), (), include_stop=include_stop, stop_token_ids=(1,))
         assert checker.take_token(0, 1) is None
-        assert checker.take_token(1, 2) == (FinishReason.STOP, 1, None)
+        assert checker.take_token(1, 2) == Ending(FinishReason.STOP, 1)
         assert checker.num_sendable == 1 + include_stop
     checker = make(Table(b"x"), (), end_ids=(5,), min_tokens=2)
     assert [checker.is_end(5, number) for number in range(4)] == [False, False, True, True]
