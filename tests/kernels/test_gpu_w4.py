@@ -11,7 +11,7 @@ from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair
 from slipstream.kernels.gemm import linear as gemm_linear
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Around, Matrix
-from slipstream.kernels.gemm.packed import packed
+from slipstream.kernels.gemm.packed import packed, packed_late
 from slipstream.kernels.gemm.sm90.packed_wgmma import packed_wgmma
 from slipstream.kernels.gemm.unpacked import unpacked
 from slipstream.quant.matrix import Kind
@@ -130,9 +130,13 @@ def test_each_kernel_takes_all_rows(form: Form) -> None:
     kernels = [packed]
     if torch.cuda.get_device_capability() == (9, 0):
         kernels.append(packed_wgmma)
+    if form.kind is Kind.W4:
+        kernels.append(packed_late)
     for shape, rows, kernel in itertools.product(
-        [(37, 160), (2112, 1536), (4096, 4096)], (1, 9, 16, 33, 64, 100, 128), kernels
+        [(37, 160), (2112, 1536), (4096, 4096)], (1, 8, 9, 16, 33, 64, 100, 128), kernels
     ):
+        if kernel is packed_late and rows > 8:
+            continue
         for what, case in cases(rows, form, shape, torch.bfloat16).items():
             if case.gated and shape[0] % 32:
                 continue

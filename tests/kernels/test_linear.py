@@ -182,6 +182,7 @@ def test_another_architecture_has_what_is_not_hoppers() -> None:
         "skinny": "needs sm_90a",
         "tall": "needs sm_90a",
         "packed": "takes packed weights",
+        "packed_late": "takes packed weights",
         "packed_wgmma": "needs sm_90a",
         "unpacked": "takes packed weights",
         "torch": "runs on cpu",

@@ -1,8 +1,12 @@
 // Weights in fewer bits, as GEMMs read them: blocks of 16 rows of the weights and 128 inputs, whose codes lie in the
 // order of A fragments of m16n8k16 (runtime/mma.cuh); `packing.py` says where each code is.
 // -D ELEMENT (T: Half or BFloat16), BITS (4, 8), FLOATS (whether codes are e2m1 rather than integers), SCALE (float, Half,
-// BFloat16; T of e2m1), PARTS (1, 2, 4, 8: pieces of a block's inputs that have a scale each), ZEROS (0, 1)
+// BFloat16; T of e2m1), PARTS (1, 2, 4, 8: pieces of a block's inputs that have a scale each), ZEROS (0, 1), LATE_ZEROS (0, 1:
+// of 4 bits, zeros are taken from sums rather than from codes)
 #pragma once
+#ifndef LATE_ZEROS
+#define LATE_ZEROS 0
+#endif
 #include "runtime/copies.cuh"
 
 using Scale = SCALE;
@@ -63,7 +67,8 @@ DEVICE void decode(u32 (&a)[4], const u32* words, u32 low, u32 high) {
       a[i] = scaled_floats(words[0], i, zero);
     } else if constexpr (BITS == 4) {
       constexpr u32 MAGIC = IS_FP16<T> ? 0x64006400 : 0x43004300;
-      a[i] = add_pairs((words[0] >> 4 * i & 0x000f000f) | MAGIC, zero);
+      const u32 pair = (words[0] >> 4 * i & 0x000f000f) | MAGIC;
+      a[i] = LATE_ZEROS ? pair : add_pairs(pair, zero);
     } else if constexpr (IS_FP16<T>) {
       a[i] = add_pairs((words[i / 2] >> 8 * (i % 2) & 0x00ff00ff) | 0x64006400, zero);
     } else {
@@ -120,6 +125,11 @@ struct Block {
   }
   // Of sums.
   DEVICE float scale(int part, int high) const { return FLOATS ? 1.0f : to_float(stored_scale(part, high)); }
+  // What is too much in numbers of a part from which no zero was taken.
+  DEVICE float excess(int part, int high) const {
+    const u32 zero = ZEROS ? bytes[CODE_BYTES + PARTS * SCALE_BYTES + part * 16 + g + 8 * high] : 8;
+    return float((IS_FP16<T> ? 1024 : 128) + zero);
+  }
   DEVICE u32 operand(int part, int high) const {
     if constexpr (FLOATS) return bits_of(stored_scale(part, high)) * 0x10001u;
     if constexpr (!ZEROS) return minus_zero(BITS == 4 ? 8 : 128);

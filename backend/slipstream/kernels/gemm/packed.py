@@ -27,6 +27,7 @@ _WARPS = {8: 16, 16: 8, 32: 8}
 _MOST_SLOTS = 6
 _ROW_PITCH, _X_PITCH = 20 * 4, BLOCK * 2 + 16  # bytes: of 16 sums, of a row of x in a slot
 MEMORY = {"sm_80": 163 << 10, "sm_87": 163 << 10, "sm_90a": 226 << 10, "sm_100a": 226 << 10}
+_UNMEASURED = 9.0  # kernels: more than any other way costs, until it is measured
 _LEAST_MEMORY = 99 << 10  # of a CTA of any GPU
 
 
@@ -126,7 +127,9 @@ def defines(packing: Packing) -> dict[str, int | str]:
     }
 
 
-def _variant(dtype: torch.dtype, packing: Packing, tiles: Tiling) -> jit.Variant:
+def _variant(
+    dtype: torch.dtype, packing: Packing, tiles: Tiling, is_late: bool = False
+) -> jit.Variant:
     return jit.variant(
         "gemm/packed.cu",
         dtype,
@@ -135,6 +138,7 @@ def _variant(dtype: torch.dtype, packing: Packing, tiles: Tiling) -> jit.Variant
         TILES=tiles.tiles,
         WARPS=tiles.warps,
         SLOTS=tiles.slots,
+        **({"LATE_ZEROS": 1} if is_late else {}),
     )
 
 
@@ -151,12 +155,35 @@ def variants() -> Iterator[jit.Variant]:
     kinds = ((dtype, packing) for dtype in DTYPES for packing in packings(dtype))
     for (dtype, packing), columns in itertools.product(kinds, COLUMNS):
         for tiles in (t for t in TILES if t <= _MOST_TILES[columns]):
-            yield _variant(dtype, packing, Tiling(columns, tiles, 1, 4, 0))
+            made = Tiling(columns, tiles, 1, 4, 0)
+            yield _variant(dtype, packing, made)
+            if columns == COLUMNS[0] and packing.bits == 4 and not packing.is_float:
+                yield _variant(dtype, packing, made, is_late=True)
 
 
 @gemm.implementation("packed", "cuda", takes=takes)
 def packed(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`gemm` on the GPU, with bias, gate and residual sum; some rows at a time."""
+    return _multiply(x, weight, around, is_late=False)
+
+
+def takes_late(spec: Spec) -> str | None:
+    """Say why zeros are not taken from sums; None: they are."""
+    if (why := takes(spec)) is not None:
+        return why
+    assert spec.packing is not None, "it was not refused"
+    if spec.packing.bits != 4 or spec.packing.is_float:
+        return "takes integers of 4 bits"
+    return None if spec.rows <= COLUMNS[0] else f"takes 1 to {COLUMNS[0]} rows"
+
+
+@gemm.implementation("packed_late", "cuda", takes=takes_late, cost=_UNMEASURED)
+def packed_late(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+    """`packed` with fewer instructions for a weight: the zero of a group is taken from its sums."""
+    return _multiply(x, weight, around, is_late=True)
+
+
+def _multiply(x: Tensor, weight: Tensor, around: Around, is_late: bool) -> Tensor:
     assert around.groups is not None, "weights are packed"
     packing = around.groups.packing
     x = arranged(x, around.groups)
@@ -167,11 +194,11 @@ def packed(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     jit.require(y.stride(1) == 1, "packed: elements of a row of the residual must be contiguous")
     for first in range(0, len(x), COLUMNS[-1]):
         part = slice(first, first + COLUMNS[-1])
-        _launch(x[part], weight, around, y[part])
+        _launch(x[part], weight, around, y[part], is_late)
     return y
 
 
-def _launch(x: Tensor, weight: Tensor, around: Around, y: Tensor) -> None:
+def _launch(x: Tensor, weight: Tensor, around: Around, y: Tensor, is_late: bool) -> None:
     groups = around.groups
     assert groups is not None, "weights are packed"
     packing, gated = groups.packing, bool(around.gate)
@@ -181,7 +208,7 @@ def _launch(x: Tensor, weight: Tensor, around: Around, y: Tensor) -> None:
     jit.require(tiles is not None, "packed: no room in shared memory for {}", packing)
     assert tiles is not None
     jit.launch(
-        _variant(x.dtype, packing, tiles),
+        _variant(x.dtype, packing, tiles, is_late),
         "packed",
         (-(-(packing.tiles // (2 if gated else 1)) // tiles.share),),
         tiles.warps * 32,
