@@ -33,7 +33,7 @@ from slipstream.runner.plan import settle
 from slipstream_contract.sampling import SamplingParams
 
 NAME = "transformers"
-NEMOTRON, PERSIMMON, EXAONE, HYPERCLOVA = SHAPES
+NEMOTRON, PERSIMMON, EXAONE, _, HYPERCLOVA = SHAPES
 
 
 def is_greedy(model: torch.nn.Module, prompt: list[int], outputs: list[int]) -> bool:

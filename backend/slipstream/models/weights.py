@@ -394,8 +394,11 @@ class Weights:
 
     def packed(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
         """Read tensors of shapes `[rows[i], *rest]`, concatenated to `[sum(rows), *rest]`."""
-        out = torch.empty(sum(rows), *rest, dtype=self._dtype, device=self._device)
-        self._source.fill([self._prefix + name for name in names], torch.split(out, list(rows)))
+        shape = (sum(rows), *rest) if rows else ()  # one number
+        out = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._source.fill(
+            [self._prefix + name for name in names], torch.split(out, list(rows)) if rows else [out]
+        )
         return out
 
     def finish(self) -> None:

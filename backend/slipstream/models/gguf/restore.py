@@ -38,7 +38,7 @@ def rows_in_order(entry: TensorEntry, buffer: Tensor) -> Tensor:
 
     There the values that rotate together are half a head apart, here they may be neighbours.
     """
-    rows = buffer.view(entry.shape[0], -1)
+    rows = buffer.view(entry.shape[0] if entry.shape else 1, -1)
     if not entry.paired_heads:
         return rows
     pairs = rows.view(entry.paired_heads, -1, 2, rows.shape[1])
