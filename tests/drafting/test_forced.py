@@ -1,15 +1,25 @@
 """Forced drafts: guided answers are those without, by definition, in fewer steps."""
 
+import json
+
 import pytest
 from fixtures.engine.counting import CountingRunner
 from fixtures.engine.eager import Eager
-from fixtures.guide.real import VOCAB_SIZE, GuidedEngine, compiler, guide, vocabulary
+from fixtures.guide.real import (
+    CHECKPOINT,
+    VOCAB_SIZE,
+    GuidedEngine,
+    compiler,
+    guide,
+    vocabulary,
+)
 from fixtures.guide.toy import END, ToyCompiler, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.guided import Guided
 from slipstream.drafting.forced import WithForced
 from slipstream.engine.scheduler import Limits
+from slipstream.guide.llguidance import Compiler
 from slipstream_contract.sampling import SamplingParams
 
 
@@ -106,3 +116,24 @@ def test_another_spelling_of_a_forced_text_is_not_legal():
         place += len(vocabulary().raw(right))
         guided.look_ahead()
     assert num_others > 5
+
+
+@pytest.mark.parametrize("end", [b"\n", b" ", b"self", b'"'])
+def test_a_checkpoint_that_ends_by_a_token_of_text(end: bytes) -> None:
+    """It ends nothing before the text may end; a text that needs it ends with an error."""
+    ids = [i for i in range(VOCAB_SIZE) if vocabulary().raw(i) == end]
+    text = (CHECKPOINT / "tokenizer.json").read_text()
+    own = Compiler(text, VOCAB_SIZE, ids, vocabulary().raw)
+    for drafts in (None, Eager(WithForced(None), 8)):
+        engine = GuidedEngine(make=lambda: own, limits=LIMITS, speculation=drafts)
+        for sampling in ({}, {"log_probs": True}, {"temperature": 0.9, "seed": 1}):
+            wanted = guide("json_schema", SCHEMA, is_compact=end == b'"')
+            engine.submit("A person:", wanted, end_ids=tuple(ids), **sampling)
+        engine.drain()
+        assert len(engine.ends) == 3
+        for key, ended in engine.ends.items():
+            if end == b'"':
+                assert ended.finished.error, "JSON without a quotation mark"
+            else:
+                assert ended.finished.error is None
+                assert json.loads(engine.text(*key))["another_long_name"].endswith(" value")

@@ -14,6 +14,7 @@ from slipstream.models.hf import read_config
 from slipstream.runner.cache_dtype import attention_spec
 from slipstream.runner.plan import resolve
 
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LONG = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 
 
@@ -42,6 +43,18 @@ def files(family: str, directory: Path, *removed: str, **changes: object) -> Pat
         ("phi3", {"rope_scaling": LONG | {"long_factor": [0.0] * 16}}, "long_factor"),
         ("phi3", {"rope_scaling": {"type": "su"}}, "short_factor = None is not a list"),
         ("phi3", {"partial_rotary_factor": 0.5, "rope_scaling": LONG}, "one factor for each 2"),
+        (
+            "gpt_neox",
+            {"rope_scaling": ROPE, "rotary_pct": 0.25},
+            "rope_scaling.partial_rotary_factor = 0.5 contradicts rotary_pct = 0.25",
+        ),
+        (
+            "gpt_neox",
+            {"rope_scaling": ROPE, "rotary_emb_base": "x" * 999},
+            "rope_scaling.rope_theta = 10000.0 contradicts rotary_emb_base = 'xxx",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": False}, "mlp_only_layers = False is not a list"),
+        ("qwen3_moe", {"mlp_only_layers": {}}, "mlp_only_layers = {} is not a list"),
         ("phimoe", {"rope_scaling": LONG}, "rope_scaling.short_mscale is missing"),
         (
             "phimoe",

@@ -67,7 +67,8 @@ class Guided:
         self.matcher: Matcher = template.matcher.copy()
         self.pace = template.pace
         self._end_ids = end_ids | set(sampling.end_ids)
-        self._more_ids = self._end_ids - end_ids  # of the request
+        # Of the request, or text elsewhere: the grammar does not know where they are legal.
+        self._more_ids = (self._end_ids - end_ids) | template.text_ends
         self.needs_all = needs_all_masks(sampling)
         # Values beside the samples may be those of unmasked logits: the mask must not touch them.
         self._by_edits = sampling.values is not None
@@ -146,12 +147,15 @@ class Guided:
         A mask allows the first of these alone, but the matcher takes others too that spell the same
         text: a sample without a mask is not legal if it is one of them. What is forced after a
         token may be spelled otherwise than it was before it, so each is looked for in its place.
+        An end is never forced: where it is also a token of text, nothing is known from there on.
         """
         if self.forced:
             return
         found: list[int] = []
         with suppress(GuideError):  # the next mask or sample says so
             while len(found) < MAX_DRAFT_TOKENS and (following := self.matcher.forced(1)):
+                if self.is_end(following[0]):
+                    break
                 is_legal = self.matcher.take(following[0])
                 assert is_legal, "a forced token is refused"
                 found += following

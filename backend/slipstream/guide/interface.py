@@ -74,6 +74,7 @@ class Template:
     first_mask: bytes  # of the first token
     num_bytes: int  # of memory, an estimate
     pace: Pace = field(default_factory=Pace)
+    text_ends: frozenset[int] = frozenset()  # the checkpoint's ends that are text elsewhere
 
 
 class GuideCompiler(Protocol):

@@ -128,6 +128,9 @@ class Compiler:
             raise GuideError(f"llguidance cannot read the tokenizer: {error}") from None
         self.num_mask_bytes = -(-vocab_size // 32) * 4
         self.end_ids = frozenset(end_ids)
+        # Masks allow these as text, but sampled they end the output.
+        texts = (each for each in end_ids if not self._tokenizer.is_special_token(each))
+        self._text_ends = frozenset(texts)
         self._executor = LLExecutor(num_filling_threads())
         self._check_bytes(vocab_size, raw)
 
@@ -156,7 +159,7 @@ class Compiler:
         if not any(mask.raw):
             raise GuideError("no text of this model's tokens follows the guide")
         size = _BYTES_AT_LEAST + _BYTES_A_CHARACTER * len(grammar) + self.num_mask_bytes
-        return Template(follower, mask.raw, size)
+        return Template(follower, mask.raw, size, text_ends=self._text_ends)
 
     def fill_all(self, matchers: Sequence[Matcher], address: int) -> list[str]:
         """Write the masks of several matchers to memory, one after another; return their errors."""

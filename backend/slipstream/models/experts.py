@@ -48,7 +48,7 @@ def read_dense_layers(config: Reader) -> frozenset[int]:
 
     They are those of `mlp_only_layers`, and all but every `decoder_sparse_step`-th.
     """
-    layers = config.get("mlp_only_layers") or []
+    layers = config.get("mlp_only_layers") if config.has("mlp_only_layers") else []
     if not isinstance(layers, list) or not all(type(i) is int and i >= 0 for i in layers):
         raise config.refusal("mlp_only_layers", "is not a list of whole numbers >= 0")
     step = config.whole("decoder_sparse_step", 1)

@@ -55,8 +55,9 @@ def read_rope(
     if new.data and old.data and new.data != old.data:
         raise config.refusal("rope_scaling", "contradicts rope_parameters")
     rope = new if new.data else old
-    _check_theta(config, "rope_theta", rope)
+    _check_same(config, "rope_theta", rope)
     if is_partial:
+        _check_same(config, "partial_rotary_factor", rope)
         share = rope.positive("partial_rotary_factor", config.positive("partial_rotary_factor", 1))
         head_size = _rotated(rope, share, head_size)
     else:
@@ -108,8 +109,8 @@ def read_ropes(config: Reader, max_positions: int, head_size: int) -> tuple[Rope
     full, local = (both.child(kind) for kind in _KINDS_OF_LAYERS)
     if not both.data:
         full = config.child("rope_scaling")
-    _check_theta(config, "rope_theta", full)
-    _check_theta(config, "rope_local_base_freq", local)
+    _check_same(config, "rope_theta", full)
+    _check_same(config, "rope_local_base_freq", local, "rope_theta")
     _check_whole(config, full, local)
     theta, local_theta = (
         config.positive("rope_theta"),
@@ -121,11 +122,12 @@ def read_ropes(config: Reader, max_positions: int, head_size: int) -> tuple[Rope
     )
 
 
-def _check_theta(config: Reader, key: str, rope: Reader) -> None:
-    """Refuse a theta that differs between the rope parameters and the key beside them."""
-    theta, outer = rope.data.get("rope_theta"), config.data.get(key)
-    if theta is not None and outer is not None and theta != outer:
-        raise rope.refusal("rope_theta", f"contradicts {key} = {outer}")
+def _check_same(config: Reader, key: str, rope: Reader, name: str = "") -> None:
+    """Refuse a value that differs between rope parameters, under `name`, and the key beside."""
+    inner, outer = rope.data.get(name or key), config.data.get(key)
+    if inner is not None and outer is not None and inner != outer:
+        own = config.names.get(key, key)
+        raise rope.refusal(name or key, f"contradicts {own} = {clip(outer)}")
 
 
 def _rope(
