@@ -34,6 +34,7 @@ from slipstream_contract.tensors import LLMAPI, MODELS
 from slipstream_contract.vocab import TokenBytes
 from slipstream_preprocessing.tokenizer import load_tokenizer
 from slipstream_runtime.processes import MAX_INSTANCES
+from tokenizers import Tokenizer
 
 from slipstream_compose import made
 from slipstream_compose.pbtxt import MARK, model_config
@@ -123,7 +124,7 @@ def compose(
         seen = given | ({"draft_checkpoint": str(near)} if drafted else {})
         checked = preflight(EngineConfig(checkpoint=str(directory), **seen))
         if checked.info.has_tokenizer:
-            load_tokenizer(directory)
+            checked.notes.extend(_beyond(load_tokenizer(directory), checked.info))
             TokenBytes.load(directory)
         called = checkpoint.stem if unpacked else _name(directory)
     given.setdefault("model", called if deployment == DEFAULT else deployment)
@@ -248,6 +249,17 @@ def _name(checkpoint: Path) -> str:
     own = config.get("_name_or_path")
     text = own if isinstance(own, str) else ""
     return text.rstrip("/").rpartition("/")[2] or checkpoint.resolve().name
+
+
+def _beyond(tokenizer: Tokenizer, info: CheckpointInfo) -> Iterator[str]:
+    """Yield a note about tokens that the model has no logits for: texts with them are refused."""
+    beyond = sorted(i for i in tokenizer.get_vocab().values() if i >= info.vocab_size)
+    if beyond:
+        yield (
+            f"the tokenizer has {len(beyond):,} tokens that vocab_size = {info.vocab_size:,} "
+            f"leaves out, from {clip(tokenizer.id_to_token(beyond[0]))} = {beyond[0]:,} on: "
+            "texts with them are refused"
+        )
 
 
 def _reference(checkpoint: Path, output: Path, engine: Path) -> str:

@@ -18,6 +18,7 @@ from slipstream_compose import cli, convert
 from slipstream_compose.compose import ComposeError
 from slipstream_contract.tensors import MODELS
 from slipstream_contract.vocab import UnsupportedTokenizerError
+from tokenizers import Tokenizer
 
 
 def test_a_repository_has_every_model_and_is_the_same_again(checkpoint, tmp_path, capsys):
@@ -193,6 +194,18 @@ def test_without_a_tokenizer_there_are_no_text_models(checkpoint, bare, tmp_path
     assert "removed ensemble/config.pbtxt" in out
     folders = {path.name for path in tmp_path.iterdir()}
     assert folders == {"tensorrt_llm", "slipstream_health", "resnet"}
+
+
+def test_tokens_beyond_the_vocabulary_are_named(checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint, tmp_path / "small")
+    size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    for vocab_size in (size - 3, size):
+        model = make_model(hidden_size=64, num_hidden_layers=1, vocab_size=vocab_size)
+        (folder / "model.safetensors").unlink()  # which is a link
+        save_model(model, folder)
+        assert run(folder, tmp_path / f"{vocab_size}") == 0
+        said = f"the tokenizer has 3 tokens that vocab_size = {vocab_size} leaves out, from '"
+        assert (said in capsys.readouterr().out) == (vocab_size < size)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ class Guided:
         self, template: Template, sampling: SamplingParams, end_ids: frozenset[int]
     ) -> None:
         """Stand at the start; `end_ids` are those of the grammar, which the request may change."""
+        self.error = ""  # why it cannot go on
         self.matcher: Matcher = template.matcher.copy()
         self.pace = template.pace
         self._end_ids = end_ids | set(sampling.end_ids)
@@ -82,7 +83,6 @@ class Guided:
         self.is_filling = False
         self.forced: list[int] = []  # tokens that have to come next, as far as that was looked for
         self.row_masks: list[bytes] = []  # of the next rows, where drafts follow
-        self.error = ""  # why it cannot go on
         self.look_ahead()
 
     def copy(self) -> "Guided":
@@ -206,6 +206,8 @@ class Guided:
             place, bit = token_id >> 3, 1 << (token_id & 7)
             if place < len(marked):
                 marked[place] = marked[place] | bit if is_legal else marked[place] & ~bit
+        if not any(marked):
+            self.error = "the only token that could come next is one that ends a text"
         return bytes(marked)
 
     def is_end(self, token_id: int) -> bool:
