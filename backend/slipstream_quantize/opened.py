@@ -19,6 +19,7 @@ from slipstream.models.decoder import build_decoder
 from slipstream.models.hf import weights_dtype
 from slipstream.models.registry import family_of
 from slipstream.models.weights import FileSource, Weights
+from slipstream.quant.matrix import QuantMatrix
 from slipstream.runner.plan import Plan, settle_here
 from torch import Tensor
 
@@ -51,6 +52,10 @@ class Recording(FileSource):
         self.tensors: dict[str, Tensor] = {}
         self.numbers: dict[str, float] = {}
         self.together: dict[int, list[str]] = {}  # address -> names of what lies there
+
+    def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
+        """Return None: blocks of a GGUF file are read as the numbers that they stand for."""
+        return None
 
     def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
         """Read and remember."""

@@ -10,7 +10,8 @@ from slipstream.layers.dims import ExpertsConfig
 from slipstream.layers.experts import Experts
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
-from slipstream.models.weights import SizeSource, Weights
+from slipstream.models.fileless import SizeSource
+from slipstream.models.weights import Weights
 
 META = torch.device("meta")
 HIDDEN, CONFIG = 2048, ExpertsConfig(Routing(128, 8, normalises=True), 768)

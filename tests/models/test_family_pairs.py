@@ -133,10 +133,10 @@ def sets_of(name: str) -> list[tuple[str, ...]]:
 
 ALONE = [(name, (each,)) for name, each in REFUSED]
 TOGETHER = [("glm4", pair) for pair in NEVER]
-CASES = {  # every eighth set of a family, from another place on in each
+CASES = {  # every sixteenth set of a family, from another place on in each
     f"{name}: {', '.join(case)}": (name, case)
     for i, name in enumerate(SHAPES)
-    for case in sets_of(name)[i % 8 :: 8]
+    for case in sets_of(name)[i % 16 :: 16]
 }
 QUICK = {next(each for each in CASES if each.startswith(f"{name}:")) for name in QUICKLY}
 
