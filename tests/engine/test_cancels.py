@@ -68,7 +68,7 @@ def seen(max_in_flight: int, victim: int, num_steps: int) -> str:
     return was
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("max_in_flight", [pytest.param(1, marks=pytest.mark.rest), 2])
 def test_two_steps_after_a_cancel_its_blocks_are_free(max_in_flight: int) -> None:
     states = {
         seen(max_in_flight, victim, num_steps)

@@ -77,7 +77,7 @@ REFUSED = {
     **{(name, f"{kind} weights"): EXPERTS for name in MIXTURES for kind in ("int8", "int4")},
 }
 NEVER = [("endless", "draft"), ("endless", "own draft"), ("endless", "host")]
-QUICKLY = ("gpt2", "cohere", "qwen2 moe, dense layers")
+QUICKLY = ("gpt2",)
 REQUESTS = (
     "heated n",
     "greedy beams",

@@ -139,6 +139,7 @@ def test_deterministic_mode_holds(tmp_path: Path) -> None:
         assert (alone.outputs, alone.log_probs) == (crowded.outputs, crowded.log_probs)
 
 
+@pytest.mark.rest
 def test_the_default_model_predicts_as_well() -> None:
     """On a module that it has not seen; docs/quantization.md has the figure for all of them."""
     spec = importlib.util.spec_from_file_location("quality", QUALITY)

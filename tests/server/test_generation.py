@@ -153,6 +153,7 @@ def test_unary_inference_is_refused_by_a_decoupled_model(idle, model):
     assert "error" in json.loads(answer)
 
 
+@pytest.mark.rest
 def test_64_streams_at_once_have_the_texts_of_one_at_a_time(idle, expected):
     asked = [(PROMPTS[i % len(PROMPTS)], 16 + i % 9, TEXT_MODELS[i % 2]) for i in range(64)]
     want = [expected(prompt, max_tokens) for prompt, max_tokens, _ in asked]

@@ -123,6 +123,7 @@ def test_the_baseline_only_falls(style, tmp_path, monkeypatch, capsys) -> None:
     assert baseline.read_text() == before
 
 
+@pytest.mark.rest
 def test_the_baseline_is_no_higher_than_it_must_be(style) -> None:
     allowed = json.loads(style.BASELINE.read_text())
     assert not list(style.excess(style.findings(style.ROOT), allowed))
