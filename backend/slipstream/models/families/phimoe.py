@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from slipstream.kernels.experts.spec import Score
 from slipstream.models.axes import Axes, NormKind, TensorNames
+from slipstream.models.config_class import read_config_class
 from slipstream.models.experts import KEYS, read_experts, read_routing
 from slipstream.models.families.mixtral import NAMES
 from slipstream.models.family import family
@@ -28,6 +29,8 @@ def derived(config: Reader) -> Mapping[str, object]:
 
 @family(
     "PhimoeForCausalLM",
+    "PhiMoEForCausalLM",  # as the published checkpoints say
+    config_class=read_config_class("PhimoeForCausalLM"),
     keys=f"attention_bias lm_head_bias {KEYS} router_jitter_noise input_jitter_noise",
     derived=derived,
     tensors=TensorNames(NAMES),
