@@ -50,7 +50,7 @@ MODELS = (
 
 @dataclass
 class Result:
-    """One line of the table."""
+    """A line of the table: a kernel or a layer at a number of rows."""
 
     model: str
     weights: str

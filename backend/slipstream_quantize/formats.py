@@ -6,7 +6,8 @@ Layouts are those of compressed-tensors 0.20 and of transformers 5's `fp8`.
 from typing import Any
 
 import torch
-from slipstream.quant.matrix import E2M1, E4M3
+from slipstream.kernels.gemm.packing import E2M1
+from slipstream.quant.matrix import E4M3
 from torch import Tensor
 
 from slipstream_quantize.grid import Fitted

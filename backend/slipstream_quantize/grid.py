@@ -8,7 +8,8 @@ holds all: the search takes the best of `STEPS` ranges (Lin et al., 2024; Franta
 from typing import NamedTuple
 
 import torch
-from slipstream.quant.matrix import E2M1, E4M3
+from slipstream.kernels.gemm.packing import E2M1
+from slipstream.quant.matrix import E4M3
 from torch import Tensor
 
 from slipstream_quantize.recipe import Recipe

@@ -71,10 +71,18 @@ def _config(checkpoint: Path, name: str) -> dict[str, object]:
 
 
 def _require(source: Path, modules: dict[str, str]) -> None:
-    missing = [package for module, package in modules.items() if find_spec(module) is None]
+    missing = [package for module, package in modules.items() if not _is_here(module)]
     if missing:
         packages = " ".join(f"'{package}'" for package in missing)
         raise ComposeError(f"{source} is made a {TOKENIZER} after: pip install {packages}")
+
+
+def _is_here(module: str) -> bool:
+    """Return whether a module can be imported; that of a package that is missing cannot."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _by_transformers(checkpoint: Path, source: Path) -> Any:

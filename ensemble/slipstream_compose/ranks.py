@@ -4,18 +4,9 @@ import base64
 import binascii
 from pathlib import Path
 
+from slipstream_contract.decoder import BYTE_CHARACTERS
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-
-
-def _characters() -> list[str]:
-    """Return the character that stands for each byte in a vocabulary (GPT-2's table)."""
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
-
-
-_CHARACTERS = _characters()
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
@@ -55,7 +46,7 @@ def tokenizer_of_ranks(ranks: dict[bytes, int], pattern: str) -> Tokenizer:
 
 
 def _written(token: bytes) -> str:
-    return "".join([_CHARACTERS[byte] for byte in token])
+    return "".join([BYTE_CHARACTERS[byte] for byte in token])
 
 
 def _halves(token: bytes, rank: int, ranks: dict[bytes, int]) -> tuple[int, bytes, bytes] | None:

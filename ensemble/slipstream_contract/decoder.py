@@ -143,6 +143,8 @@ def _byte_level_table() -> dict[int, int]:
 
 
 _BYTE_LEVEL = _byte_level_table()
+# Of each byte, the character that stands for it in such a vocabulary.
+BYTE_CHARACTERS = {byte: chr(code) for code, byte in _BYTE_LEVEL.items() if byte != 0xFFFF}
 
 
 def _byte_level(piece: str) -> bytes:

@@ -10,8 +10,8 @@ from fixtures.stages.zoo import CORPUS
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from slipstream_compose.compose import ComposeError
 from slipstream_compose.convert import convert_tokenizer, needs_conversion
-from slipstream_compose.ranks import _CHARACTERS
 from slipstream_compose.tokenizer_classes import CLASSES
+from slipstream_contract.decoder import BYTE_CHARACTERS
 from slipstream_contract.vocab import TokenBytes
 from slipstream_preprocessing.chat import ChatTemplate
 from slipstream_preprocessing.tokenizer import load_tokenizer
@@ -113,7 +113,7 @@ def trained_ranks(pattern: str, path: Path) -> Tokenizer:
     tokenizer.train_from_iterator(
         CORPUS * 4, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet)
     )
-    byte_of = {character: byte for byte, character in enumerate(_CHARACTERS)}
+    byte_of = {character: byte for byte, character in BYTE_CHARACTERS.items()}
     lines = []
     for token, rank in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         data = bytes([byte_of[character] for character in token])

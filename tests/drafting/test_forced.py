@@ -120,7 +120,7 @@ def test_another_spelling_of_a_forced_text_is_not_legal():
 
 @pytest.mark.parametrize("end", [b"\n", b" ", b"self", b'"'])
 def test_a_checkpoint_that_ends_by_a_token_of_text(end: bytes) -> None:
-    """It ends nothing before the text may end; a text that needs it ends with an error."""
+    """The token ends nothing before the text may end; a text that needs it ends with an error."""
     ids = [i for i in range(VOCAB_SIZE) if vocabulary().raw(i) == end]
     text = (CHECKPOINT / "tokenizer.json").read_text()
     own = Compiler(text, VOCAB_SIZE, ids, vocabulary().raw)

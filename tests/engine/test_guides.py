@@ -17,6 +17,7 @@ from fixtures.guide.toy import END, ToyCompiler, expected
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.drafts import Speculation
+from slipstream.core.guided import Guided
 from slipstream.core.sequence import Sequence
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.scheduler import Limits
@@ -361,3 +362,14 @@ def test_every_output_follows_a_random_expression(parts, seed):
     is_legal, is_whole = follows(wanted, engine.outputs.get((number, 0), []))
     assert is_legal
     assert is_whole or engine.reason(number) == "length"
+
+
+def test_a_token_that_its_mask_allows_is_never_the_requests_fault(monkeypatch) -> None:
+    """A library that contradicts itself ends the answer as a fault of the engine, not a refusal."""
+    engine = GuidedEngine()
+    engine.submit("A person:", guide("json_schema", json.dumps(PERSON)), log_probs=True)
+    monkeypatch.setattr(Guided, "take", lambda self, token_id: False)
+    engine.drain()
+    (ended,) = engine.ends.values()
+    assert "which its mask allows" in ended.finished.error
+    assert not ended.finished.is_refusal

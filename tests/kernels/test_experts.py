@@ -50,7 +50,7 @@ def test_every_pair_has_one_place_in_one_tile(
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 20), st.integers(2, 70), seeds, st.booleans(), st.booleans())
 def test_softmax(num_rows: int, num_experts: int, seed: int, normalises: bool, ties: bool) -> None:
-    """Of equal logits the lower expert; normalised, the softmax of the chosen alone."""
+    """The lower of equal logits is chosen; normalised, it is the softmax of the chosen alone."""
     logits, top_k = logits_of(num_rows, num_experts, seed, ties), min(4, num_experts)
     routing = Routing(num_experts, top_k, normalises=normalises, factor=2.5)
     experts, weights = choose(logits, routing)

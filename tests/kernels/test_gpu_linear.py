@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from fixtures.kernels.checking import Judge, naive_linear, poison, same_bits, short
+from fixtures.kernels.checking import (
+    Judge,
+    naive_linear,
+    poison,
+    random,
+    same_bits,
+    short,
+    spread,
+)
 from fixtures.kernels.fp8_cases import scaled, silu_mul
 from slipstream.kernels.elementwise.fp8 import add_scaled, scale
 from slipstream.kernels.gemm.linear import linear
@@ -27,18 +35,6 @@ EPS = 1e-5
 SHAPES = [(n, k) for n in (1, 7, 130, 4096) for k in (8, 64, 520, 1000, 4096, 14336)]
 SHAPES += [(6144, 4096), (28672, 4096), (130, 8192), (130, 28672), (1000, 2048)]
 ROWS = (1, 2)
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
-
-
-def spread(x: torch.Tensor) -> torch.Tensor:
-    """The same rows with NaN between them."""
-    n, width = x.shape
-    wider = torch.full((n, width + 24), float("nan"), dtype=x.dtype, device="cuda")
-    return wider[:, 8 : 8 + width].copy_(x)
 
 
 @dataclass

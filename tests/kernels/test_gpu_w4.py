@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from fixtures.kernels.checking import Judge, naive_linear, poison, same_bits, short
+from fixtures.kernels.checking import (
+    Judge,
+    naive_linear,
+    poison,
+    random,
+    same_bits,
+    short,
+    spread,
+)
 from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair
 from slipstream.kernels.gemm import linear as gemm_linear
 from slipstream.kernels.gemm.linear import linear
@@ -26,18 +34,6 @@ ROWS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 1
 SHAPES = [(1, 32), (5, 64), (37, 160), (130, 576), (1000, 2048), (4096, 4096), (2112, 1536)]
 LARGE = [(6144, 4096), (28672, 4096), (4096, 14336)]
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
-
-
-def spread(x: torch.Tensor) -> torch.Tensor:
-    """The same rows with NaN between them."""
-    n, width = x.shape
-    wider = torch.full((n, width + 24), float("nan"), dtype=x.dtype, device="cuda")
-    return wider[:, 8 : 8 + width].copy_(x)
 
 
 @dataclass

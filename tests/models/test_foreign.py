@@ -191,7 +191,7 @@ def test_tied_weights_that_differ(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_tensors_of_another_model(tmp_path: Path) -> None:
-    """One that is missing or has no place is named, before and while weights are read."""
+    """A tensor that is missing or has no place is named, before and while weights are read."""
     save(make_foreign(NEMOTRON), tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
     config = read_checkpoint(tmp_path, NAME)
@@ -292,7 +292,7 @@ def test_tokens_that_see_others_beside_attention(
 
 
 def test_a_family_is_its_own_oracle(tmp_path: Path) -> None:
-    """Of an architecture that has a family, both give the same logits."""
+    """The class and the family of an architecture give the same logits."""
     model = make_model("llama")
     save(model, tmp_path)
     edit_config(tmp_path, unused=3)

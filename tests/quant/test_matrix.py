@@ -7,9 +7,10 @@ import torch
 from fixtures.tiers import quick_of
 from hypothesis import given
 from hypothesis import strategies as st
+from slipstream.kernels.gemm.packing import E2M1
 from slipstream.kernels.runtime.registry import CPU
 from slipstream.quant.forms import FORMS, form_of, product
-from slipstream.quant.matrix import E2M1, Kind, QuantMatrix, dequantise, halves, rows, stack, write
+from slipstream.quant.matrix import Kind, QuantMatrix, dequantise, halves, rows, stack, write
 
 KINDS = {"W4": Kind.W4, "W8": Kind.W8, "F8": Kind.F8, "F4": Kind.F4}
 

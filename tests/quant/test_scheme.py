@@ -48,11 +48,11 @@ class Split(Scheme):
     ) -> Halves:
         if self.detects(w, names):
             halves = [
-                w.packed([f"{name}.{half}" for name in names], outputs, inputs)
+                w.stacked([f"{name}.{half}" for name in names], outputs, inputs)
                 for half in Halves._fields
             ]
             return Halves(*(half.bfloat16() for half in halves))
-        weight = w.packed([f"{name}.weight" for name in names], outputs, inputs).float()
+        weight = w.stacked([f"{name}.weight" for name in names], outputs, inputs).float()
         coarse = weight.bfloat16()
         return Halves(coarse, (weight - coarse.float()).bfloat16())
 

@@ -8,10 +8,10 @@ from fixtures.quantize import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from slipstream.kernels.gemm.packing import E2M1
 from slipstream.models.weights import FileSource
 from slipstream.quant.matrix import dequantise
 from slipstream_quantize.formats import packed_e2m1, packed_words
-from slipstream_quantize.grid import E2M1
 
 
 @given(st.sampled_from([4, 8]), st.integers(1, 5), st.integers(1, 40), st.integers(0, 999))

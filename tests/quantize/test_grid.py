@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slipstream.kernels.gemm.packing import E2M1
 from slipstream_quantize.gptq import gptq
-from slipstream_quantize.grid import E2M1, Fitted, Grid, output_error
+from slipstream_quantize.grid import Fitted, Grid, output_error
 from slipstream_quantize.observe import Seen
 from slipstream_quantize.recipe import RECIPES, Recipe
 from slipstream_quantize.smooth import awq_candidates, awq_scales, bounded

@@ -58,13 +58,13 @@ def test_matrices_are_those_of_the_model(
     config = EngineConfig(checkpoint=str(folder), device="cpu")
     plan = resolve(config)
     made: Counter[tuple[int, ...]] = Counter()
-    packed = Weights.packed
+    stacked = Weights.stacked
 
     def count(self: Weights, names: Sequence[str], rows: Sequence[int], *rest: int) -> torch.Tensor:
         made.update([(sum(rows), *rest)] * len(rest))
-        return packed(self, names, rows, *rest)
+        return stacked(self, names, rows, *rest)
 
-    monkeypatch.setattr(Weights, "packed", count)
+    monkeypatch.setattr(Weights, "stacked", count)
     cpu = torch.device("cpu")
     build(plan.model, Weights(RandomSource(cpu), cpu, plan.dtype), plan.max_model_len)
     monkeypatch.undo()

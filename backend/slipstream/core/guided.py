@@ -53,6 +53,7 @@ class Guided:
         "forced",
         "has_mask",
         "is_filling",
+        "is_our_fault",
         "matcher",
         "needs_all",
         "needs_mask",
@@ -65,6 +66,7 @@ class Guided:
     ) -> None:
         """Stand at the start; `end_ids` are those of the grammar, which the request may change."""
         self.error = ""  # why it cannot go on
+        self.is_our_fault = False  # not the guide's
         self.matcher: Matcher = template.matcher.copy()
         self.pace = template.pace
         self._end_ids = end_ids | set(sampling.end_ids)

@@ -174,6 +174,7 @@ class Guides:
             return Outcome.NOT_FINITE
         if not is_legal and had_mask:
             guided.error = f"token {token_id} is refused, which its mask allows"
+            guided.is_our_fault = True
             return Outcome.NOT_FINITE
         return Outcome.SAMPLED if is_legal else Outcome.LATE
 
@@ -267,7 +268,7 @@ class Guides:
     def _fail(self, sequence: Sequence, guided: Guided, error: str) -> None:
         guided.is_filling = False
         if sequence.status is not SequenceStatus.FINISHED:
-            self._finish(sequence, _lost(error))
+            self._finish(sequence, _lost(error, is_refusal=True))
 
 
 def _is_sampled(sequence: Sequence) -> bool:
@@ -286,16 +287,16 @@ def _leader_of(first: Sequence) -> int:
     return -1 - first.id
 
 
-def _lost(error: str) -> Ending:
+def _lost(error: str, is_refusal: bool) -> Ending:
     message = f"the guide cannot be followed further: {error}"
-    return Ending(FinishReason.ERROR, error=message, is_refusal=True)
+    return Ending(FinishReason.ERROR, error=message, is_refusal=is_refusal)
 
 
 def error_of(sequence: Sequence) -> Ending:
     """Return the end of a sequence whose row has no token to sample, and why."""
     guided, edits = sequence.guide, sequence.edits
     if guided is not None and guided.error:
-        return _lost(guided.error)
+        return _lost(guided.error, is_refusal=not guided.is_our_fault)
     fault, fields = ("", []) if edits is None else edits.faults(sequence.outputs)
     if fault or edits is None:
         return Ending(FinishReason.ERROR, error=fault or "numerical error")

@@ -1,4 +1,4 @@
-"""Attention over the paged cache: one packed projection in, rotation and cache write, one out."""
+"""Attention over the paged cache: one stacked projection in, rotation and cache write, one out."""
 
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self

@@ -104,7 +104,7 @@ def _router(w: WeightSource, config: ExpertsConfig, hidden: int) -> Linear:
     if config.shared_gated:
         names.append("shared_expert_gate")
         rows.append(1)
-    parts = [w.packed([f"{name}.weight" for name in names], rows, hidden)]
+    parts = [w.stacked([f"{name}.weight" for name in names], rows, hidden)]
     unused = -sum(rows) % _ALIGNED
     parts.append(parts[0].new_zeros(unused, hidden))
     bias = None
@@ -141,10 +141,10 @@ def _separate(
         _note(w)
         values = dequantised(w, list(zip(full, rows, strict=True)), parts, inputs)
     else:
-        values = w.packed([f"{name}.weight" for name in full], rows, inputs)
+        values = w.stacked([f"{name}.weight" for name in full], rows, inputs)
     bias = None
     if config.bias:
-        bias = w.packed([f"{name}.bias" for name in full], rows).view(count, -1)
+        bias = w.stacked([f"{name}.bias" for name in full], rows).view(count, -1)
     return values.view(count, -1, inputs), bias
 
 

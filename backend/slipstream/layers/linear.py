@@ -54,10 +54,10 @@ class Linear:
         inputs: int,
         bias: bool = False,
     ) -> "Linear":
-        """Read the layers `names`, of `outputs[i]` each; all are packed into one matrix."""
+        """Read the layers `names`, of `outputs[i]` each; all are stacked in one matrix."""
         scheme = quant.scheme_of(w, names, w.quantization)
         weights = scheme.read(w, names, outputs, inputs)
-        biases = w.packed([f"{name}.bias" for name in names], outputs) if bias else None
+        biases = w.stacked([f"{name}.bias" for name in names], outputs) if bias else None
         return cls(scheme, weights, biases, w.deterministic)
 
     @property

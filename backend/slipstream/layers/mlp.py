@@ -31,7 +31,7 @@ class TwoStepMLP:
 
 
 class GatedMLP(TwoStepMLP):
-    """`down(silu(gate(x)) * up(x))`, gate and up packed; `out_norm` of what is added (Gemma)."""
+    """`down(silu(gate(x)) * up(x))`, gate and up stacked; `out_norm` of what is added (Gemma)."""
 
     gate = "silu"
 

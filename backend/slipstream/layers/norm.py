@@ -56,7 +56,7 @@ class LayerNorm:
         self.weight = None
         if has_weight and groups and not w.has("weight"):
             names = [f"norms.{i}.weight" for i in range(groups)]
-            self.weight = w.packed(names, [size] * groups).view(groups, size)
+            self.weight = w.stacked(names, [size] * groups).view(groups, size)
         elif has_weight:
             self.weight = w.tensor("weight", *((groups, size) if groups else (size,)))
         self._is_grouped = groups > 0

@@ -45,7 +45,7 @@ class WeightSource(Protocol):
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a tensor, which must have this shape."""
 
-    def packed(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
+    def stacked(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
         """Tensors of shapes `[rows[i], *rest]` under one another, in one matrix."""
 
     def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:

@@ -1,7 +1,7 @@
 """Read weights from safetensors or GGUF files.
 
 A family asks for tensors by name; each is copied once, from its file into its place in the engine's
-dtype on its device (packed matrices are allocated whole and filled together).
+dtype on its device (stacked matrices are allocated whole and filled together).
 """
 
 import logging
@@ -390,9 +390,9 @@ class Weights:
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Read a tensor, which must have this shape."""
-        return self.packed([name], shape[:1], *shape[1:])
+        return self.stacked([name], shape[:1], *shape[1:])
 
-    def packed(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
+    def stacked(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
         """Read tensors of shapes `[rows[i], *rest]`, concatenated to `[sum(rows), *rest]`."""
         shape = (sum(rows), *rest) if rows else ()  # one number
         out = torch.empty(shape, dtype=self._dtype, device=self._device)

@@ -25,7 +25,7 @@ class Auto(Scheme):
         parts = [w.quantized(name, rows, inputs) for name, rows in sizes]
         found = [part for part in parts if part is not None]
         if not found:
-            return Matrix(w.packed([f"{name}.weight" for name in names], outputs, inputs))
+            return Matrix(w.stacked([f"{name}.weight" for name in names], outputs, inputs))
         whole = stack(found) if len(found) == len(parts) else None
         if whole is not None:
             return kept(w, whole)
@@ -72,7 +72,7 @@ def dequantised(
     out = torch.empty(sum(outputs), inputs, dtype=w.dtype, device=w.device)
     for (name, rows), part, piece in zip(sizes, parts, torch.split(out, outputs), strict=True):
         if part is None:
-            piece.copy_(w.packed([f"{name}.weight"], [rows], inputs))
+            piece.copy_(w.stacked([f"{name}.weight"], [rows], inputs))
         else:
             write(part, piece)
     return out
@@ -92,7 +92,7 @@ class AtLoad(Auto):
         self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
     ) -> Matrix | Packed:
         """Read `NAME.weight` of all names and round them."""
-        weight = w.packed([f"{name}.weight" for name in names], outputs, inputs)
+        weight = w.stacked([f"{name}.weight" for name in names], outputs, inputs)
         return kept(w, self._rounded(weight))
 
 

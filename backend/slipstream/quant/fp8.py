@@ -25,7 +25,7 @@ class Fp8(Scheme):
         self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
     ) -> Matrix:
         """Read `NAME.weight` of all names and quantise them."""
-        weight = w.packed([f"{name}.weight" for name in names], outputs, inputs)
+        weight = w.stacked([f"{name}.weight" for name in names], outputs, inputs)
         return Matrix(*fp8.quantize(weight))
 
     def matmul(self, x: Tensor, weights: Matrix, bias: Tensor | None) -> Tensor:

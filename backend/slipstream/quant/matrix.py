@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise.fp8 import E4M3 as E4M3
+from slipstream.kernels.gemm.packing import e2m1_table
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MIDDLE = 8  # the zero of 4 bits without zeros
 _ROWS = 1 << 22  # weights that are dequantised at a time: what fp32 needs beside the result
 
@@ -178,7 +178,7 @@ def _numbers(matrix: QuantMatrix) -> Tensor:
     if matrix.kind is Kind.F4:
         table = matrix.table
         if table is None:
-            table = torch.tensor((*E2M1, *(-each for each in E2M1)), device=codes.device)
+            table = e2m1_table(codes.device)
         return table[codes.long()]
     if matrix.zeros is not None:
         return codes.float() - _spread(matrix.zeros, matrix)

@@ -22,7 +22,7 @@ class Unquantized(Scheme):
         sizes = list(zip(names, outputs, strict=True))
         parts = [w.quantized(name, rows, inputs) for name, rows in sizes]
         if not any(parts):
-            return Matrix(w.packed([f"{name}.weight" for name in names], outputs, inputs))
+            return Matrix(w.stacked([f"{name}.weight" for name in names], outputs, inputs))
         return Matrix(dequantised(w, sizes, parts, inputs))
 
     def matmul(self, x: Tensor, weights: Matrix, bias: Tensor | None) -> Tensor:

@@ -29,7 +29,7 @@ class MatrixSource(Protocol):
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds this tensor."""
 
-    def packed(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
+    def stacked(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
         """Tensors of shapes `[rows[i], *rest]` under one another, in one matrix."""
 
     def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:

@@ -320,10 +320,11 @@ def _check_share(plan: Plan) -> None:
     total = total_memory(plan.device)
     blocks = plan.held_blocks if asked is None else plan.blocks_of(asked)
     cache, what = blocks * plan.block_bytes, plan.longest if asked is None else f"{asked:,} tokens"
-    if plan.weight_bytes + cache > share * total:
+    weights = plan.weight_bytes
+    if weights + cache > share * total:
         raise ConfigError(
             f"memory_share = {share:g} is {share * total / 1e9:.2f} GB of {total / 1e9:.2f} GB, "
-            f"but the weights need {plan.weight_bytes / 1e9:.2f} GB and the KV cache of {what} "
+            f"but the weights need {weights / 1e9:.2f} GB and the KV cache of {what} "
             f"{cache / 1e9:.2f} GB"
         )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.calls import takes
-from slipstream.kernels.cache.pages import first_seen, gather
+from slipstream.kernels.attention.chunk_scores import chunk_scores
 from slipstream.kernels.runtime.op import op
 
 
@@ -34,23 +34,10 @@ class CappedCall(NamedTuple):
 @takes(CappedCall)
 def capped_attention(call: CappedCall) -> Tensor:
     """Write what `prefill_attention` has, of capped scores, to `out`, which is returned."""
-    q, cache, tables, starts, lengths, out, scale, cap, window = call
-    bounds = starts.tolist()
-    for s, length in enumerate(lengths.tolist()):
-        begin, end = bounds[s], bounds[s + 1]
-        if begin == end or length == 0:
-            continue
-        seen = first_seen(length - (end - begin), window)
-        k, v = (x.float() for x in gather(cache, tables[s], seen, length))
-        groups = q[begin:end].float().view(end - begin, cache.shape[1], -1, q.shape[2])
-        scores = torch.einsum("nhgd,htd->hgnt", groups, k) * scale
-        positions = torch.arange(length - (end - begin), length, device=q.device)[:, None]
-        keys = torch.arange(seen, length, device=q.device)
-        hidden = keys > positions
-        if window:
-            hidden |= keys <= positions - window
-        capped = (scores / cap).tanh() * cap
+    where = (call.q, call.cache, call.block_tables, call.query_starts, call.lengths)
+    for rows, scores, hidden, values in chunk_scores(*where, call.scale, call.window):
+        capped = (scores / call.cap).tanh() * call.cap
         weights = capped.masked_fill(hidden, float("-inf")).softmax(-1)
-        found = torch.einsum("hgnt,htd->nhgd", weights, v)
-        out[begin:end] = found.flatten(1, 2).to(out.dtype)
-    return out
+        found = torch.einsum("nhgt,htd->nhgd", weights, values)
+        call.out[rows] = found.flatten(1, 2).to(call.out.dtype)
+    return call.out

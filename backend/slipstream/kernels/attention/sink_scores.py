@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.calls import takes
-from slipstream.kernels.cache.pages import first_seen, gather
+from slipstream.kernels.attention.chunk_scores import chunk_scores
 from slipstream.kernels.runtime.op import op
 
 
@@ -39,22 +39,9 @@ def apply_sink_scores(call: SinkScoreCall) -> Tensor:
     Rows `query_starts[s] : query_starts[s + 1]` are the last of `lengths[s]` tokens, as those of
     `prefill_attention`.
     """
-    out, q, cache, tables, starts, lengths, scores, scale, window = call
-    bounds = starts.tolist()
-    for s, length in enumerate(lengths.tolist()):
-        begin, end = bounds[s], bounds[s + 1]
-        if begin == end or length == 0:
-            continue
-        seen = first_seen(length - (end - begin), window)
-        k, _ = gather(cache, tables[s], seen, length)
-        groups = q[begin:end].float().view(end - begin, cache.shape[1], -1, q.shape[2])
-        found = torch.einsum("nhgd,htd->nhgt", groups, k.float()).flatten(1, 2) * scale
-        positions = torch.arange(length - (end - begin), length, device=q.device)[:, None]
-        keys = torch.arange(seen, length, device=q.device)
-        hidden = keys > positions
-        if window:
-            hidden |= keys <= positions - window
-        every = found.masked_fill(hidden[:, None], float("-inf")).logsumexp(-1)
-        share = torch.sigmoid(every - scores.float())
-        out[begin:end] = (out[begin:end].float() * share[..., None]).to(out.dtype)
-    return out
+    where = (call.q, call.cache, call.block_tables, call.query_starts, call.lengths)
+    for rows, scores, hidden, _ in chunk_scores(*where, call.scale, call.window):
+        every = scores.masked_fill(hidden, float("-inf")).logsumexp(-1).flatten(1)
+        share = torch.sigmoid(every - call.scores.float())
+        call.out[rows] = (call.out[rows].float() * share[..., None]).to(call.out.dtype)
+    return call.out

@@ -81,18 +81,23 @@ def tiling(
     return None
 
 
-def shared_refusal(spec: Spec, max_rows: int) -> str | None:
-    """Say why no kernel takes packed weights as they are, beside so many rows; None: one may."""
+def type_refusal(spec: Spec) -> str | None:
+    """Say why no kernel takes packed weights beside rows of this type; None: one may."""
     if spec.packing is None:
         return "takes packed weights"
     if spec.x not in DTYPES or spec.out != spec.x:
         return "takes rows of fp16 or bf16"
     if spec.packing.is_float and spec.packing.scale != spec.x:
         return "takes floats whose scales are of the type of the rows"
+    return "has no norm" if spec.norm else None
+
+
+def shared_refusal(spec: Spec, max_rows: int) -> str | None:
+    """Say why no kernel takes packed weights as they are, beside so many rows; None: one may."""
+    if (why := type_refusal(spec)) is not None:
+        return why
     if not 1 <= spec.rows <= max_rows:
         return f"takes 1 to {max_rows} rows"
-    if spec.norm:
-        return "has no norm"
     if spec.gate not in ("", "silu"):
         return "gates by SiLU alone"
     if spec.gate and spec.outputs % (2 * TILE):

@@ -24,6 +24,11 @@ LIFTS = {torch.bfloat16: 2.0**118, torch.float16: 2.0**6}  # scales of e2m1 are 
 _PARTS = (16, 32, 64, 128)  # inputs of a block's parts, which have a scale each
 
 
+def e2m1_table(device: torch.device) -> Tensor:
+    """Return the number of each code of e2m1, `[16]` fp32."""
+    return torch.tensor((*E2M1, *(-each for each in E2M1)), device=device)
+
+
 class Packing(NamedTuple):
     """All that kernels choose by."""
 
@@ -139,7 +144,7 @@ def dense(values: Tensor, groups: Groups) -> Tensor:
     """
     packing = groups.packing
     if packing.is_float:
-        table = torch.tensor((*E2M1, *(-each for each in E2M1)), device=values.device)
+        table = e2m1_table(values.device)
         scales = by_row(groups.scales, packing).float() / LIFTS[packing.scale] * SHRUNK
         return table[unpack(values, packing).long()] * scales
     codes = unpack(values, packing).float()

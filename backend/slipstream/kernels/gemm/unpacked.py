@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import PLAIN, Around, Matrix, Spec, gemm
-from slipstream.kernels.gemm.packed import DTYPES, defines, packings
+from slipstream.kernels.gemm.packed import DTYPES, defines, packings, type_refusal
 from slipstream.kernels.gemm.packing import Groups, Packing, arranged, dense
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
@@ -77,14 +77,8 @@ def variants() -> Iterator[jit.Variant]:
 
 def takes(spec: Spec) -> str | None:
     """Say why a product is not computed by way of 16 bits; None: it is."""
-    if spec.packing is None:
-        return "takes packed weights"
-    if spec.x not in DTYPES or spec.out != spec.x:
-        return "takes rows of fp16 or bf16"
-    if spec.packing.is_float and spec.packing.scale != spec.x:
-        return "takes floats whose scales are of the type of the rows"
-    if spec.norm:
-        return "has no norm"
+    if (why := type_refusal(spec)) is not None:
+        return why
     return "takes multiples of 8 inputs" if spec.inputs % 8 else None
 
 
