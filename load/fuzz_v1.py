@@ -6,7 +6,8 @@ Each is drawn with its outcome (see fuzz_v1_cases.py): one without a fault is an
 one with a fault refused with status 4xx and OpenAI's error body, whose `param` is the wrong field.
 One whose text or surroundings were changed may come to anything but an internal error. No error may
 hold a path or a traceback, or be long; the log may hold no traceback; a canary must have the same
-answer all along; in the end no request is open and every block of the engine is free.
+answer all along; after each 500 no request is open and every block of the engine is free, and the
+memory of the gateway's process is noted: after it is warm it must not grow with requests.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from fuzz_v1_cases import CHATS, COMPLETIONS, Case, cases
 from serving import REPORTS, fuzz
 from slipstream_compose.compose import compose, write
@@ -38,6 +40,8 @@ _CANARY_EVERY = 25
 _TIMEOUT_S = 60.0
 _SHORT_S = 1.0  # for what may be no whole request
 _IDLE_S = 30.0
+_WARM = 2  # rounds after which allocators have what they use again and again
+_GROWTH_MB = 24.0  # from then on; a leak of 6 KB a request is found by 4,000
 _SHOWN = 12
 _LONGEST = 800  # characters of an error
 _NEVER = ("Traceback", 'File "', ".py", "could not be started", "could not be made")
@@ -62,11 +66,18 @@ class Books:
     problems: list[str] = field(default_factory=list)
     canaries: int = 0
     reference: str = ""
+    resident_mb: list[float] = field(default_factory=list)  # of the gateway, after each round
+
+    def check_memory(self) -> None:
+        """Note a problem where the gateway has grown since it was warm."""
+        warm = self.resident_mb[_WARM:]
+        if warm and warm[-1] - warm[0] > _GROWTH_MB:
+            self.problems.append(f"the gateway has grown: {self.resident_mb} MB")
 
 
 @contextlib.contextmanager
-def serving(scratch: Path, log: Path) -> Iterator[int]:
-    """Run a gateway with the real engine of the default model; its port.
+def serving(scratch: Path, log: Path) -> Iterator[tuple[int, psutil.Process]]:
+    """Run a gateway with the real engine of the default model; its port and its process.
 
     Raises ServeError, SystemExit.
     """
@@ -77,7 +88,7 @@ def serving(scratch: Path, log: Path) -> Iterator[int]:
     with gateway_alone(scratch / "models", log, "--chat-template", str(template)) as found:
         process, address = found
         wait_ready(process, address, log)
-        yield int(address.rpartition(":")[2])
+        yield int(address.rpartition(":")[2]), psutil.Process(process.pid)
         if process.poll() is not None:
             raise SystemExit(f"the gateway has ended: {log.read_text()[-4000:]}")
 
@@ -263,7 +274,7 @@ def run(requests: int, number: int, log: Path) -> dict[str, Any]:
     begin, books = time.monotonic(), Books()
     log.parent.mkdir(parents=True, exist_ok=True)
 
-    async def storm(port: int) -> None:
+    async def storm(port: int, gateway: psutil.Process) -> None:
         each = Run(port, books, log)
         await each.ask_canary()
         for first in range(0, requests, _ROUND):
@@ -271,18 +282,21 @@ def run(requests: int, number: int, log: Path) -> dict[str, Any]:
                 lambda at=first: list(cases(min(_ROUND, requests - at), number + at))
             )
             await each.round(batch)
+            books.resident_mb.append(round(gateway.memory_info().rss / 1e6, 1))
             print(f"fuzz: {sum(books.ends.values())} requests to /v1", file=sys.stderr, flush=True)
             if len(books.problems) > _SHOWN:
                 return
 
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), log) as port:
-        asyncio.run(storm(port))
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), log) as found:
+        asyncio.run(storm(*found))
+    books.check_memory()
     return {
         "requests": sum(books.ends.values()),
         "seed": number,
         "seconds": round(time.monotonic() - begin, 1),
         "ends": dict(sorted(books.ends.items())),
         "canaries": books.canaries,
+        "resident_mb": books.resident_mb,
         "problems": books.problems[:_SHOWN],
     }
 
