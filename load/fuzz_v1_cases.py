@@ -13,7 +13,8 @@ from typing import Any
 from fuzz_cases import VOCABULARY, drawn
 from fuzz_fields import VLLM
 from hypothesis import strategies as st
-from slipstream_gateway.fields import TABLE, Use
+from slipstream_gateway.dialects.openai_fields import CHAT, TABLES
+from slipstream_gateway.fields import Use
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
@@ -34,7 +35,7 @@ def _of_contract() -> dict[str, Values]:
     """Return the sampling parameters of the contract's fuzzer that JSON can hold."""
     found = {}
     for name, (good, bad) in VLLM.items():
-        if name not in _APART | _NOT_HERE and good and TABLE[name].use is Use.SERVED:
+        if name not in _APART | _NOT_HERE and good and TABLES[CHAT][name].use is Use.SERVED:
             found[name] = (list(good), [value for value in bad if _is_json(value)])
     return found
 
@@ -144,7 +145,7 @@ _HEADERS: tuple[bytes, ...] = (
     b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAMAAABkAAQAAP__",
 )
 _DRAWN = {*BOTH, *OWN[COMPLETIONS], *OWN[CHATS]}
-_REST = sorted(TABLE.keys() - _DRAWN)
+_REST = sorted(TABLES[CHAT].keys() - _DRAWN)
 _LINES: tuple[bytes, ...] = (
     *(b"GET", b"GET / HTTP/9.9", b"\x16\x03\x01\x02\x00", b"POST /v1/completions", b"\r\n\r\n"),
     *(
@@ -224,7 +225,7 @@ class _Draft:
             body[name] = self.one(bad if is_bad else good)
             if is_bad:
                 case.faults.append(name)
-        if self.rarely(10) and (name := self.draw(st.text(max_size=12))) not in TABLE:
+        if self.rarely(10) and (name := self.draw(st.text(max_size=12))) not in TABLES[CHAT]:
             body[name] = self.one(_JUNK[:10])  # listed in a header, with any name
         if self.rarely(15):  # of any other field of the tables
             body[self.one(_REST)] = self.one(_JUNK)

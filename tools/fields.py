@@ -7,16 +7,16 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from slipstream_gateway import fields, openapi
-from slipstream_gateway.dialects.fields import markdown
+from slipstream_gateway import openapi
+from slipstream_gateway.dialects import openai_fields
 from slipstream_gateway.dialects.messages_fields import TABLE as MESSAGES
 from slipstream_gateway.dialects.responses_fields import TABLE as RESPONSES
 from slipstream_gateway.parsing import strict_page
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES: Mapping[str, Mapping[str, str]] = {
-    "responses.md": {"responses": markdown(RESPONSES), "messages": markdown(MESSAGES)},
-    "openai.md": {"completions": fields.markdown()},
+    "responses.md": {"responses": RESPONSES.markdown(), "messages": MESSAGES.markdown()},
+    "openai.md": {"completions": openai_fields.markdown()},
     "tools.md": {"strict": strict_page.markdown()},
 }
 """Page -> the tables between its marks, by their names."""

@@ -11,9 +11,9 @@ from slipstream_gateway.dialects.chat import Chat
 from slipstream_gateway.dialects.completions import Completions
 from slipstream_gateway.dialects.dialect import Dialect
 from slipstream_gateway.dialects.messages import CountTokens, Messages
+from slipstream_gateway.dialects.openai_fields import CHAT, COMPLETION
 from slipstream_gateway.dialects.responses import Responses
 from slipstream_gateway.errors import ApiError, openai_body
-from slipstream_gateway.fields import CHAT, COMPLETION
 from slipstream_gateway.generate import Generator
 from slipstream_gateway.metrics import Metrics
 from slipstream_gateway.page import files

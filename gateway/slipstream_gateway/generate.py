@@ -15,9 +15,10 @@ from slipstream_contract.request import GenerateRequest
 
 from slipstream_gateway.body import GoneError, Receive, parse_object, read_body, wait_gone
 from slipstream_gateway.dialects.dialect import Dialect
+from slipstream_gateway.dialects.openai_fields import CHAT, COMPLETION, TABLES
 from slipstream_gateway.errors import ApiError, api_error
 from slipstream_gateway.exchange import Exchange, Shape
-from slipstream_gateway.fields import CHAT, COMPLETION, check_body, read_whole
+from slipstream_gateway.fields import read_whole
 from slipstream_gateway.metrics import Metrics
 from slipstream_gateway.model_text import ModelText
 from slipstream_gateway.models import Model, Models
@@ -114,7 +115,8 @@ class Generator:
         if self.is_draining:
             raise ApiError(503, "the server is stopping", retry_after_ms=1000)
         body = dialect.to_chat(given) if at == CHAT else given
-        ignored = check_body(body, at) + dialect.ignored(given)
+        TABLES[at].check(body)
+        ignored = TABLES[at].ignored(body) + dialect.ignored(given)
         model = self._models.find(body.get("model"))
         text = model.ready_text()
         if read_whole(body, _BUDGET, 0, limits.INT32_MAX) is not None and not text.has_thinking:

@@ -9,12 +9,11 @@ from slipstream import __version__
 from slipstream_contract import limits
 
 from slipstream_gateway import value_schemas as values
-from slipstream_gateway.dialects import fields as dialect_fields
-from slipstream_gateway.dialects.extras import EXTRAS
 from slipstream_gateway.dialects.messages_fields import COUNTED
 from slipstream_gateway.dialects.messages_fields import TABLE as MESSAGES
+from slipstream_gateway.dialects.openai_fields import CHAT, COMPLETION, TABLES
 from slipstream_gateway.dialects.responses_fields import TABLE as RESPONSES
-from slipstream_gateway.fields import CHAT, COMPLETION, TABLE, Use
+from slipstream_gateway.fields import Table
 
 Schema = dict[str, Any]
 
@@ -51,27 +50,6 @@ _STATUSES = {
 
 def _nullable(schema: Mapping[str, Any]) -> Schema:
     return {"anyOf": [dict(schema), {"type": "null"}]} if schema else {}
-
-
-def body_schema(at: str) -> Schema:
-    """Return the schema of the bodies of chat completions, or of completions."""
-    required = "messages" if at == CHAT else "prompt"
-    properties: dict[str, Schema] = {}
-    for field in TABLE.values():
-        if at not in field.at:
-            continue
-        if field.use is Use.REFUSED:
-            schema: Schema = {"enum": list(field.neutral), "deprecated": True}
-        elif field.name == required:
-            schema = dict(field.schema)
-        elif field.name == "max_tokens" and at == CHAT:
-            schema = _nullable(values.whole(1))  # 0 is for log probs of a completion's prompt
-        elif field.name == "logprobs":
-            schema = _nullable(values.FLAG if at == CHAT else values.TOP)
-        else:
-            schema = _nullable(field.schema)
-        properties[field.name] = {**schema, "description": f"{field.use}: {field.help}"}
-    return {"type": "object", "required": [required], "properties": properties}
 
 
 def _content(schema: Schema, kind: str = "application/json") -> Schema:
@@ -132,7 +110,11 @@ def _tokenize() -> Schema:
     chat: Schema = {
         "type": "object",
         "required": ["messages"],
-        "properties": {**shared, "messages": TABLE["messages"].schema, "return_token_strs": flag},
+        "properties": {
+            **shared,
+            "messages": TABLES[CHAT]["messages"].schema,
+            "return_token_strs": flag,
+        },
     }
     return {"anyOf": [prompt, chat]}
 
@@ -158,8 +140,8 @@ def document() -> Schema:
         "content": _content(_ERROR),
     }
     posts = (
-        ("/v1/chat/completions", "chat", "a chat completion", body_schema(CHAT), True),
-        ("/v1/completions", "complete", "a completion", body_schema(COMPLETION), True),
+        ("/v1/chat/completions", "chat", "a chat completion", TABLES[CHAT].schema(), True),
+        ("/v1/completions", "complete", "a completion", TABLES[COMPLETION].schema(), True),
         ("/v1/responses", "respond", "a response, without state", responses, True),
         ("/v1/messages", "message", "Anthropic's messages", messages, True),
         ("/v1/messages/count_tokens", "countTokens", "the prompt's tokens", counted, False),
@@ -197,7 +179,7 @@ def document() -> Schema:
     }
 
 
-def _schema(prefix: str, table: dialect_fields.Table, schemas: dict[str, Schema]) -> Schema:
+def _schema(prefix: str, table: Table, schemas: dict[str, Schema]) -> Schema:
     """Return the schema of a table; its definitions move to `schemas`, under a prefix."""
 
     def moved(value: Any) -> Any:
@@ -212,13 +194,7 @@ def _schema(prefix: str, table: dialect_fields.Table, schemas: dict[str, Schema]
             kept["$ref"] = f"#/components/schemas/{prefix}{ref.rpartition('/')[2]}"
         return kept
 
-    found: Schema = moved(dialect_fields.schema(table))
-    for name in EXTRAS.keys() & found["properties"].keys():  # as in a chat completion
-        found["properties"][name] |= _nullable(TABLE[name].schema)
-    for name in ("messages", "input"):
-        one = found["properties"].get(name, {})
-        for kind in (one, *one.get("anyOf", ())):
-            kind |= {"minItems": 1} if kind.get("type") == "array" else {}
+    found: Schema = moved(table.schema())
     return found
 
 

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 from slipstream_contract.schemas.vllm import refused_names
-from slipstream_gateway.fields import TABLE, Use
+from slipstream_gateway.dialects.openai_fields import CHAT, TABLES
+from slipstream_gateway.fields import Use
 from slipstream_gateway.prepare import read_request
 
 
@@ -48,7 +49,7 @@ def test_priority_0_is_the_first_one():
 
 
 def test_the_table_says_of_no_field_that_it_works_if_the_contract_refuses_it():
-    wrong = [name for name in refused_names() if TABLE[name].use is not Use.REFUSED]
+    wrong = [name for name in refused_names() if TABLES[CHAT][name].use is not Use.REFUSED]
     assert wrong == ["truncate_prompt_tokens"]  # served here, and not by `vllm_model`
 
 

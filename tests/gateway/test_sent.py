@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fixtures.gateway.served import DONE, ROOT, Gateway, Response, make_repository, serving
-from slipstream_gateway.fields import TABLE
+from slipstream_gateway.dialects.openai_fields import CHAT, TABLES
 
 SENT = Path(__file__).parents[1] / "fixtures" / "gateway" / "sent.jsonl"
 ROWS = [json.loads(line) for line in SENT.read_text().splitlines()]
@@ -71,7 +71,7 @@ def test_a_recorded_request_gets_the_same_status_again(chatty, row):
         assert answer.error["message"]
     if row["path"] in ("/v1/chat/completions", "/v1/completions"):
         ignored = json.loads(f"[{answer.headers.get('x-slipstream-ignored', '')}]")
-        unknown = [name for name in ignored if name not in TABLE]
+        unknown = [name for name in ignored if name not in TABLES[CHAT]]
         assert unknown == [name for name in row["body"] if name in MADE_UP]
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from slipstream_gateway.fields import TABLE
+from slipstream_gateway.dialects.openai_fields import CHAT, TABLES
 from slipstream_serve.server import repository_root
 
 NAMES = ("crashes", "serving", "fuzz_fields", "fuzz_cases", "fuzz_v1_cases", "fuzz_v1")
@@ -23,14 +23,14 @@ def test_2000_requests_to_v1(load, tmp_path):
 def test_every_field_comes_up(load):
     cases = load.fuzz_v1_cases
     drawn = {*cases.BOTH, *cases.OWN[cases.COMPLETIONS], *cases.OWN[cases.CHATS], *cases._REST}
-    assert TABLE.keys() <= drawn | {"prompt", "messages"}
+    assert TABLES[CHAT].keys() <= drawn | {"prompt", "messages"}
     found: set[str] = set()
     for case in cases.cases(300, 1):
         try:
             found |= json.loads(case.data).keys()
         except (ValueError, AttributeError, RecursionError):
             continue
-    assert len(found & TABLE.keys()) > 60
+    assert len(found & TABLES[CHAT].keys()) > 60
 
 
 def error(message: str = "top_p is 2", param: object = "top_p") -> bytes:

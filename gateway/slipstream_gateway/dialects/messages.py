@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 
 from slipstream_gateway.dialects.events import encode, renamed
-from slipstream_gateway.dialects.fields import Table, check, convert, ignored
 from slipstream_gateway.dialects.messages_fields import COUNTED, NAMES, TABLE, ToolChoice
 from slipstream_gateway.dialects.messages_input import read_messages, unread
 from slipstream_gateway.dialects.messages_writer import MessagesWriter, error_shape
 from slipstream_gateway.errors import ApiError
+from slipstream_gateway.fields import Table, convert
 
 _OWN = ("messages", "system", "tools", "tool_choice", "thinking", "output_config")
 _RENAMED = {"max_tokens": "max_completion_tokens", "stop_sequences": "stop"}
@@ -36,9 +36,9 @@ class Messages:
 
     def to_chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of the chat completion that means the same. Raises ApiError 400."""
-        check(self.table, body)
+        self.table.check(body)
         chat: dict[str, Any] = {}
-        silent = (*_OWN, "output_format", *ignored(self.table, body), "mcp_servers")
+        silent = (*_OWN, "output_format", *self.table.ignored(body), "mcp_servers")
         for name, value in body.items():
             if value is not None and name not in silent:
                 chat[_RENAMED.get(name, name)] = value
@@ -53,7 +53,7 @@ class Messages:
 
     def ignored(self, body: Mapping[str, Any]) -> list[str]:
         """Return what of a valid body has no effect."""
-        names = ignored(self.table, body) + unread(body)
+        names = self.table.ignored(body) + unread(body)
         for number, tool in enumerate(body.get("tools") or ()):
             if not _is_custom(tool):
                 names.append(f"tools[{number}].type={str(tool.get('type'))[:40]}")

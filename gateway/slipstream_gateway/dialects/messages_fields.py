@@ -4,12 +4,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slipstream_gateway.dialects.extras import EXTRAS
-from slipstream_gateway.dialects.fields import Harmless, Mapped, Refused, Table
-
-_CACHE = "every prompt is looked up in the prefix cache"
-_ONE = "there is one server"
-_EXTRAS = {name: field for name, field in EXTRAS.items() if name != "logit_bias"}
+from slipstream_gateway.dialects.openai_fields import AS_IN_A_CHAT, EXTRAS
+from slipstream_gateway.fields import Field, Table, Use
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -51,59 +47,86 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     content: str | list[dict[str, Any]]
 
 
-COUNTED: Table = {
-    "model": Mapped(str, "The model that answers", required=True),
-    "messages": Mapped(
-        list[Message],
-        "Roles user, assistant and system; blocks `text`, `tool_use`, `tool_result`, `thinking`. "
+_COUNTED = (
+    Field("model", "the model that answers", str, is_required=True),
+    Field(
+        "messages",
+        "roles user, assistant and system; blocks `text`, `tool_use`, `tool_result`, `thinking`. "
         "Other blocks: 400",
-        required=True,
+        Annotated[list[Message], msgspec.Meta(min_length=1)],
+        is_required=True,
     ),
-    "system": Mapped(str | list[dict[str, Any]], "Text, or text blocks, joined by line ends"),
-    "tools": Mapped(
-        list[dict[str, Any]],
-        "Tools with an `input_schema`. Those of Anthropic's own types are skipped, and named in a "
+    Field("system", "text, or text blocks, joined by line ends", str | list[dict[str, Any]]),
+    Field(
+        "tools",
+        "tools with an `input_schema`. Those of Anthropic's own types are skipped, and named in a "
         "header",
+        list[dict[str, Any]],
     ),
-    "tool_choice": Mapped(ToolChoice, "auto, any, tool or none; `disable_parallel_tool_use`"),
-    "thinking": Mapped(
-        Thinking,
-        "Template variable `enable_thinking`, false if absent. `budget_tokens`: at most so many "
+    Field("tool_choice", "auto, any, tool or none; `disable_parallel_tool_use`", ToolChoice),
+    Field(
+        "thinking",
+        "template variable `enable_thinking`, false if absent. `budget_tokens`: at most so many "
         "tokens of reasoning. `display: omitted` leaves its text out",
+        Thinking,
     ),
-    "output_config": Mapped(
-        OutputConfig, "`effort`: as `reasoning_effort`. `format`: text that matches a schema"
+    Field(
+        "output_config",
+        "`effort`: as `reasoning_effort`. `format`: text that matches a schema",
+        OutputConfig,
     ),
-    "output_format": Mapped(OutputFormat, "As `output_config.format`"),
-    "chat_template_kwargs": EXTRAS["chat_template_kwargs"],
-    "cache_control": Harmless(dict[str, Any], _CACHE),
-    "context_management": Harmless(dict[str, Any], "the client's messages are used as they are"),
-    "betas": Harmless(list[str], "no feature needs to be turned on"),
-    "speed": Harmless(str, "there is one speed"),
-    "user_profile_id": Harmless(str, "users are not told apart"),
-    "workspace_id": Harmless(str, "there is one workspace"),
-    "mcp_servers": Harmless(list[Any], "no server is called on a client's behalf", values=([],)),
-}
-TABLE: Table = {
-    **COUNTED,
-    "max_tokens": Mapped(Positive, "At most so many tokens, reasoning included", required=True),
-    "stream": Mapped(bool, "Events, as the answer is made"),
-    "stop_sequences": Mapped(list[str], "Texts that end the answer; the one found is returned"),
-    "temperature": Mapped(float, "As in a chat completion"),
-    "top_p": Mapped(float, "As in a chat completion"),
-    "top_k": Mapped(int, "As in a chat completion"),
-    "metadata": Harmless(dict[str, Any], "users are not told apart"),
-    "service_tier": Harmless(str, "there is one tier, `standard`"),
-    "inference_geo": Harmless(str, _ONE),
-    "diagnostics": Harmless(dict[str, Any], "caches are not diagnosed"),
-    "container": Refused("there are no containers"),
-    "compaction": Refused("contexts are not compacted"),
-    "thread": Refused("nothing is kept between requests"),
-    "fallbacks": Refused("no other model answers instead"),
-    "fallback_credit_token": Refused("no other model answers instead"),
-    "billing_policy": Refused("nothing is billed"),
-    **_EXTRAS,
-}
+    Field("output_format", "as `output_config.format`", OutputFormat),
+    EXTRAS["chat_template_kwargs"],
+    *(
+        Field(name, why, kind, use=Use.HARMLESS)
+        for name, kind, why in (
+            ("cache_control", dict[str, Any], "every prompt is looked up in the prefix cache"),
+            ("context_management", dict[str, Any], "the client's messages are used as they are"),
+            ("betas", list[str], "no feature needs to be turned on"),
+            ("speed", str, "there is one speed"),
+            ("user_profile_id", str, "users are not told apart"),
+            ("workspace_id", str, "there is one workspace"),
+        )
+    ),
+    Field(
+        "mcp_servers", "no server is called on a client's behalf", use=Use.REFUSED, neutral=([],)
+    ),
+)
+_ANSWERED = (
+    Field("max_tokens", "at most so many tokens, reasoning included", Positive, is_required=True),
+    Field("stream", "events, as the answer is made", bool),
+    Field("stop_sequences", "texts that end the answer; the one found is returned", list[str]),
+    Field("temperature", AS_IN_A_CHAT, float),
+    Field("top_p", AS_IN_A_CHAT, float),
+    Field("top_k", AS_IN_A_CHAT, int),
+    *(
+        Field(name, why, kind, use=Use.HARMLESS)
+        for name, kind, why in (
+            ("metadata", dict[str, Any], "users are not told apart"),
+            ("service_tier", str, "there is one tier, `standard`"),
+            ("inference_geo", str, "there is one server"),
+            ("diagnostics", dict[str, Any], "caches are not diagnosed"),
+        )
+    ),
+    *(
+        Field(name, why, use=Use.REFUSED)
+        for name, why in (
+            ("container", "there are no containers"),
+            ("compaction", "contexts are not compacted"),
+            ("thread", "nothing is kept between requests"),
+            ("fallbacks", "no other model answers instead"),
+            ("fallback_credit_token", "no other model answers instead"),
+            ("billing_policy", "nothing is billed"),
+        )
+    ),
+    *(
+        field
+        for name, field in EXTRAS.items()
+        if name not in ("logit_bias", "chat_template_kwargs")
+    ),
+)
+COUNTED = Table(_COUNTED)
+TABLE = Table((*_COUNTED, *_ANSWERED))
 # Fields of the chat completion, by which its errors name them, and what they are here.
 NAMES = {
     "max_completion_tokens": "max_tokens",

@@ -6,11 +6,11 @@ from typing import Any, Literal
 import msgspec
 
 from slipstream_gateway.dialects.events import encode
-from slipstream_gateway.dialects.fields import convert, shown
 from slipstream_gateway.dialects.messages_fields import Message
 from slipstream_gateway.dialects.turns import Message as ChatMessage
 from slipstream_gateway.dialects.turns import Turns
 from slipstream_gateway.errors import ApiError
+from slipstream_gateway.fields import convert, shown
 
 # Claude Code puts a line into its system text that differs in each request, and so would keep all
 # that follows out of the prefix cache. It is for a bill.

@@ -6,12 +6,12 @@ from typing import Any, Literal
 import msgspec
 
 from slipstream_gateway.dialects.events import encode, renamed
-from slipstream_gateway.dialects.extras import EXTRAS
-from slipstream_gateway.dialects.fields import check, convert, ignored, shown
+from slipstream_gateway.dialects.openai_fields import EXTRAS
 from slipstream_gateway.dialects.responses_fields import LOG_PROBS, NAMES, TABLE
 from slipstream_gateway.dialects.responses_input import read_input, unread
 from slipstream_gateway.dialects.responses_writer import ResponsesWriter
 from slipstream_gateway.errors import ApiError
+from slipstream_gateway.fields import convert, shown
 
 _SAME = ("model", "stream", "temperature", "top_p", "top_k", "stop", *EXTRAS)
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
@@ -39,7 +39,7 @@ class Responses:
 
     def to_chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of the chat completion that means the same. Raises ApiError 400."""
-        check(TABLE, body)
+        TABLE.check(body)
         chat = {name: body[name] for name in _SAME if body.get(name) is not None}
         chat["messages"] = read_input(body)
         if body.get("max_output_tokens") is not None:
@@ -55,7 +55,7 @@ class Responses:
 
     def ignored(self, body: Mapping[str, Any]) -> list[str]:
         """Return what of a valid body has no effect."""
-        names = ignored(TABLE, body) + unread(body)
+        names = TABLE.ignored(body) + unread(body)
         names += [f"include[{name}]" for name in body.get("include") or () if name != LOG_PROBS]
         for field, only in (("reasoning", "effort"), ("text", "format")):
             given = body.get(field) or {}

@@ -1,14 +1,13 @@
 """Fields of a request to `/v1/responses`, and what happens to each."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slipstream_gateway.dialects.extras import EXTRAS
-from slipstream_gateway.dialects.fields import Harmless, Mapped, Refused, Table
+from slipstream_gateway.dialects.openai_fields import AS_IN_A_CHAT, EXTRAS
+from slipstream_gateway.fields import Field, Table, Use
 
 _STATELESS = "nothing is kept between requests; send the whole input each time"
-_NO_BUILT_IN = "there are no built-in tools"
 
 LOG_PROBS = "message.output_text.logprobs"
 Include = Literal[
@@ -52,64 +51,84 @@ class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-TABLE: Table = {
-    "model": Mapped(str, "The model that answers", required=True),
-    "input": Mapped(
-        str | list[Any],
-        "Text, or items: `message` (parts `input_text`, `output_text`, `refusal`), "
+_MAPPED = (
+    Field("model", "the model that answers", str, is_required=True),
+    Field(
+        "input",
+        "text, or items: `message` (parts `input_text`, `output_text`, `refusal`), "
         "`function_call`, `function_call_output`, `reasoning`. Other items and parts: 400",
-        required=True,
+        str | Annotated[list[Any], msgspec.Meta(min_length=1)],
+        is_required=True,
     ),
-    "instructions": Mapped(str, "The system message before the input"),
-    "max_output_tokens": Mapped(int, "At most so many tokens, reasoning included"),
-    "temperature": Mapped(float, "As in a chat completion"),
-    "top_p": Mapped(float, "As in a chat completion"),
-    "top_k": Mapped(int, "As in a chat completion"),
-    "stop": Mapped(str | list[str], "As in a chat completion"),
-    "stream": Mapped(bool, "Events, as the answer is made"),
-    "reasoning": Mapped(
-        Reasoning,
+    Field("instructions", "the system message before the input", str),
+    Field("max_output_tokens", "at most so many tokens, reasoning included", int),
+    Field("temperature", AS_IN_A_CHAT, float),
+    Field("top_p", AS_IN_A_CHAT, float),
+    Field("top_k", AS_IN_A_CHAT, int),
+    Field("stop", AS_IN_A_CHAT, str | list[str]),
+    Field("stream", "events, as the answer is made", bool),
+    Field(
+        "reasoning",
         "`effort`: as `reasoning_effort`. `summary` has no effect: reasoning is sent whole, as "
         "`reasoning_text`",
+        Reasoning,
     ),
-    "text": Mapped(
-        TextConfig, "`format`: text, json_object or json_schema. `verbosity` has no effect"
+    Field(
+        "text",
+        "`format`: text, json_object or json_schema. `verbosity` has no effect",
+        TextConfig,
     ),
-    "tools": Mapped(
-        list[dict[str, Any]], "Functions. Tools of other types are skipped, and named in a header"
+    Field(
+        "tools",
+        "functions. Tools of other types are skipped, and named in a header",
+        list[dict[str, Any]],
     ),
-    "tool_choice": Mapped(
-        str | dict[str, Any],
+    Field(
+        "tool_choice",
         "none, auto, required, a function, or allowed_tools. A tool of another type: 400",
+        str | dict[str, Any],
     ),
-    "parallel_tool_calls": Mapped(bool, "false: at most one call an answer"),
-    "include": Mapped(
-        list[Include], f"`{LOG_PROBS}`: log probs of all tokens of the answer. Others: no effect"
+    Field("parallel_tool_calls", "false: at most one call an answer", bool),
+    Field(
+        "include",
+        f"`{LOG_PROBS}`: log probs of all tokens of the answer. Others: no effect",
+        list[Include],
     ),
-    "top_logprobs": Mapped(int, "So many likely tokens beside each; turns log probs on"),
-    "metadata": Mapped(dict[str, str], "Returned as it came"),
-    "prompt_cache_key": Harmless(str, "every prompt is looked up in the prefix cache"),
-    "safety_identifier": Harmless(str, "users are not told apart"),
-    "user": Harmless(str, "users are not told apart"),
-    "client_metadata": Harmless(dict[str, Any], "it describes the client"),
-    "store": Harmless(bool, "answers are not stored; the response says `store: false`"),
-    "service_tier": Harmless(str, "there is one tier, `default`"),
-    "max_tool_calls": Harmless(int, f"it limits built-in tools, and {_NO_BUILT_IN}"),
-    "stream_options": Harmless(dict[str, bool], "events are never obfuscated"),
-    "prompt_cache_retention": Harmless(str, "the prefix cache keeps what it has room for"),
-    "prompt_cache_options": Harmless(dict[str, Any], "the prefix cache keeps what it has room for"),
-    "truncation": Harmless(str, "a prompt is never cut", values=("disabled",)),
-    "background": Harmless(bool, "an answer belongs to its connection", values=(False,)),
-    "background_options": Refused("an answer belongs to its connection"),
-    "previous_response_id": Refused(_STATELESS),
-    "conversation": Refused(_STATELESS),
-    "prompt": Refused("no prompts are stored"),
-    "context_management": Refused("contexts are not compacted"),
-    "moderation": Refused("there is no moderation"),
-    "access_programs": Refused("there are none"),
-    "image": Refused("models read text only"),
-    **EXTRAS,
-}
+    Field("top_logprobs", "so many likely tokens beside each; turns log probs on", int),
+    Field("metadata", "returned as it came", dict[str, str]),
+)
+_HARMLESS = (
+    ("prompt_cache_key", str, "every prompt is looked up in the prefix cache"),
+    ("safety_identifier", str, "users are not told apart"),
+    ("user", str, "users are not told apart"),
+    ("client_metadata", dict[str, Any], "it describes the client"),
+    ("store", bool, "answers are not stored; the response says `store: false`"),
+    ("service_tier", str, "there is one tier, `default`"),
+    ("max_tool_calls", int, "it limits built-in tools, and there are no built-in tools"),
+    ("stream_options", dict[str, bool], "events are never obfuscated"),
+    ("prompt_cache_retention", str, "the prefix cache keeps what it has room for"),
+    ("prompt_cache_options", dict[str, Any], "the prefix cache keeps what it has room for"),
+)
+_REFUSED = (
+    ("truncation", "a prompt is never cut", "disabled"),
+    ("background", "an answer belongs to its connection", False),
+    ("background_options", "an answer belongs to its connection"),
+    ("previous_response_id", _STATELESS),
+    ("conversation", _STATELESS),
+    ("prompt", "no prompts are stored"),
+    ("context_management", "contexts are not compacted"),
+    ("moderation", "there is no moderation"),
+    ("access_programs", "there are none"),
+    ("image", "models read text only"),
+)
+TABLE = Table(
+    (
+        *_MAPPED,
+        *(Field(name, why, kind, use=Use.HARMLESS) for name, kind, why in _HARMLESS),
+        *(Field(name, why, use=Use.REFUSED, neutral=tuple(only)) for name, why, *only in _REFUSED),
+        *EXTRAS.values(),
+    )
+)
 # Fields of the chat completion, by which its errors name them, and what they are here.
 NAMES = {
     "messages": "input",

@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import msgspec
 
-from slipstream_gateway.dialects.fields import convert, shown
 from slipstream_gateway.dialects.turns import Message, Turns
 from slipstream_gateway.errors import ApiError
+from slipstream_gateway.fields import convert, shown
 
 _Status = Literal["in_progress", "completed", "incomplete"]
 _ITEMS = "message, function_call, function_call_output and reasoning"
@@ -69,8 +69,6 @@ def read_input(body: Mapping[str, Any]) -> list[Message]:
         return turns.messages
     for number, item in enumerate(given):
         _read_item(turns, f"input[{number}]", item)
-    if not given:
-        raise ApiError(400, "`input` has no items; it needs at least 1", "input", "invalid_value")
     return turns.messages
 
 
