@@ -3,25 +3,31 @@
     PYTHONPATH=backend python benchmarks/weights4.py [--bits 4] [--group 128] [--zeros] [--rows 1 8]
 
 Random weights; each product runs in a graph over several copies that together exceed the L2 cache,
-for a third of a second. The limit of a product is its bytes over what this GPU reads, or its
+for `--seconds`: by default every kernel that takes it, at nine sizes, in less than 90 seconds. The
+last table has the fastest of each size, which is what `kernels/gemm/packed_routes.py` should name.
+The limit of a product is its bytes over what this GPU reads, or its
 operations over what it multiplies in 16 bits, whichever takes longer; both are measured first.
 """
 
 import argparse
+import itertools
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from ceilings import read_bandwidth
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import PLAIN, Matrix, gemm, spec_of
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.registry import Implementation
 from timing import DTYPE, ROTATION
 
 SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))  # inputs, outputs
-ROWS = (1, 8, 16, 32, 64, 128, 256, 2048)
-STEADY_S, WARM_S = 0.3, 0.05
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+STEADY_S, WARM_S = 0.15, 0.02
 LARGE = 8192  # of the products that show what the GPU multiplies
 
 
@@ -50,8 +56,8 @@ def num_bytes(matrix: Matrix) -> int:
     return sum(each.numel() * each.element_size() for each in kept if each is not None)
 
 
-def steady_seconds(runs: list[Callable[[], object]]) -> float:
-    """Return the seconds of one run, over replays of a graph of all for `STEADY_S`."""
+def steady_seconds(runs: list[Callable[[], object]], steady_s: float = STEADY_S) -> float:
+    """Return the seconds of one run, over replays of a graph of all for `steady_s`."""
     for run in runs:
         run()
     torch.cuda.synchronize()
@@ -64,7 +70,7 @@ def steady_seconds(runs: list[Callable[[], object]]) -> float:
         graph.replay()
         torch.cuda.synchronize()
         replays += 1
-    replays = max(5, math.ceil(replays * STEADY_S / WARM_S))
+    replays = max(5, math.ceil(replays * steady_s / WARM_S))
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(replays):
@@ -80,47 +86,84 @@ def multiply_rate() -> float:
     return 2 * LARGE**3 / steady_seconds([lambda: linear(x, Matrix(weight))])
 
 
-def timed(x: torch.Tensor, matrices: list[Matrix]) -> list[tuple[str, float]]:
-    """Return the seconds of each kernel that takes the GEMM; the chosen one comes first."""
-    first = matrices[0]
-    spec = spec_of(x, first.values, PLAIN._replace(groups=first.groups))
+def candidates(x: torch.Tensor, matrix: Matrix, skip: list[str]) -> list[Implementation[Any, Any]]:
+    """Return the kernels that take the GEMM, the chosen one first."""
+    spec = spec_of(x, matrix.values, PLAIN._replace(groups=matrix.groups))
+    answers = gemm.implementations.answers(spec, spec.target)
+    taken = [each.implementation for each in answers if each.refusal is None]
+    return [each for each in taken if each.name not in skip]
+
+
+def product(x: torch.Tensor, matrix: Matrix, each: Implementation[Any, Any]) -> Callable[[], Any]:
+    around = PLAIN._replace(groups=matrix.groups)
+    return lambda: each.run(x, matrix.values, around)
+
+
+def compile_all(kinds: list[list[Matrix]], options: argparse.Namespace) -> None:
+    """Compile what will run, side by side."""
+    with jit.compile_ahead():
+        for matrices, rows in itertools.product(kinds, options.rows):
+            groups = matrices[0].groups
+            width = matrices[0].values.shape[1] if groups is None else groups.packing.inputs
+            x = torch.zeros(rows, width, device="cuda", dtype=DTYPE)
+            for each in candidates(x, matrices[0], options.skip):
+                product(x, matrices[0], each)()
+
+
+def timed(
+    x: torch.Tensor, matrices: list[Matrix], limit: float, wide: float, options: argparse.Namespace
+) -> list[tuple[float, str]]:
+    """Print a line for each kernel; return its seconds and its name, the fastest first.
+
+    Args:
+        x: rows.
+        matrices: copies of a matrix.
+        limit: seconds.
+        wide: seconds of the fastest kernel with 16 bits; 0: these are of 16 bits.
+        options: of the command.
+    """
     found = []
-    for each in gemm.implementations.answers(spec, spec.target):
-        if each.refusal is None:
+    for i, each in enumerate(candidates(x, matrices[0], options.skip)):
+        runs = [product(x, matrix, each) for matrix in matrices]
+        seconds = steady_seconds(runs, options.seconds)
+        found.append((seconds, each.name))
+        moved = num_bytes(matrices[0]) + x.nbytes
+        gain = f"{wide / seconds:6.2f}x" if wide else ""
+        print(
+            f"{x.shape[1]:5} {len(x):5} {'*' if i == 0 else ' '}{each.name:13}"
+            f"{seconds * 1e6:9.2f} {limit / seconds:6.1%} {moved / seconds / 1e9:6.0f} {gain}",
+            flush=True,
+        )
+    return sorted(found)
 
-            def product(matrix: Matrix, run: Callable[..., object]) -> Callable[[], object]:
-                around = PLAIN._replace(groups=matrix.groups)
-                return lambda: run(x, matrix.values, around)
 
-            run = each.implementation.run
-            runs = [product(matrix, run) for matrix in matrices]
-            found.append((each.implementation.name, steady_seconds(runs)))
-    return found
-
-
-def table(options: argparse.Namespace, read: float, flops: float) -> None:
+def table(options: argparse.Namespace, read: float, flops: float) -> list[str]:
+    """Print a line for each kernel; return one for each size."""
+    best = []
     for inputs, outputs in SHAPES:
+        print(f"-- {inputs} x {outputs}")
         group = options.group or inputs
         made = Packing(options.bits, group, outputs, inputs, DTYPE, options.zeros)
-        matrices = []
-        for kind in (random_packed, random_dense):
+        kinds = []
+        for kind in (random_dense, random_packed):
             copies = max(3, math.ceil(ROTATION / num_bytes(kind(made))))
-            matrices.append([kind(made) for _ in range(copies)])
+            kinds.append([kind(made) for _ in range(copies)])
+        compile_all(kinds, options)
         for rows in options.rows:
             x = torch.randn(rows, inputs, device="cuda", dtype=DTYPE)
-            _, wide = timed(x, matrices[1])[0]
-            for each in matrices[::-1]:
-                moved = num_bytes(each[0]) + 2 * rows * (inputs + outputs)
-                limit = max(moved / read, 2 * rows * inputs * outputs / flops)
-                for i, (name, seconds) in enumerate(timed(x, each)):
-                    print(
-                        f"{inputs:5} x {outputs:5} {rows:5} {'*' if i == 0 else ' '}{name:13}"
-                        f"{seconds * 1e6:9.2f} {limit / seconds:6.1%} "
-                        f"{moved / seconds / 1e9:6.0f} {wide / seconds:6.2f}x",
-                        flush=True,
-                    )
-        del matrices
+            least = 2 * rows * inputs * outputs / flops
+            around = 2 * rows * (inputs + outputs)
+            limits = [max((num_bytes(kind[0]) + around) / read, least) for kind in kinds]
+            dense = timed(x, kinds[0], limits[0], 0.0, options)[0]
+            found = timed(x, kinds[1], limits[1], dense[0], options)
+            fastest = "  ".join(f"{name} {at * 1e6:.2f}" for at, name in found[:3])
+            best.append(
+                f"{inputs:5} x {outputs:5} {rows:5} {dense[0] / found[0][0]:5.2f}x "
+                f"{limits[1] / found[0][0]:6.1%}  {fastest}; {dense[1]} {dense[0] * 1e6:.2f}"
+            )
+        del kinds
         torch.cuda.empty_cache()
+    return best
 
 
 def main() -> None:
@@ -129,13 +172,17 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=128, help="0: a scale for each row")
     parser.add_argument("--zeros", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--seconds", type=float, default=STEADY_S, help="of each kernel and size")
+    parser.add_argument("--skip", nargs="+", default=[], help="kernels to leave out")
     options = parser.parse_args()
     read, flops = read_bandwidth(), multiply_rate()
     print(f"{torch.cuda.get_device_name()}: {read / 1e12:.3f} TB/s, {flops / 1e12:.0f} TFLOP/s")
     kind = f"{options.bits} bits by {options.group or 'row'}"
-    print(f"{kind}; * is chosen; gain over the chosen one with 16 bits")
-    print(f"inputs x outputs rows  {'kernel':13} us of limit  GB/s   gain")
-    table(options, read, flops)
+    print(f"{kind}; * is chosen; gain over the fastest with 16 bits")
+    print(f"inputs  rows  {'kernel':13}       us of limit  GB/s    gain")
+    best = table(options, read, flops)
+    print("the fastest: gain over the fastest with 16 bits, share of the limit, us")
+    print("\n".join(best))
 
 
 if __name__ == "__main__":

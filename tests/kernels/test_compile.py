@@ -38,6 +38,7 @@ ENTRIES = {source: entries(source) for source in sorted(SOURCES)}
 # Bits, scales, parts, zeros: integers by 128 and with all that there is, e2m1 by 16.
 PACKED_KINDS = {("4", "BFloat16", "1", "0"), ("8", "float", "4", "1"), ("4", "BFloat16", "8", "0")}
 WIDEST_PACKED = {("8", "8"), ("16", "4"), ("32", "4"), ("64", "2"), ("128", "1")}
+WIDEST_STREAMS = {("8", "4"), ("16", "2")}
 ADDITIONS = ("WINDOWED", "SINKS", "SHARES", "SPLITS")
 REPORT = re.compile(
     r"entry function '(?P<entry>\w+)'.*?(?P<stack>\d+) bytes stack frame, "
@@ -82,7 +83,8 @@ def is_everyday(wanted: Variant) -> bool:
         kind = (defines["BITS"], defines["SCALE"], defines["PARTS"], defines["ZEROS"])
         shape = (defines.get("COLUMNS", "8"), defines.get("TILES", "8"))
         is_usual = kind in PACKED_KINDS
-        return is_one and is_usual and shape in WIDEST_PACKED
+        is_stream = wanted.source.endswith("packed_stream.cu")
+        return is_one and is_usual and shape in (WIDEST_STREAMS if is_stream else WIDEST_PACKED)
     if wanted.source == "gemm/sm90/skinny.cu":  # the same for every width of a tile
         return is_one and defines["ROWS"] in ("48", "64", "224")
     if wanted.source.startswith("experts/"):

@@ -20,6 +20,7 @@ from slipstream.kernels.gemm import linear as gemm_linear
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Around, Matrix
 from slipstream.kernels.gemm.packed import packed, packed_late
+from slipstream.kernels.gemm.sm90.packed_stream import packed_stream, stream_late
 from slipstream.kernels.gemm.sm90.packed_wgmma import packed_wgmma
 from slipstream.kernels.gemm.unpacked import unpacked
 from slipstream.quant.matrix import Kind
@@ -32,6 +33,9 @@ pytestmark = [
 
 ROWS = (1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128, 129, 512)
 SHAPES = [(1, 32), (5, 64), (37, 160), (130, 576), (1000, 2048), (4096, 4096), (2112, 1536)]
+# A row of tiles that fills no CTA; one of several passes; inputs that end within a block.
+SHAPES_OF_ALL = [(37, 160), (2112, 1536), (4096, 4096), (9312, 2088), (128, 14336)]
+ROWS_OF_ALL = (1, 8, 9, 16, 33, 64, 100, 128)
 LARGE = [(6144, 4096), (28672, 4096), (4096, 14336)]
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -123,15 +127,14 @@ def test_products_of_a_large_model(shape: tuple[int, int], form: Form) -> None:
 def test_each_kernel_takes_all_rows(form: Form) -> None:
     """Not only those for which it is chosen."""
     judge = Judge(f"packed kernels, {form}")
-    kernels = [packed]
-    if torch.cuda.get_device_capability() == (9, 0):
-        kernels.append(packed_wgmma)
+    kernels = {packed: 128}
+    is_hopper = torch.cuda.get_device_capability() == (9, 0)
+    if is_hopper:
+        kernels |= {packed_wgmma: 128, packed_stream: 16}
     if form.kind is Kind.W4:
-        kernels.append(packed_late)
-    for shape, rows, kernel in itertools.product(
-        [(37, 160), (2112, 1536), (4096, 4096)], (1, 8, 9, 16, 33, 64, 100, 128), kernels
-    ):
-        if kernel is packed_late and rows > 8:
+        kernels |= {packed_late: 8} | ({stream_late: 16} if is_hopper else {})
+    for shape, rows, kernel in itertools.product(SHAPES_OF_ALL, ROWS_OF_ALL, kernels):
+        if rows > kernels[kernel] or (kernel is stream_late and rows > 8 and form.group == 32):
             continue
         for what, case in cases(rows, form, shape, torch.bfloat16).items():
             if case.gated and shape[0] % 32:
@@ -139,6 +142,7 @@ def test_each_kernel_takes_all_rows(form: Form) -> None:
             case.kernel = kernel
             name = f"{kernel.__name__} {rows} x {shape}, {what}"
             judge.close(name, case.run(), case.expected(torch.float64), case.expected(case.x.dtype))
+            judge.repeats(name, case.run)
     judge.verdict()
 
 

@@ -183,6 +183,8 @@ def test_another_architecture_has_what_is_not_hoppers() -> None:
         "tall": "needs sm_90a",
         "packed": "takes packed weights",
         "packed_late": "takes packed weights",
+        "packed_stream": "needs sm_90a",
+        "stream_late": "needs sm_90a",
         "packed_wgmma": "needs sm_90a",
         "unpacked": "takes packed weights",
         "torch": "runs on cpu",

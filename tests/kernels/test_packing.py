@@ -11,7 +11,7 @@ from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.gemm import linear, packed, packing, unpacked
 from slipstream.kernels.gemm.op import Around, Spec, gemm, spec_of
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
-from slipstream.kernels.gemm.sm90 import packed_wgmma
+from slipstream.kernels.gemm.sm90 import packed_stream, packed_wgmma
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Implementation, Target
 from slipstream.quant import forms
 from slipstream.quant.matrix import Kind, dequantise
@@ -311,6 +311,56 @@ def test_divisions_for_wgmma(rows: int, tiles: int, blocks: int, sms: int, made:
     assert wanted in set(packed_wgmma.variants())
 
 
+@given(
+    st.integers(1, 16),
+    st.integers(1, 8000),
+    st.integers(1, 300),
+    st.booleans(),
+    st.sampled_from([114, 132]),
+    st.sampled_from(list(packed.packings(torch.float16))),
+)
+def test_divisions_for_streams(
+    rows: int, tiles: int, blocks: int, gated: bool, sms: int, made: Packing
+) -> None:
+    tiles += tiles % 2 if gated else 0
+    made = made._replace(outputs=tiles * TILE, inputs=blocks * BLOCK)
+    found = packed_stream.tiling(rows, made, gated, sms)
+    if found is None:
+        assert rows > 8
+        assert packed_stream.slot_bytes(made) > 32 << 10
+        return
+    units = tiles // 2 if gated else tiles
+    assert found.share * sms >= units > (found.share - 1) * sms
+    assert found.columns >= rows
+    assert not gated or found.tiles % 2 == 0
+    assert found.columns * found.tiles <= 32, "a thread finishes one output"
+    assert found.slots >= 2
+    pieces = -(-blocks // packed_stream.WARPS)
+    assert min(pieces, 2) <= found.x_slots <= pieces
+    assert packed_stream.ALONE <= found.bytes <= packed_stream.MEMORY
+    wanted = packed_stream._variant(torch.float16, made, found.columns, found.tiles, False)
+    assert wanted in STREAMS
+
+
+STREAMS = frozenset(packed_stream.variants())
+
+
+@given(st.integers(1, 300), st.sampled_from([16, 32, 64, 128, 192, 256, 4096]), st.booleans())
+def test_groups_of_a_piece_fit_its_slot(blocks: int, group: int, is_float: bool) -> None:
+    """The scales that `copy_piece` of packed_stream.cu copies are those that its warps read."""
+    inputs = blocks * BLOCK
+    size = packing.group_of(group, inputs, is_float or group == 16)
+    assert size is not None
+    made = Packing(4, size, TILE, inputs, torch.float16, False, group == 16)
+    for first in range(0, blocks, packed_stream.WARPS):
+        of_piece = range(first, min(first + packed_stream.WARPS, blocks))
+        parts = [block * made.parts + part for block in of_piece for part in range(made.parts)]
+        groups = [part * made.group_factor >> 31 for part in parts]
+        assert groups[0] == min(groups)
+        assert groups[-1] == max(groups) < made.groups
+        assert groups[-1] - groups[0] < packed_stream.WARPS * made.parts
+
+
 # ---- which kernels run ----
 
 
@@ -348,9 +398,10 @@ def test_gates_of_odd_sizes_follow_the_product() -> None:
 
 def test_nobody_else_takes_packed_weights() -> None:
     taken = {answer.gemm.name for answer in linear.answers(spec(1)) if answer.refusal is None}
-    assert taken == {"packed", "packed_late", "packed_wgmma", "unpacked"}
+    streams = {"packed_stream", "stream_late"}
+    assert taken == {"packed", "packed_late", "packed_wgmma", "unpacked"} | streams
     nine = {answer.gemm.name for answer in linear.answers(spec(9)) if answer.refusal is None}
-    assert nine == {"packed", "packed_wgmma", "unpacked"}
+    assert nine == {"packed", "packed_wgmma", "unpacked"} | streams
 
 
 def test_dense_is_the_definition() -> None:

@@ -40,6 +40,12 @@ DEVICE u32 fma_pairs(u32 a, u32 b, u32 c, BFloat16) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
   return result;
 }
+// Bits of `a` where `mask` has them, and those of `magic`: one instruction, which a compiler that knows both makes two.
+DEVICE u32 masked_or(u32 a, u32 mask, u32 magic) {
+  u32 result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(a), "r"(mask), "r"(magic));
+  return result;
+}
 DEVICE u32 add_pairs(u32 a, u32 c) { return fma_pairs(a, IS_FP16<T> ? 0x3c003c00 : 0x3f803f80, c, T{}); }
 
 // A code becomes the low bits of a number whose last place is 1: 1024 + code in fp16, 128 + code in bf16, to which this
@@ -67,13 +73,13 @@ DEVICE void decode(u32 (&a)[4], const u32* words, u32 low, u32 high) {
       a[i] = scaled_floats(words[0], i, zero);
     } else if constexpr (BITS == 4) {
       constexpr u32 MAGIC = IS_FP16<T> ? 0x64006400 : 0x43004300;
-      const u32 pair = (words[0] >> 4 * i & 0x000f000f) | MAGIC;
+      const u32 pair = masked_or(words[0] >> 4 * i, 0x000f000f, MAGIC);
       a[i] = LATE_ZEROS ? pair : add_pairs(pair, zero);
     } else if constexpr (IS_FP16<T>) {
-      a[i] = add_pairs((words[i / 2] >> 8 * (i % 2) & 0x00ff00ff) | 0x64006400, zero);
+      a[i] = add_pairs(masked_or(words[i / 2] >> 8 * (i % 2), 0x00ff00ff, 0x64006400), zero);
     } else {
       const u32 pair = words[i / 2] >> 8 * (i % 2);
-      a[i] = add_pairs((pair & 0x007f007f) | 0x43004300, (pair & 0x00800080) ^ 0xc380c380);
+      a[i] = add_pairs(masked_or(pair, 0x007f007f, 0x43004300), (pair & 0x00800080) ^ 0xc380c380);
       if (ZEROS) a[i] = add_pairs(a[i], zero);
     }
   }
@@ -112,27 +118,38 @@ DEVICE u32 bits_of(Element value) {
   return value.bits;
 }
 
-// A block in shared memory, as a lane sees it.
+// A block in shared memory, as a lane sees it. `codes` are followed by the scales and the zeros of its parts, or these lie
+// where those of many blocks do, part p's as number of_part[p].
 struct Block {
-  const u8* bytes;
+  const u8 *codes, *scales, *zeros;
+  u32 of_part[PARTS];
   const u32 lane = threadIdx.x % 32, g = threadIdx.x % 32 / 4;
 
-  DEVICE explicit Block(const u8* bytes) : bytes(bytes) {}
-  DEVICE Pack<u32, 4> quad(int i) const { return load<4>(reinterpret_cast<const u32*>(bytes + i * 512 + lane * 16)); }
+  DEVICE explicit Block(const u8* bytes)
+      : codes(bytes), scales(bytes + CODE_BYTES), zeros(scales + PARTS * SCALE_BYTES) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) of_part[part] = part;
+  }
+  DEVICE Block(const Codes& weights, const u8* codes, const u8* scales, const u8* zeros, u32 block, u32 first_group)
+      : codes(codes), scales(scales), zeros(zeros) {
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part) of_part[part] = weights.group(block, part) - first_group;
+  }
+  DEVICE Pack<u32, 4> quad(int i) const { return load<4>(reinterpret_cast<const u32*>(codes + i * 512 + lane * 16)); }
   // Of row g, and of row g + 8.
   DEVICE Scale stored_scale(int part, int high) const {
-    return reinterpret_cast<const Scale*>(bytes + CODE_BYTES + part * SCALE_BYTES)[g + 8 * high];
+    return reinterpret_cast<const Scale*>(scales + of_part[part] * SCALE_BYTES)[g + 8 * high];
   }
   // Of sums.
   DEVICE float scale(int part, int high) const { return FLOATS ? 1.0f : to_float(stored_scale(part, high)); }
+  DEVICE u32 zero(int part, int high) const { return zeros[of_part[part] * 16 + g + 8 * high]; }
   // What is too much in numbers of a part from which no zero was taken.
   DEVICE float excess(int part, int high) const {
-    const u32 zero = ZEROS ? bytes[CODE_BYTES + PARTS * SCALE_BYTES + part * 16 + g + 8 * high] : 8;
-    return float((IS_FP16<T> ? 1024 : 128) + zero);
+    return float((IS_FP16<T> ? 1024 : 128) + (ZEROS ? zero(part, high) : 8));
   }
   DEVICE u32 operand(int part, int high) const {
     if constexpr (FLOATS) return bits_of(stored_scale(part, high)) * 0x10001u;
     if constexpr (!ZEROS) return minus_zero(BITS == 4 ? 8 : 128);
-    return minus_zero(bytes[CODE_BYTES + PARTS * SCALE_BYTES + part * 16 + g + 8 * high]);
+    return minus_zero(zero(part, high));
   }
 };

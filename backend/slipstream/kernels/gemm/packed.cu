@@ -4,15 +4,11 @@
 // the end the warps' sums are added up, always in the same order. Weights are copied from before the previous kernel's
 // end on.
 // -D ELEMENT (T), BITS, FLOATS, SCALE, PARTS, ZEROS (codes.cuh), COLUMNS (8, 16, 32), TILES (at a time), WARPS, SLOTS (of a ring)
-#include "gemm/codes.cuh"
-#include "runtime/mma.cuh"
+#include "gemm/packed_rows.cuh"
 
 constexpr int THREADS = WARPS * 32;
-constexpr int PIECES = COLUMNS / 8;
 constexpr int X_PITCH = BLOCK_INPUTS * 2 + 16;             // bytes of a row of x in a slot
 constexpr int X_SLOTS = (SLOTS - 1 + TILES - 1) / TILES + 1;  // blocks of x that SLOTS blocks of weights may need
-constexpr int ROW_PITCH = 20;                              // of 16 sums
-constexpr int HALF = WARPS / 2;                            // warps that have a place for sums
 
 extern __shared__ __align__(128) u8 shared_bytes[];
 
@@ -77,100 +73,7 @@ struct Ahead {
   }
 };
 
-// B fragments of a block, for all pieces of eight rows of x. Rows that do not exist are read from zeros.
-DEVICE void load_x(u32 (&b)[PIECES][STEPS][2], u32 slot, u32 zeros, u32 num_rows) {
-  const u32 lane = threadIdx.x % 32;
-#pragma unroll
-  for (int p = 0; p < PIECES; ++p) {
-    const u32 row = p * 8 + lane % 8;
-    const u32 address = row < num_rows ? slot + row * X_PITCH + lane / 8 * 16 : zeros;
-    const u32 step_bytes = row < num_rows ? 64 : 0;  // of two steps
-#pragma unroll
-    for (int s = 0; s < STEPS; s += 2) {
-      u32 both[4];
-      load_matrices(both, address + s / 2 * step_bytes);
-      b[p][s][0] = both[0], b[p][s][1] = both[1];
-      b[p][s + 1][0] = both[2], b[p][s + 1][1] = both[3];
-    }
-  }
-}
-
-// Sums of the inputs of each part of a block, of columns 2 t and 2 t + 1: times ones.
-DEVICE void sum_x(float (&sums)[PIECES][SUM_PARTS][2], const u32 (&b)[PIECES][STEPS][2]) {
-  constexpr u32 ONES = IS_FP16<T> ? 0x3c003c00 : 0x3f803f80;
-  const u32 ones[4] = {ONES, ONES, ONES, ONES};
-#pragma unroll
-  for (int p = 0; p < PIECES; ++p)
-#pragma unroll
-    for (int part = 0; part < SUM_PARTS; ++part) {
-      float of_part[4] = {};
-#pragma unroll
-      for (int i = 0; i < STEPS_A_SUM; ++i) {
-        const int step = part * STEPS_A_SUM + i;
-        multiply_add(of_part, ones, b[p][step][0], b[p][step][1], T{});
-      }
-      sums[p][part][0] = of_part[0], sums[p][part][1] = of_part[1];
-    }
-}
-
-// sums += the block's part of the product; a part of it is summed up before its scale.
-DEVICE void multiply_block(float (&sums)[PIECES][4], const Block& block, const u32 (&b)[PIECES][STEPS][2],
-                           const float (&x_sums)[PIECES][SUM_PARTS][2]) {
-  Pack<u32, 4> quads[QUADS];
-#pragma unroll
-  for (int i = 0; i < QUADS; ++i) quads[i] = block.quad(i);
-#pragma unroll
-  for (int part = 0; part < SUM_PARTS; ++part) {
-    float of_part[PIECES][4] = {};
-#pragma unroll
-    for (int i = 0; i < STEPS_A_SUM; ++i) {
-      const int step = part * STEPS_A_SUM + i, of_operand = step / STEPS_A_PART;
-      u32 a[4];
-      decode(a, quads[step / STEPS_A_QUAD].at + step % STEPS_A_QUAD * (BITS / 4), block.operand(of_operand, 0),
-             block.operand(of_operand, 1));
-#pragma unroll
-      for (int p = 0; p < PIECES; ++p) multiply_add(of_part[p], a, b[p][step][0], b[p][step][1], T{});
-    }
-    if constexpr (LATE_ZEROS) {
-      const float excess[2] = {block.excess(part, 0), block.excess(part, 1)};
-#pragma unroll
-      for (int p = 0; p < PIECES; ++p)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) of_part[p][j] -= excess[j / 2] * x_sums[p][part][j % 2];
-    }
-    const float scales[2] = {block.scale(part, 0), block.scale(part, 1)};
-#pragma unroll
-    for (int p = 0; p < PIECES; ++p)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums[p][j] += scales[j / 2] * of_part[p][j];
-  }
-}
-
 // ---- the end ----
-
-DEVICE float* sums_at(float* places, u32 warp, int tile) {
-  return places + (warp * TILES + tile) * COLUMNS * ROW_PITCH;
-}
-// The sums of a warp, and those that another left at the same place if `adds`.
-DEVICE void put_sums(float* places, u32 warp, float (&sums)[TILES][PIECES][4], bool adds) {
-  const u32 lane = threadIdx.x % 32;
-#pragma unroll
-  for (int t = 0; t < TILES; ++t)
-#pragma unroll
-    for (int p = 0; p < PIECES; ++p)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float* place = sums_at(places, warp, t) + (p * 8 + lane % 4 * 2 + j % 2) * ROW_PITCH + lane / 4 + 8 * (j / 2);
-        *place = adds ? sums[t][p][j] + *place : sums[t][p][j];
-      }
-}
-
-DEVICE float total(float* places, u32 tile, u32 column, u32 row) {
-  float sum = 0.0f;
-#pragma unroll
-  for (u32 warp = 0; warp < HALF; ++warp) sum += sums_at(places, warp, tile)[column * ROW_PITCH + row];
-  return sum;
-}
 
 DEVICE void finish(const Task& task, float* places, float (&sums)[TILES][PIECES][4], u32 first) {
   const u32 warp = threadIdx.x / 32, half = task.num_tiles * 8;
@@ -210,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   u32(num_tiles), gated != 0, adds != 0, begin, min(begin + u32(share), units)};
   const u32 warp = threadIdx.x / 32, x_slot_bytes = task.num_rows * X_PITCH;
   float* places = reinterpret_cast<float*>(shared_bytes);
-  u8* zero_bytes = shared_bytes + HALF * TILES * COLUMNS * ROW_PITCH * sizeof(float);
+  u8* zero_bytes = shared_bytes + PLACE_BYTES;
   u8* ring = zero_bytes + 16 + warp * (SLOTS * BLOCK_BYTES + X_SLOTS * x_slot_bytes);
   const u32 x_ring = shared_address(ring) + SLOTS * BLOCK_BYTES;
   if (threadIdx.x < 4) reinterpret_cast<u32*>(zero_bytes)[threadIdx.x] = 0;
@@ -239,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int t = 0; t < TILES; ++t) {
         copy_wait<SLOTS - 2>();
         __syncwarp();
-        if (t == 0) load_x(b, x_ring + x_slot * x_slot_bytes, shared_address(zero_bytes), task.num_rows);
+        if (t == 0) load_x<X_PITCH>(b, x_ring + x_slot * x_slot_bytes, shared_address(zero_bytes), task.num_rows);
         if (LATE_ZEROS && t == 0) sum_x(x_sums, b);
         if (task.exists(first, t)) multiply_block(sums[t], Block(ring + slot * BLOCK_BYTES), b, x_sums);
         __syncwarp();

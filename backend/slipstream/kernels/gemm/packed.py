@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.kernels.gemm import packed_routes
 from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Packing, arranged
 from slipstream.kernels.runtime import jit
@@ -27,7 +28,6 @@ _WARPS = {8: 16, 16: 8, 32: 8}
 _MOST_SLOTS = 6
 _ROW_PITCH, _X_PITCH = 20 * 4, BLOCK * 2 + 16  # bytes: of 16 sums, of a row of x in a slot
 MEMORY = {"sm_80": 163 << 10, "sm_87": 163 << 10, "sm_90a": 226 << 10, "sm_100a": 226 << 10}
-_UNMEASURED = 9.0  # kernels: more than any other way costs, until it is measured
 _LEAST_MEMORY = 99 << 10  # of a CTA of any GPU
 
 
@@ -166,7 +166,7 @@ def variants() -> Iterator[jit.Variant]:
                 yield _variant(dtype, packing, made, is_late=True)
 
 
-@gemm.implementation("packed", "cuda", takes=takes)
+@gemm.implementation("packed", "cuda", takes=takes, cost=packed_routes.cost("packed"))
 def packed(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`gemm` on the GPU, with bias, gate and residual sum; some rows at a time."""
     return _multiply(x, weight, around, is_late=False)
@@ -182,7 +182,9 @@ def takes_late(spec: Spec) -> str | None:
     return None if spec.rows <= COLUMNS[0] else f"takes 1 to {COLUMNS[0]} rows"
 
 
-@gemm.implementation("packed_late", "cuda", takes=takes_late, cost=_UNMEASURED)
+@gemm.implementation(
+    "packed_late", "cuda", takes=takes_late, cost=packed_routes.cost("packed_late")
+)
 def packed_late(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`packed` with fewer instructions for a weight: the zero of a group is taken from its sums."""
     return _multiply(x, weight, around, is_late=True)

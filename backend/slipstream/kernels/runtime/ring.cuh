@@ -37,11 +37,7 @@ class CopyRing {
   }
   // Addresses and sizes are multiples of 16 bytes.
   DEVICE void copy(int offset, const u8* source, u32 bytes, u64 policy) const {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-        " [%0], [%1], %2, [%3], %4;" ::"r"(shared_address(slots) + at.slot * slot_bytes + offset),
-        "l"(source), "r"(bytes), "r"(full()), "l"(policy)
-        : "memory");
+    copy_bulk(shared_address(slots) + at.slot * slot_bytes + offset, source, bytes, full(), policy);
   }
 
   // ---- the warps that empty; the lane waits too, for what it asked for ----

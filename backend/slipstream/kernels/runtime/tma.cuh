@@ -41,6 +41,22 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
   } while (!done);
 }
 
+// Bytes that follow each other, by a policy of the L2 cache; addresses and sizes are multiples of 16 bytes.
+DEVICE void copy_bulk(u32 target, const void* source, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1], %2, [%3], %4;" ::"r"(target),
+      "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+// ... that others read, too.
+DEVICE void copy_bulk(u32 target, const void* source, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // The box of a two-dimensional tensor map whose first element is (row, column); its bytes arrive at the barrier.
 DEVICE void copy_box(u32 target, const TensorMap* map, int column, int row, u32 barrier) {
   asm volatile(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.kernels.gemm import packed_routes
 from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.gemm.packed import DTYPES, block_bytes, defines, packings, shared_refusal
 from slipstream.kernels.gemm.packing import TILE, Packing, arranged
@@ -20,7 +21,6 @@ from slipstream.kernels.runtime import jit, tensor_map
 
 MAX_ROWS = 128
 COLUMNS = (16, 32, 64, 128)  # rows of x that a launch takes
-MANY_ROWS = 17  # with fewer the kernel of mma.sync is faster
 MEMORY = 226 << 10
 _GROUPS, _WARPS = 2, 8  # of a CTA
 _X_SLOTS = {16: 6, 32: 6, 64: 4, 128: 4}
@@ -91,11 +91,6 @@ def takes(spec: Spec) -> str | None:
     return shared_refusal(spec, MAX_ROWS)
 
 
-def cost(spec: Spec) -> float:
-    """Return the cost, in kernels."""
-    return 0.5 if spec.rows >= MANY_ROWS else 1.5
-
-
 def _variant(dtype: torch.dtype, packing: Packing, columns: int, tiles: int) -> jit.Variant:
     return jit.variant(
         "gemm/sm90/packed_wgmma.cu",
@@ -117,7 +112,9 @@ def variants() -> Iterator[jit.Variant]:
             yield _variant(dtype, packing, columns, tiles)
 
 
-@gemm.implementation("packed_wgmma", "cuda", "sm_90a", takes=takes, cost=cost)
+@gemm.implementation(
+    "packed_wgmma", "cuda", "sm_90a", takes=takes, cost=packed_routes.cost("packed_wgmma")
+)
 def packed_wgmma(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`gemm` on the GPU, with bias, gate and residual sum."""
     groups, y = around.groups, around.residual

@@ -1,0 +1,189 @@
+"""GEMMs with packed weights of 4 or 8 bits, of up to 16 rows, as fast as the weights can be read.
+
+One lane of a CTA streams codes through a ring in shared memory by bulk copies, another one rows of
+x; sixteen warps share out the inputs and multiply by mma.sync (sm_90a).
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.gemm import packed_routes
+from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
+from slipstream.kernels.gemm.packed import DTYPES, defines, packings, shared_refusal
+from slipstream.kernels.gemm.packing import BLOCK, TILE, Packing, arranged
+from slipstream.kernels.runtime import jit
+
+MAX_ROWS = 16
+TILES = {8: (1, 2, 3, 4), 16: (1, 2)}  # at a time, by rows of x that a launch takes
+WARPS = 16  # that multiply
+MEMORY = 226 << 10
+ALONE = 116 << 10  # bytes of shared memory beside which no second CTA fits
+_MOST_SLOTS, _FEWEST_SLOTS = 12, 2
+_ENOUGH_SLOTS = 4  # of a ring beside which all of x may stay
+_MOST_SUMMED_PARTS = 2  # of a block, where sums of more than 8 rows take registers
+_BARRIER_BYTES = 16  # of a slot
+_X_PITCH = WARPS * BLOCK * 2 + 16  # bytes of a row of x in a slot
+_ROW_PITCH = 20 * 4  # bytes of 16 sums
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Division of a GEMM: each CTA has `share` tiles, or pairs of them, `tiles` at a time."""
+
+    columns: int
+    tiles: int
+    share: int
+    slots: int  # of codes
+    x_slots: int
+    bytes: int  # of shared memory
+
+
+def slot_bytes(packing: Packing) -> int:
+    """Bytes of a piece of a tile: codes of a block for each warp, scales and zeros."""
+    codes = BLOCK * TILE * packing.bits // 8
+    part = TILE * (packing.scale.itemsize + int(packing.has_zeros))
+    return WARPS * (codes + packing.parts * part)
+
+
+def _slots(packing: Packing, rows: int, places: int, x_slots: int) -> int:
+    left = MEMORY - places - 16 - x_slots * (rows * _X_PITCH + _BARRIER_BYTES)
+    return min(_MOST_SLOTS, left // (slot_bytes(packing) + _BARRIER_BYTES))
+
+
+@functools.cache
+def tiling(num_rows: int, packing: Packing, gated: bool, multiprocessors: int) -> Tiling | None:
+    """Give every multiprocessor as many tiles as the next; None where memory is too small.
+
+    The order of a sum depends on the matrix, and on whether there are more than 8 rows.
+    """
+    columns = next(c for c in TILES if num_rows <= c)
+    a_unit = 2 if gated else 1
+    share = -(-(packing.tiles // a_unit) // multiprocessors)
+    passes = -(-share * a_unit // TILES[columns][-1])
+    wanted = -(-share // passes) * a_unit
+    tiles = next(t for t in TILES[columns] if t >= wanted and t % a_unit == 0)
+    places = WARPS // 2 * tiles * columns * _ROW_PITCH
+    pieces = -(-packing.blocks // WARPS)
+    all_of_x = _slots(packing, num_rows, places, pieces)
+    if passes > 1 and all_of_x >= _ENOUGH_SLOTS:
+        x_slots = pieces
+    else:
+        fit = (n for n in (3, 2) if _slots(packing, num_rows, places, n) > n)
+        x_slots = min(pieces, next(fit, 2))
+    slots = _slots(packing, num_rows, places, x_slots)
+    if slots < _FEWEST_SLOTS:
+        return None
+    size = slots * slot_bytes(packing) + x_slots * num_rows * _X_PITCH + places
+    size += (slots + x_slots) * _BARRIER_BYTES + 16
+    return Tiling(columns, tiles, share, slots, x_slots, max(size, ALONE))
+
+
+def takes(spec: Spec) -> str | None:
+    """Say why the kernel is not built for a GEMM; None: it is."""
+    if (why := shared_refusal(spec, MAX_ROWS)) is not None:
+        return why
+    assert spec.packing is not None, "it was not refused"
+    sms = spec.target.multiprocessors
+    if tiling(spec.rows, spec.packing, bool(spec.gate), sms) is None:
+        return "finds no room in shared memory"
+    return None
+
+
+def takes_late(spec: Spec) -> str | None:
+    """Say why zeros are not taken from sums; None: they are."""
+    if (why := takes(spec)) is not None:
+        return why
+    assert spec.packing is not None, "it was not refused"
+    if spec.packing.bits != 4 or spec.packing.is_float:
+        return "takes integers of 4 bits"
+    if spec.rows > 8 and spec.packing.parts > _MOST_SUMMED_PARTS:
+        return "finds no registers for sums of groups of 32 of more than 8 rows"
+    return None
+
+
+def _variant(
+    dtype: torch.dtype, packing: Packing, columns: int, tiles: int, is_late: bool
+) -> jit.Variant:
+    return jit.variant(
+        "gemm/sm90/packed_stream.cu",
+        dtype,
+        **defines(packing),
+        COLUMNS=columns,
+        TILES=tiles,
+        **({"LATE_ZEROS": 1} if is_late else {}),
+    )
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Yield every legal instantiation."""
+    kinds = ((dtype, packing) for dtype in DTYPES for packing in packings(dtype))
+    for (dtype, packing), columns in itertools.product(kinds, TILES):
+        for tiles in TILES[columns]:
+            yield _variant(dtype, packing, columns, tiles, is_late=False)
+            fits = columns == 8 or packing.parts <= _MOST_SUMMED_PARTS
+            if packing.bits == 4 and not packing.is_float and fits:
+                yield _variant(dtype, packing, columns, tiles, is_late=True)
+
+
+@gemm.implementation(
+    "packed_stream", "cuda", "sm_90a", takes=takes, cost=packed_routes.cost("packed_stream")
+)
+def packed_stream(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+    """`gemm` on the GPU, with bias, gate and residual sum."""
+    return _multiply(x, weight, around, is_late=False)
+
+
+@gemm.implementation(
+    "stream_late", "cuda", "sm_90a", takes=takes_late, cost=packed_routes.cost("stream_late")
+)
+def stream_late(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+    """`packed_stream` with fewer instructions for a weight: zeros are taken from sums."""
+    return _multiply(x, weight, around, is_late=True)
+
+
+def _multiply(x: Tensor, weight: Tensor, around: Around, is_late: bool) -> Tensor:
+    groups, y = around.groups, around.residual
+    assert groups is not None, "weights are packed"
+    packing, gated = groups.packing, bool(around.gate)
+    x = arranged(x, groups)
+    if y is None:
+        outputs = packing.outputs // (2 if gated else 1)
+        y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+    jit.require(y.stride(1) == 1, "packed_stream: rows of the residual must be contiguous")
+    tiles = tiling(len(x), packing, gated, jit.num_multiprocessors(x.get_device()))
+    jit.require(tiles is not None, "packed_stream: no room in shared memory for {}", packing)
+    assert tiles is not None
+    jit.launch(
+        _variant(x.dtype, packing, tiles.columns, tiles.tiles, is_late),
+        "packed_stream",
+        (-(-(packing.tiles // (2 if gated else 1)) // tiles.share),),
+        32 * (WARPS + 2),
+        weight,
+        groups.scales,
+        0 if groups.zeros is None else groups.zeros,
+        0 if around.columns is None else around.columns,
+        x,
+        0 if around.bias is None else around.bias,
+        y,
+        x.stride(0),
+        y.stride(0),
+        len(x),
+        packing.inputs,
+        packing.outputs,
+        packing.tiles,
+        packing.groups,
+        packing.group_factor,
+        tiles.share,
+        tiles.slots,
+        tiles.x_slots,
+        int(gated),
+        int(around.residual is not None),
+        shared_memory=tiles.bytes,
+        overlaps=True,
+    )
+    return y
