@@ -15,6 +15,7 @@ from slipstream.kernels.attention import backend as backends
 from slipstream.kernels.attention import decode, decode_shapes, prefill, sinks, table
 from slipstream.kernels.attention.backend import PagedCuda, TorchCpu, backend_for
 from slipstream.kernels.attention.newest import Newest
+from slipstream.kernels.attention.scores import Scores
 from slipstream.kernels.attention.spec import AttentionSpec
 from slipstream.kernels.attention.table import FEATURES, Feature, pairs, spec_of, tables
 from slipstream.kernels.runtime import jit, tensor_map
@@ -67,7 +68,9 @@ def attend(spec: AttentionSpec, window: int) -> None:
     rotates = backend.rotates_decodes and single
     cos_sin = cos_sin[:single] if spec.streams else cos_sin
     newest = Newest(k[:single], k[:single], cos_sin) if rotates else None
-    inputs.attend(q, newest, cache, 0.1)
+    heads = torch.zeros(spec.num_heads)
+    slopes, sinks = (heads if has else None for has in (spec.has_slopes, spec.has_sink_scores))
+    inputs.attend(q, newest, cache, 0.1, Scores(spec.score_cap, slopes, sinks))
 
 
 def macros(variant: jit.Variant) -> dict[str, str]:

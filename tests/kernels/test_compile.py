@@ -68,7 +68,7 @@ def is_quantized(wanted: Variant) -> bool:
 def is_addition(wanted: Variant) -> bool:
     """To a kernel that is there without."""
     adds = not {(name, "1") for name in ADDITIONS}.isdisjoint(wanted.defines)
-    return adds or is_quantized(wanted)
+    return adds or is_quantized(wanted) or "SCORES" in dict(wanted.defines)
 
 
 def is_everyday(wanted: Variant) -> bool:
@@ -90,6 +90,10 @@ def is_everyday(wanted: Variant) -> bool:
     if wanted.source.startswith("experts/"):
         is_usual = defines.get("ROWS", "16") in ("16", "128") and defines.get("VALUES", "4") == "4"
         return is_usual and defines["ELEMENT"] == "BFloat16"
+    if "SCORES" in defines:  # of each change one, in the widest kernel without others
+        alone = not is_quantized(wanted) and defines.keys().isdisjoint(("SHARES", "SINKS"))
+        is_usual = alone and defines["WINDOWED"] == "0" and defines.get("STAGES") != "3"
+        return is_one and is_usual and defines.get("ROTATES") != "0"
     if is_quantized(wanted):
         tiled = "STAGES" in defines  # the formats have little code of their own there
         return is_one and defines.get("WINDOWED") != "1" and (not tiled or defines["FORMAT"] == "3")
@@ -118,6 +122,8 @@ def is_widest(wanted: Variant) -> bool:
     """The variants that need most: the largest heads of either shape, the widest accesses."""
     defines = dict(wanted.defines)
     if wanted.only or is_quantized(wanted) or (is_addition(wanted) and not is_everyday(wanted)):
+        return False
+    if defines.get("SCORES") in ("1", "3"):  # less code than ALiBi
         return False
     return defines.get("HEAD_SIZE", "128") in ("128", "256") and defines.get("VECTOR") != "1"
 

@@ -19,6 +19,7 @@ def facts(config: ModelConfig) -> dict[str, object]:
     }
     return {name: getattr(value, "name", value) for name, value in named.items()} | {
         "max_positions": config.max_positions,
+        "slopes": len(config.axes.slopes),
         "ties": config.ties_embeddings,
         "eos_ids": config.eos_ids,
         "windows": sum(map(bool, config.windows)),

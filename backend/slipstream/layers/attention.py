@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention.backend import AttentionBackend, Chunks, Rows
 from slipstream.kernels.attention.newest import Newest
-from slipstream.kernels.attention.sink_scores import apply_sink_scores
+from slipstream.kernels.attention.scores import UNCHANGED, Scores
 from slipstream.kernels.cache.kv_format import Static
 from slipstream.kernels.elementwise import rope
 from slipstream.kernels.elementwise.scales import Scales
@@ -99,33 +99,29 @@ class AttentionInputs:
         """Cosines and sines, and each token's row of them; `cos_sin` is of every position."""
         return cos_sin, self.rows.positions
 
-    def attend(self, q: Tensor, newest: Newest | None, cache: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        newest: Newest | None,
+        cache: Tensor,
+        scale: float,
+        changed: Scores = UNCHANGED,
+    ) -> Tensor:
         """Attention of `q [n, heads, d]`, decodes and chunks by an operation each; `[n, heads, d]`.
 
-        `newest` of the decodes is rotated and cached on the way, if given.
+        `newest` of the decodes is rotated and cached on the way, if given. `changed` are scores.
         """
         n, window = self.rows.num_decodes, self.window
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n > 0:
             where = (cache, self.decodes, self.plan, scale, out[:n])
             reads_step = self.rows.has_drafts
-            self.backend.decode(q[:n], *where, newest, window, reads_step=reads_step)
+            how = (newest, window, None, reads_step, changed)
+            self.backend.decode(q[:n], *where, *how)
         if self.chunks.max_queries > 0:
-            self.backend.prefill(q[n:], cache, self.chunked, self.chunks, scale, out[n:], window)
+            chunks = (self.chunked, self.chunks, scale, out[n:], window, None, changed)
+            self.backend.prefill(q[n:], cache, *chunks)
         return out
-
-    def apply_sink_scores(
-        self, out: Tensor, q: Tensor, cache: Tensor, scale: float, scores: Tensor
-    ) -> None:
-        """Give sinks of these scores, `[heads]`, their share of what `attend` returned of `q`."""
-        n, rows = self.rows.num_decodes, self.rows
-        starts = torch.arange(n + 1, dtype=torch.int32, device=q.device)
-        for part, of, each in (
-            (slice(n), self.decodes, starts),
-            (slice(n, None), self.chunked, rows.query_starts),
-        ):
-            where = (cache, of.block_tables, each, of.lengths)
-            apply_sink_scores(out[part], q[part], *where, scores, scale, self.window)
 
 
 class HeadNorm:
@@ -177,6 +173,7 @@ class Attention:
         scale: of the scores of queries and keys; None: `head_size ** -0.5`.
         inputs: numbers of a token that the projection reads; None: the hidden size.
         most: queries, keys and values are cut to -most .. most; None: not cut.
+        changed: how scores are changed.
         has_sink_scores: whether heads have `sinks` in the softmax (gpt-oss).
     """
 
@@ -192,6 +189,7 @@ class Attention:
         scale: float | None = None,
         inputs: int | None = None,
         most: float | None = None,
+        changed: Scores = UNCHANGED,
         has_sink_scores: bool = False,
     ) -> None:
         size = dims.head_size
@@ -212,8 +210,9 @@ class Attention:
         self.out = LinearAdd(out, out_norm)
         self.eps = dims.eps
         self.static = static_scales(w)
-        self.sink_scores = w.tensor("sinks", dims.num_heads) if has_sink_scores else None
-        self._rotates_early = qk_norms is not None or has_sink_scores
+        sinks = w.tensor("sinks", dims.num_heads).float() if has_sink_scores else None
+        self.changed = changed._replace(sinks=sinks)
+        self._rotates_early = qk_norms is not None
 
     def __call__(
         self, norm: RowNorm, residual: Residual, inputs: AttentionInputs, cache: Tensor
@@ -236,9 +235,7 @@ class Attention:
         (q, k, v), scales = projected
         newest = self._rotate(q, k, v, scales, inputs, cache)
         q = inputs.keep_wanted(q, residual)
-        out = inputs.attend(q, newest, cache, self.scale_of(cache))
-        if self.sink_scores is not None:
-            inputs.apply_sink_scores(out, q, cache, self.scale_of(cache), self.sink_scores)
+        out = inputs.attend(q, newest, cache, self.scale_of(cache), self.changed)
         self.out(self.unscaled(out, cache).flatten(1), residual)
 
     def _rotate(

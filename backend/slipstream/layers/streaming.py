@@ -14,6 +14,7 @@ from torch import Tensor
 from slipstream.kernels.attention.backend import AttentionBackend, Chunks, Rows
 from slipstream.kernels.attention.newest import Newest
 from slipstream.kernels.attention.prefill import SinkRows
+from slipstream.kernels.attention.scores import UNCHANGED, Scores
 from slipstream.kernels.attention.sinks import Sinks
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.dims import RopeConfig
@@ -52,8 +53,16 @@ class StreamingInputs(AttentionInputs):
         """Return the cosines and sines of this step's tokens alone."""
         return self.turns, self.every
 
-    def attend(self, q: Tensor, newest: Newest | None, cache: Tensor, scale: float) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        newest: Newest | None,
+        cache: Tensor,
+        scale: float,
+        changed: Scores = UNCHANGED,
+    ) -> Tensor:
         """Attend over sinks and window; see `AttentionInputs`."""
+        assert not changed.changes, "no backend streams where scores are changed"
         n, rows, num_sinks = self.num_single, self.rows, self.backend.spec.num_sinks
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n > 0:

@@ -63,6 +63,7 @@ class QkNorms(Enum):
     WHOLE = "all heads together, by rms"
     LAYER_HEADS = "each head, by a layer norm with weights of its own"
     LAYER = "each head, by a layer norm with bias"
+    LAYER_WHOLE = "all heads together, by a layer norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,8 @@ class Axes:
     qkv_most: queries, keys and values are cut to so much and its negative; None: not cut.
     attention_scale: factor of the dot product of query and key; None: `head_size ** -0.5`.
     score_cap: scores of attention stay below it, by tanh; 0: no cap.
+    slopes: of each query head, times the key's position less the query's: what is added to a score
+    (ALiBi); none: nothing is.
     sink_scores: whether heads have a score in the softmax beside those of tokens.
     gated: whether the MLP has a gate.
     activation: the MLP's, or its gate's.
@@ -104,6 +107,7 @@ class Axes:
     qkv_most: float | None = None
     attention_scale: float | None = None
     score_cap: float = 0.0
+    slopes: tuple[float, ...] = ()
     sink_scores: bool = False
     gated: bool = True
     activation: Activation = Activation.SILU

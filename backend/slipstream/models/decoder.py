@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.fuse.rewrite import rewrite
+from slipstream.kernels.attention.scores import Scores
 from slipstream.layers.attention import Attention, HeadNorm
 from slipstream.layers.decoder import AnyBlock, Block, Decoder, ParallelBlock, StepDecoder
 from slipstream.layers.embedding import Ends, embedding_and_head
@@ -65,7 +66,9 @@ class _Builder:
     def __init__(self, config: ModelConfig, weights: Weights, max_model_len: int) -> None:
         self._config, self._weights = config, weights
         self._dims, self._axes = config.dims, config.axes
-        size = config.dims.head_size
+        size, slopes = config.dims.head_size, config.axes.slopes
+        each = torch.tensor(slopes, dtype=torch.float32, device=weights.device)
+        self._slopes = each if slopes else None
         self._tables: dict[object, Tensor] = {
             rope: cos_sin_table(rope, size, max_model_len, weights.device)
             for rope in dict.fromkeys(config.ropes)
@@ -117,6 +120,9 @@ class _Builder:
         kind, size, eps = self._axes.qk_norms, self._dims.head_size, self._dims.eps
         if kind is QkNorms.LAYER:
             return HeadNorm(LayerNorm(w, size, eps), size)
+        if kind is QkNorms.LAYER_WHOLE:
+            has_bias = self._axes.norm is NormKind.LAYER
+            return HeadNorm(LayerNorm(w, heads * size, eps, has_bias=has_bias), heads * size)
         if kind is QkNorms.LAYER_HEADS:
             return HeadNorm(LayerNorm(w, size, eps, has_bias=False, groups=heads), size)
         width = heads * size if kind is QkNorms.WHOLE else size
@@ -135,6 +141,7 @@ class _Builder:
             self._behind(w.at("attention_out_norm")),
             axes.attention_scale,
             most=axes.qkv_most,
+            changed=Scores(axes.score_cap, self._slopes),
             has_sink_scores=axes.sink_scores,
         )
 

@@ -62,8 +62,8 @@ def _norms(axes: Axes) -> str:
 
 
 def _positions(model: ModelConfig) -> str:
-    if model.axes.learned_positions:
-        return "learned"
+    if model.axes.learned_positions or model.axes.slopes:
+        return "learned" if model.axes.learned_positions else "ALiBi"
     found = []
     for rope in dict.fromkeys(model.ropes):
         count = model.dims.head_size if rope.rotated is None else rope.rotated
@@ -79,9 +79,9 @@ def _attention(axes: Axes) -> str:
     if axes.qk_norms is not QkNorms.NONE:
         parts.append(f"q and k normalised: {axes.qk_norms.value}")
     if axes.score_cap:
-        parts.append("scores capped (on a CPU alone)")
+        parts.append("scores capped")
     if axes.sink_scores:
-        parts.append("sinks in the softmax (on a CPU alone)")
+        parts.append("sinks in the softmax")
     if axes.qkv_most is not None:
         parts.append("q, k, v cut")
     return ", ".join(part for part in parts if part)

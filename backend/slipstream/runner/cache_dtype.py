@@ -71,6 +71,7 @@ def attention_spec(
         layers_per_block=layers_per_block,
         has_sink_scores=model.axes.sink_scores,
         score_cap=model.axes.score_cap,
+        has_slopes=bool(model.axes.slopes),
         model=model.architecture,
     )
 

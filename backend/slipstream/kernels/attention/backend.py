@@ -1,8 +1,8 @@
 """Attention backends: what each supports, how it plans a step, and its two operations.
 
 A backend is made once, from the spec of a model; a step calls `plan` for each window of its layers,
-and each layer calls `decode` and `prefill`. A form of attention that is to come (ALiBi, soft caps,
-latent K and V) is another subclass here, or a rule less in `supports` with its kernels.
+and each layer calls `decode` and `prefill`. A form of attention that is to come (latent K and V)
+is another subclass here, or a rule less in `supports` with its kernels.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from slipstream.kernels.attention import rules
 from slipstream.kernels.attention.decode import decode_attention, plan_decode
 from slipstream.kernels.attention.newest import Newest
 from slipstream.kernels.attention.prefill import SinkRows, prefill_attention
-from slipstream.kernels.attention.score_cap import capped_attention
+from slipstream.kernels.attention.scores import UNCHANGED, Scores
 from slipstream.kernels.attention.sinks import Sinks, sink_attention
 from slipstream.kernels.attention.spec import CAUSAL, AttentionSpec
 from slipstream.kernels.cache import kv_format
@@ -63,8 +63,8 @@ class AttentionBackend(ABC):
         self.spec = spec
         self._has_plan = not spec.deterministic
         # Decodes may be rotated by their attention where nothing comes between it and projection.
-        rotates = not spec.deterministic and rules.no_rotation(spec.case()) is None
-        self.rotates_decodes = rotates and not spec.score_cap
+        no_rotation = rules.no_rotation(spec.case())
+        self.rotates_decodes = not spec.deterministic and no_rotation is None
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -94,7 +94,8 @@ class AttentionBackend(ABC):
         if spec.streams:
             window, sinks = spec.stream_window, spec.num_sinks
             return plan_decode(lengths, cache, spec.num_heads, window, num_sinks=sinks)
-        return plan_decode(lengths, cache, spec.num_heads, window, tables)
+        scores = spec.case().scores
+        return plan_decode(lengths, cache, spec.num_heads, window, tables, scores=scores)
 
     def decode(
         self,
@@ -108,13 +109,16 @@ class AttentionBackend(ABC):
         window: int,
         sinks: Sinks | None = None,
         reads_step: bool = False,
+        changed: Scores = UNCHANGED,
     ) -> None:
         """Attend with one query a row, `q [s, hq, d]`; the result goes to `out`.
 
         `newest` is rotated and cached on the way, if given. Sequences that stream have `sinks`.
         If it `reads_step`, rows may attend to tokens of each other, which are in the cache.
+        `changed` are scores as the spec says.
         """
-        decode_attention(q, cache, *rows, plan, scale, out, newest, window, sinks, reads_step)
+        where = (cache, *rows, plan, scale, out)
+        decode_attention(q, *where, newest, window, sinks, reads_step, changed)
 
     def prefill(
         self,
@@ -126,13 +130,14 @@ class AttentionBackend(ABC):
         out: Tensor,
         window: int,
         sinks: SinkRows | None = None,
+        changed: Scores = UNCHANGED,
     ) -> None:
         """Attend with chunks of queries, `q [n, hq, d]`; the result goes to `out`."""
         tables, lengths = rows
         starts, most = chunks
         where = (cache, tables, starts, lengths, scale, most)
         if sinks is None:
-            prefill_attention(q, *where, out, window, self._has_plan)
+            prefill_attention(q, *where, out, window, self._has_plan, changed)
         else:
             num_sinks, angles, positions = sinks
             sink_attention(q, angles, positions, *where, window, num_sinks, out)
@@ -186,50 +191,6 @@ class TorchCpu(AttentionBackend):
             "torch", "torch", "one sequence at a time", None, "one chunk at a time"
         )
 
-    def decode(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        rows: Rows,
-        plan: Tensor,
-        scale: float,
-        out: Tensor,
-        newest: Newest | None,
-        window: int,
-        sinks: Sinks | None = None,
-        reads_step: bool = False,
-    ) -> None:
-        """Attend; where scores are capped, each decode is a chunk of one token."""
-        cap = self.spec.score_cap
-        if cap:
-            assert newest is None, "nothing is rotated on the way where scores are capped"
-            starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-            capped_attention(
-                q, cache, rows.block_tables, starts, rows.lengths, out, scale, cap, window
-            )
-        else:
-            super().decode(q, cache, rows, plan, scale, out, newest, window, sinks, reads_step)
-
-    def prefill(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        rows: Rows,
-        chunks: Chunks,
-        scale: float,
-        out: Tensor,
-        window: int,
-        sinks: SinkRows | None = None,
-    ) -> None:
-        """Attend with chunks of queries, by capped scores if the spec has a cap."""
-        cap, (tables, lengths) = self.spec.score_cap, rows
-        if cap:
-            capped_attention(
-                q, cache, tables, chunks.query_starts, lengths, out, scale, cap, window
-            )
-        else:
-            super().prefill(q, cache, rows, chunks, scale, out, window, sinks)
-
 
 BACKENDS: tuple[type[AttentionBackend], ...] = (PagedCuda, TorchCpu)
 
@@ -261,10 +222,8 @@ def _no_layout(spec: AttentionSpec) -> str | None:
             f"num_attention_heads = {spec.num_heads} is no multiple of num_key_value_heads = "
             f"{spec.num_kv_heads}"
         )
-    if spec.streams and spec.has_sink_scores:
-        return f"attention_window = {spec.stream_window}: {spec.model} has sinks in its softmax"
-    if spec.streams and spec.score_cap:
-        return f"attention_window = {spec.stream_window}: {spec.model} caps scores"
+    if spec.streams and spec.changes:
+        return f"attention_window = {spec.stream_window}: {spec.model} has {spec.changes[0]}"
     if spec.streams and any(spec.windows):
         return (
             f"attention_window = {spec.stream_window}: {spec.model} has windows of its own in "
@@ -274,18 +233,11 @@ def _no_layout(spec: AttentionSpec) -> str | None:
 
 
 def _no_scores(spec: AttentionSpec) -> str | None:
-    if spec.score_cap:
-        return (
-            f"device = 'cuda': {spec.model} caps scores of attention (config.json has "
-            f"attn_logit_softcapping = {spec.score_cap:g}), for which there are no kernels; "
-            "device = 'cpu' has them"
-        )
-    if not spec.has_sink_scores:
+    """Return what kernels do not make of scores, or None: they make one change."""
+    if len(spec.changes) < 2:
         return None
-    return (
-        f"device = 'cuda': {spec.model} has sinks in its softmax, for which there are no kernels; "
-        "device = 'cpu' has them"
-    )
+    both = " and ".join(spec.changes)
+    return f"device = 'cuda': {spec.model} has {both}: no kernel has both, device = 'cpu' has"
 
 
 def _no_cache(spec: AttentionSpec) -> str | None:

@@ -16,6 +16,7 @@ class ChunkScores(NamedTuple):
     scores: Tensor  # [n, h, g, t] f32, scaled; all, hidden ones too
     hidden: Tensor  # [n, 1, 1, t] bool: tokens that a query does not see
     values: Tensor  # [h, t, d] f32
+    distances: Tensor  # [n, 1, 1, t]: from a query's position to a token's; 0 and less are seen
 
 
 def chunk_scores(
@@ -42,4 +43,5 @@ def chunk_scores(
         if window:
             hidden |= keys <= positions - window
         scores = torch.einsum("nhgd,htd->nhgt", groups, k) * scale
-        yield ChunkScores(slice(begin, end), scores, hidden[:, None, None], v)
+        distances = (keys - positions)[:, None, None]
+        yield ChunkScores(slice(begin, end), scores, hidden[:, None, None], v, distances)

@@ -6,7 +6,7 @@
 // -D ELEMENT (T: 16 bits), HEAD_SIZE, TILE (tokens), WARPS, SLOTS (of a worker's ring), ROTATES (1: q and the newest K
 // come as projected and are rotated here, the newest K and V are written to the cache here), WINDOWED, SINKS (1: the
 // first tokens are seen too, by queries that are turned further: sinks.py), SHARES (1: there may be what sequences
-// share), FORMAT (of the cache: kv_format.cuh)
+// share), SCORES (scores.cuh), FORMAT (of the cache: kv_format.cuh)
 #include "attention/decode_heads.cuh"
 #include "attention/decode_newest.cuh"
 #if SHARES
@@ -30,6 +30,8 @@ constexpr int MERGED_BEFORE = 6;
 static_assert(FORMAT == 0 || !ROTATES, "a quantised cache is written by rope.cu alone");
 static_assert(FORMAT == 0 || !SINKS, "queries over a quantised cache are not turned");
 static_assert(HEAD_SIZE <= 128 || !SINKS, "no registers for two queries of a wide head");
+static_assert(SCORES == 0 || !SINKS, "sequences that stream have plain scores");
+static_assert(!SHARES || !ARE_SCALED, "tiles of several sequences have plain scores");
 static_assert(WARPS <= 16, "a lane for each entry");
 static_assert(sizeof(Part) <= RING_BYTES, "the second part of a worker lies in its ring");
 
@@ -62,19 +64,21 @@ class Worker {
   const Prefixes* const prefixes;
   int num_items;  // 0: their states are there
   const float scale;          // of scores, times log2(e)
+  const ScoreInputs changed;
   Shared& shared;
   const int warp = threadIdx.x / 32;
   Ring ring;
   Cursor cursor;
   int left;  // tiles
   Query next;
+  float next_scores[2];  // of its columns 2t, 2t + 1, if SCORES needs some
 
  public:
   DEVICE Worker(const Heads& heads, const Inputs& inputs, const Cache& cache, const Output& out,
-                const State* states, const Prefixes* prefixes, int num_items, float scale, Shared& shared,
-                const Cursor& first, int count)
+                const State* states, const Prefixes* prefixes, int num_items, float scale, const ScoreInputs& changed,
+                Shared& shared, const Cursor& first, int count)
       : heads(heads), inputs(inputs), cache(cache), out(out), states(states), prefixes(prefixes),
-        num_items(num_items), scale(scale), shared(shared),
+        num_items(num_items), scale(scale), changed(changed), shared(shared),
         ring(cache, shared.rings[threadIdx.x / 32], heads.count, first, count), cursor(first),
         left(count) {}
 
@@ -92,13 +96,15 @@ class Worker {
       if (ROTATES && !ANGLES_AHEAD) next.load_angles(inputs.angles(cursor.now));
       if (!LOADS_AHEAD) load_heads();
       Query query = next;
+      const float own_scores[2] = {next_scores[0], next_scores[1]};
       Newest newest;
       const int row = cursor.now.row, head = cursor.head;
       if (ROTATES && cursor.ends_within(left)) load_newest(newest);
       query.prepare();
       Columns columns;
       columns.clear();
-      const int flags = attend(query, newest, columns);
+      if (SCORES == SINKING && cursor.is_first()) columns.start(own_scores);
+      const int flags = attend(query, own_scores, newest, columns);
       columns.sum_totals();
       const int num_queries = heads.num_queries(head);
       if (flags == (PRESENT | BEGINS | ENDS)) {
@@ -116,6 +122,10 @@ class Worker {
     const T* row = inputs.q + cursor.now.row * inputs.q_stride;
     next.load_heads(row + heads.first_query(cursor.head) * HEAD_SIZE,
                     heads.num_queries(cursor.head));
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+      next_scores[c] = changed.of(heads.first_query(cursor.head) +
+                                  min(int(threadIdx.x) % 4 * 2 + c, heads.num_queries(cursor.head) - 1));
   }
   DEVICE void load_newest(Newest& newest) const {
     const int token = cursor.now.length - 1, row = cursor.now.row;
@@ -148,7 +158,7 @@ class Worker {
 #endif
 
   // Tiles of one (sequence, head), as many as are the worker's. Returns what it had of it.
-  DEVICE int attend(const Query& query, Newest& newest, Columns& columns) {
+  DEVICE int attend(const Query& query, const float (&own_scores)[2], Newest& newest, Columns& columns) {
     int flags = PRESENT | (cursor.is_first() ? BEGINS : 0);
     const bool is_writer = cursor.head % heads.parts == 0;
 #if SHARES
@@ -178,6 +188,7 @@ class Worker {
       if (sinks > 0) columns.score_sinks(scores, sink_query, shared_address(slot), sinks);
 #endif
       ring.pop<false>();
+      columns.change(scores, own_scores, scale, changed.cap, count);
       Columns::Weights weights;
 #if SINKS
       columns.exponentiate(scores, weights, count, hidden, scale, sinks);
@@ -359,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                      const float* cos_sin, Cell* memory, const int* block_tables, i64 table_stride,
                      const int* lengths, int* plan_memory, T* rows, Part* partials, float scale,
                      i64 num_rows, i64 num_kv_heads, i64 group_size, i64 block_shift, i64 window,
-                     i64 num_sinks, const float* sink_angles) {
+                     i64 num_sinks, const float* sink_angles, float cap, const float* head_scores) {
   start_next();
   Shared& shared = *reinterpret_cast<Shared*>(shared_bytes);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -396,7 +407,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     attend_items(prefixes, num_items, heads, inputs, cache, lengths, ahead, shared.rings[0], states, scale);
   }
 #endif
-  Worker worker(heads, inputs, cache, out, states, shared_prefixes, num_items, scale, shared, first, start.count);
+  Worker worker(heads, inputs, cache, out, states, shared_prefixes, num_items, scale, {cap, head_scores}, shared, first,
+                start.count);
   const int filled = worker.begin();
   wait_for_previous();
   if (has_empty)

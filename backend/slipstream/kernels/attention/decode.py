@@ -29,7 +29,15 @@ from slipstream.kernels.attention.decode_shapes import (
     tile_of,
 )
 from slipstream.kernels.attention.newest import Newest, check_newest, rotate_and_cache
-from slipstream.kernels.attention.rules import Case, no_sharing, no_sinks
+from slipstream.kernels.attention.rules import PLAIN, Case, no_sharing, no_sinks
+from slipstream.kernels.attention.scores import (
+    UNCHANGED,
+    Scores,
+    all_macros,
+    changed_attention,
+    macros,
+    passed,
+)
 from slipstream.kernels.attention.sinks import Sinks, check_angles, sink_attention
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cache.pages import (
@@ -61,6 +69,7 @@ class PlanCall(NamedTuple):
     window: int = 0
     block_tables: Tensor | None = None  # of the calls: what they share is then read once
     num_sinks: int | None = None  # of the window's tokens, first in the sequence; None: no stream
+    scores: str = PLAIN  # of the calls: rules.py
 
 
 class DecodeCall(NamedTuple):
@@ -77,6 +86,7 @@ class DecodeCall(NamedTuple):
     window: int = 0  # tokens that a query sees; 0: all
     sinks: Sinks | None = None
     reads_step: bool = False  # tokens before the newest may be of this step, too
+    changed: Scores = UNCHANGED
 
 
 @op("lengths[s]:i32, cache[_,h,2,_,_]:any")
@@ -90,6 +100,7 @@ def plan_decode(call: PlanCall) -> Tensor:
     of the calls, and no window, tokens that lie in the same blocks of several sequences are read
     once for them.
     `num_sinks` of the window's tokens are the first of a sequence that streams; None: none streams.
+    `scores` says how the calls change scores.
     """
     return torch.empty(0, dtype=torch.int32, device=call.lengths.device)
 
@@ -111,19 +122,26 @@ def decode_attention(call: DecodeCall) -> Tensor:
 
     With `sinks` (and a plan of as many, a window, a cache of 16 bits) sequences stream, as
     `sink_attention` has it: `window` is all that a query sees, lengths are those of tables.
+    `changed` says how scores are changed (scores.py); kernels make one change, without `sinks`.
     """
-    q, cache, block_tables, lengths, _, scale, out, newest, window, sinks, reads_step = call
+    q, cache, block_tables, lengths, _, scale, out, newest, window, sinks, reads_step, changed = (
+        call
+    )
     _check_newest_of_step(newest, reads_step)
     kv_format.check_cache("decode_attention", cache, q)
     _check_scale(scale)
     if newest is not None:
         q = rotate_and_cache(q, newest, cache, block_tables, lengths, sinks is not None)
+    starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     if sinks is not None:
-        starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+        jit.require(changed == UNCHANGED, "decode_attention: with sinks scores are not changed")
         where = (cache, block_tables, starts, lengths, scale, 1, window, sinks.num_sinks, out)
         return sink_attention.oracle(q, sinks.angles, lengths.long(), *where)
     out = torch.empty_like(q) if out is None else out
     out.zero_()
+    if changed.changes:
+        rows = (q, cache, block_tables, starts, lengths)
+        return changed_attention(*rows, out, scale, window, changed)
     num_kv_heads = cache.shape[1]
     for s, length in enumerate(lengths.tolist()):
         if length == 0:
@@ -155,7 +173,7 @@ def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     yield from decode_shapes.variants()
     yield from decode_prefixes.variants()
-    yield from tiles_variants("attention/decode_split.cu", _split_shape)
+    yield from tiles_variants("attention/decode_split.cu", _split_shape, more=all_macros())
 
 
 @functools.cache
@@ -182,7 +200,7 @@ def _work(cache: Tensor, num_q_heads: int, num_ctas: int, shape: CtaShape) -> Wo
 @plan_decode.cuda
 @takes(PlanCall)
 def _plan_decode(call: PlanCall) -> Tensor:
-    lengths, cache, num_q_heads, window, block_tables, num_sinks = call
+    lengths, cache, num_q_heads, window, block_tables, num_sinks, scores = call
     num_sequences, num_kv_heads = len(lengths), cache.shape[1]
     head_size = kv_format.head_size_of(cache)
     if not is_planned(cache.dtype, head_size) or num_sequences == 0:
@@ -194,7 +212,7 @@ def _plan_decode(call: PlanCall) -> Tensor:
     )
     num_ctas, shape = _device(lengths.get_device(), cache.dtype, head_size)
     streams = num_sinks is not None
-    case = Case(cache.dtype, cache.dtype, head_size, window > 0, streams)
+    case = Case(cache.dtype, cache.dtype, head_size, window > 0, streams, scores)
     may_share = 1 < num_sequences <= decode_prefixes.MAX_ROWS and no_sharing(case) is None
     shares = block_tables is not None and may_share
     size = own_size = _plan_size(num_sequences, num_ctas, shape.warps, shares)
@@ -230,7 +248,7 @@ def _plan_decode(call: PlanCall) -> Tensor:
 @decode_attention.cuda
 @takes(DecodeCall)
 def _decode_attention(call: DecodeCall) -> Tensor:
-    q, cache, block_tables, lengths, plan, scale, out, newest, _, sinks, reads_step = call
+    q, cache, block_tables, lengths, plan, scale, out, newest, _, sinks, reads_step, _ = call
     _check_newest_of_step(newest, reads_step)
     check_layouts("decode_attention", q, cache, block_tables, lengths, plan)
     _check_scale(scale)
@@ -258,7 +276,7 @@ def _decode_attention(call: DecodeCall) -> Tensor:
 
 
 def _streaming(
-    q: Tensor, cache: Tensor, sinks: Sinks | None, window: int
+    q: Tensor, cache: Tensor, sinks: Sinks | None, window: int, scores: str
 ) -> tuple[int, Tensor | int]:
     """Return the number of sinks of each sequence and their angles, as the kernel takes them."""
     if sinks is None:
@@ -266,7 +284,7 @@ def _streaming(
     check_angles("decode_attention", sinks.angles, q.shape[2])
     is_window = 0 <= sinks.num_sinks < window
     jit.require(is_window, f"decode_attention: {sinks.num_sinks} sinks in a window of {window}")
-    reason = no_sinks(Case(q.dtype, cache.dtype, q.shape[2], streams=True))
+    reason = no_sinks(Case(q.dtype, cache.dtype, q.shape[2], streams=True, scores=scores))
     jit.require(reason is None, "decode_attention: {}", reason)
     return sinks.num_sinks, sinks.angles
 
@@ -282,10 +300,11 @@ def _state_words(q: Tensor, cache: Tensor, plan_size: int, work: Work) -> int:
 
 
 def _launch_by_plan(call: DecodeCall, out: Tensor) -> None:
-    q, cache, block_tables, lengths, plan, scale, _, newest, window, sinks, reads_step = call
+    q, cache, block_tables, lengths, plan, scale, _, newest, window, sinks, reads_step, own = call
     if newest is not None:
         check_newest("decode_attention", q, cache, newest)
-    num_sinks, angles = _streaming(q, cache, sinks, window)
+    change = passed("decode_attention", q, own)
+    num_sinks, angles = _streaming(q, cache, sinks, window, change.kind)
     k, v, cos_sin = newest or (q, q, q)  # q stands for what is not read
     num_sequences, num_q_heads, head_size = q.shape
     num_kv_heads, block_size = cache.shape[1], cache.shape[3]
@@ -299,7 +318,15 @@ def _launch_by_plan(call: DecodeCall, out: Tensor) -> None:
     parts = torch.empty(num_words, dtype=torch.float32, device=q.device)
     jit.launch(
         attention_variant(
-            q.dtype, head_size, shape, newest is not None, window, shares, cache.dtype, bool(sinks)
+            q.dtype,
+            head_size,
+            shape,
+            newest is not None,
+            window,
+            shares,
+            cache.dtype,
+            bool(sinks),
+            change.kind,
         ),
         "decode_attention",
         (num_ctas,),
@@ -326,6 +353,8 @@ def _launch_by_plan(call: DecodeCall, out: Tensor) -> None:
         window - num_sinks,
         num_sinks,
         angles,
+        change.cap,
+        change.heads,
         shared_memory=shape.shared_memory(cache.dtype, head_size),
         overlaps=not reads_step,
     )
@@ -353,8 +382,16 @@ def _launch_by_split(call: DecodeCall, out: Tensor) -> None:
     group_size = num_q_heads // num_kv_heads
     shape = _split_shape(q.dtype, head_size)
     stages = shape.stages_of(q, cache)
+    kind, cap, heads = passed("decode_attention", q, call.changed)
     wanted = tiles_variant(
-        "attention/decode_split.cu", q.dtype, head_size, shape, stages, window, cache.dtype
+        "attention/decode_split.cu",
+        q.dtype,
+        head_size,
+        shape,
+        stages,
+        window,
+        cache.dtype,
+        **macros(kind),
     )
     jit.launch(
         wanted,
@@ -374,6 +411,8 @@ def _launch_by_split(call: DecodeCall, out: Tensor) -> None:
         group_size,
         jit.block_shift(block_size),
         window,
+        cap,
+        heads,
         shared_memory=shape.shared_memory(q.dtype, head_size, stages, cache.dtype),
     )
     if splits > 1:

@@ -8,12 +8,17 @@ from typing import NamedTuple
 import torch
 
 from slipstream.kernels.attention.rules import (
+    CAPPED,
+    PLAIN,
+    SINKING,
+    SLOPED,
     Case,
     no_decode_plan,
     no_rotation,
     no_sharing,
     no_sinks,
 )
+from slipstream.kernels.attention.scores import macros
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import KernelError
@@ -81,10 +86,11 @@ def attention_variant(
     shares: bool = False,
     cached: torch.dtype | None = None,
     streams: bool = False,
+    scores: str = PLAIN,
 ) -> jit.Variant:
-    """The instantiation of decode.cu; `cached` is the cache's dtype."""
+    """The instantiation of decode.cu; `cached` is the cache's dtype, `scores` as in rules.py."""
     jit.head_size_of(dtype, head_size)
-    if streams and (reason := no_sinks(Case(dtype, cached or dtype, head_size))):
+    if streams and (reason := no_sinks(Case(dtype, cached or dtype, head_size, scores=scores))):
         raise KernelError(reason)
     return jit.variant(
         "attention/decode.cu",
@@ -95,6 +101,7 @@ def attention_variant(
         SLOTS=shape.slots,
         ROTATES=int(rotates),
         **_mode(window, shares, streams),
+        **macros(scores),
         **kv_format.macros(cached or dtype),
     )
 
@@ -124,14 +131,18 @@ def variants() -> Iterator[jit.Variant]:
     yield plan_variant(_TILE, 0, shares=True)
     yield plan_variant(_TILE, 1, streams=True)
     dtypes, formats = (torch.float16, torch.bfloat16), kv_format.FORMATS.values()
-    modes = ((0, False, False), (1, False, False), (0, True, False), (1, False, True))
-    for dtype, head_size in itertools.product(dtypes, jit.HEAD_SIZES):
-        for cached, (window, shares, streams) in itertools.product((dtype, *formats), modes):
-            case = Case(dtype, cached, head_size, bool(window))
+    modes = itertools.product(
+        ((0, False, False), (1, False, False), (0, True, False), (1, False, True)),
+        (PLAIN, CAPPED, SLOPED, SINKING),
+    )
+    cases = itertools.product(dtypes, jit.HEAD_SIZES, modes)
+    for dtype, head_size, ((window, shares, streams), scores) in cases:
+        for cached in (dtype, *formats):
+            case = Case(dtype, cached, head_size, bool(window), scores=scores)
             is_taken = not (shares and no_sharing(case)) and not (streams and no_sinks(case))
             if no_decode_plan(case) or not is_taken:
                 continue
             rotations = (False,) if no_rotation(case) else (False, True)
             for shape, rotates in itertools.product(shapes(cached, head_size), rotations):
-                mode = (rotates, window, shares, cached, streams)
+                mode = (rotates, window, shares, cached, streams, scores)
                 yield attention_variant(dtype, head_size, shape, *mode)

@@ -1,7 +1,7 @@
 // Paged decode attention whose bits depend on a sequence alone (flash-decoding): its tokens are split over CTAs by its
 // own length, then over warps, and combined in a fixed order.
 // -D ELEMENT (T), HEAD_SIZE, WARPS, TILE (tokens), STAGES (in flight), MMA (1: tensor cores), WINDOWED (1: the last
-// `window` tokens alone), FORMAT (of the cache: kv_format.cuh)
+// `window` tokens alone), SCORES (scores.cuh), FORMAT (of the cache: kv_format.cuh)
 #include "attention/tiles.cuh"
 
 constexpr int MIN_SPLIT = 256;  // tokens
@@ -56,7 +56,8 @@ DEVICE void merge_warps(WarpRows& mine, const Visit& f) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     decode_split(const T* q, i64 q_stride, const Cell* cache, const int* block_tables,
                      i64 table_stride, const int* lengths, T* out, float* partial, float scale,
-                     i64 num_kv_heads, i64 group_size, i64 block_shift, i64 window) {
+                     i64 num_kv_heads, i64 group_size, i64 block_shift, i64 window, float cap,
+                     const float* head_scores) {
   const i64 sequence = blockIdx.z;
   const int length = lengths[sequence];
   const int num_tokens = num_seen(length, int(window)), first = length - num_tokens;
@@ -71,12 +72,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const i64 head = kv_head * group_size + first_head;
   const i64 num_heads = num_kv_heads * group_size;
   const int count = min(16, int(group_size) - first_head);
-  const Rows rows = {q + sequence * q_stride + head * HEAD_SIZE, HEAD_SIZE, count, end - 1, 0, scale, EVERYTHING};
+  const Rows rows = {q + sequence * q_stride + head * HEAD_SIZE, HEAD_SIZE, count, end - 1, 0, scale, EVERYTHING,
+                     0, 0, {cap, head_scores + head}, 1, length - 1};
   const i64 block_cells = i64(2 * (ROW_CELLS + SCALE_BYTES)) << block_shift;
   const Pages pages = {cache + kv_head * block_cells, block_tables + sequence * table_stride,
                        num_kv_heads * block_cells, int(block_shift)};
 
   WarpRows mine(rows, scratch());
+  if (SCORES == SINKING && blockIdx.x == 0 && threadIdx.x < 32) mine.start(rows);
   for_each_tile(pages, begin, begin, end, [&](const T* keys, int first) {
     const int own = threadIdx.x / 32 * 16;  // this warp's tokens of the tile
     mine.attend<16>(keys + own * PITCH, keys + TILE_ELEMENTS + own * PITCH, first + own, rows);

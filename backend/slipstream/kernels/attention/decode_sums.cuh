@@ -1,8 +1,9 @@
 // What a warp keeps of the softmax of up to 8 query heads while tiles go by, whatever the tiles are of: the part that
 // all formats of the cache have in common.
-// -D ELEMENT (T: 16 bits), HEAD_SIZE, WINDOWED, SINKS, FORMAT (kv_format.cuh)
+// -D ELEMENT (T: 16 bits), HEAD_SIZE, WINDOWED, SINKS, SCORES (scores.cuh), FORMAT (kv_format.cuh)
 #pragma once
 #include "attention/decode_part.cuh"
+#include "attention/scores.cuh"
 #include "runtime/mma.cuh"
 
 constexpr int BANDS = TILE / 16;  // of tokens: the rows of a fragment
@@ -10,6 +11,7 @@ constexpr int BANDS = TILE / 16;  // of tokens: the rows of a fragment
 constexpr int FRAGMENTS = STEPS + (FORMAT == INT4 ? int(GROUPS) : 0);
 // Exponentials are at most 2 to the power of minus this: so those of int4 times their scales fit in float16.
 constexpr float MARGIN = FORMAT == INT4 ? 1.0f : 0.0f;
+constexpr bool ARE_SCALED = SCORES == CAPPED || SCORES == SLOPED;  // scores, by what changes them
 
 class Sums {
  protected:
@@ -22,6 +24,7 @@ class Sums {
   // of `scale` (positive) times them; what was summed so far is rescaled.
   DEVICE void exponentiate(float (&scores)[BANDS][4], int count, int hidden, float scale, int sinks = 0) {
     if (count < TILE || (WINDOWED && hidden > 0)) hide(scores, count, hidden, sinks);
+    if (ARE_SCALED) scale = 1.0f;
     float highest[2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -73,6 +76,27 @@ class Sums {
   }
 
  public:
+  // What queries and keys of a tile make becomes scores, if these are changed. The query is the last of `count` tokens
+  // from the tile's first on; `own` is of columns 2t, 2t + 1.
+  DEVICE void change(float (&scores)[BANDS][4], const float (&own)[2], float scale, float cap, int count) const {
+    if constexpr (ARE_SCALED) {
+#pragma unroll
+      for (int i = 0; i < BANDS; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int token = i * 16 + lane / 4 + j / 2 * 8;
+          scores[i][j] = score_of(scores[i][j], scale, cap, own[j % 2], token - (count - 1));
+        }
+    }
+  }
+  // What columns have before the first token: a score, if SINKING, of which nothing comes.
+  DEVICE void start(const float (&own)[2]) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      maximum[c] = own[c] + MARGIN;
+      total[c] = lane / 4 == 0 ? exp2_fast(-MARGIN) : 0.0f;
+    }
+  }
   DEVICE void clear() {
 #pragma unroll
     for (int i = 0; i < FRAGMENTS; ++i)

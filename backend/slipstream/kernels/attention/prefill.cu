@@ -1,17 +1,19 @@
 // Paged prefill attention: 16 query rows a warp, every warp reads every tile.
 // -D ELEMENT (T), HEAD_SIZE, WARPS, TILE (tokens), STAGES (in flight), MMA (1: tensor cores), WINDOWED (1: a token
 // sees the last `window` alone), SINKS (1: and the first `num_sinks` of its sequence, by a query that is turned
-// further by `angles`: sinks.py), FORMAT (of the cache: kv_format.cuh)
+// further by `angles`: sinks.py), SCORES (scores.cuh), FORMAT (of the cache: kv_format.cuh)
 #include "attention/tiles.cuh"
 
 constexpr int ROWS = 16 * WARPS;  // queries of a CTA
+static_assert(SCORES == 0 || !SINKS, "sequences that stream have plain scores");
 
 // Grid: x = q head, y = ROWS queries (the longest rows first), z = sequence.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     prefill_attention(const T* q, i64 q_stride, const Cell* cache, const int* block_tables,
                       i64 table_stride, const int* query_starts, const int* lengths, T* out, i64 out_stride,
                       float scale, i64 num_kv_heads, i64 group_size, i64 block_shift, i64 window,
-                      i64 num_sinks, const float* angles, const i64* positions) {
+                      i64 num_sinks, const float* angles, const i64* positions, float cap,
+                      const float* head_scores) {
   const i64 sequence = blockIdx.z, head = blockIdx.x;
   const int start = query_starts[sequence];
   const int num_queries = query_starts[sequence + 1] - start;
@@ -22,13 +24,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int count = max(0, min(16, num_queries - own));
   const int position = length - num_queries + own;
   const Rows rows = {q + (start + own) * q_stride + head * HEAD_SIZE, q_stride, count, position, 1,
-                     scale, int(window), int(num_sinks), length};
+                     scale, int(window), int(num_sinks), length, {cap, head_scores + head}, 0, position};
   const i64 block_cells = i64(2 * (ROW_CELLS + SCALE_BYTES)) << block_shift;
   const Pages pages = {cache + head / group_size * block_cells,
                        block_tables + sequence * table_stride, num_kv_heads * block_cells,
                        int(block_shift)};
 
   WarpRows mine(rows, scratch());
+  if (SCORES == SINKING) mine.start(rows);
   const int end = min(length, length - num_queries + first_query + ROWS);
   int begin = WINDOWED ? max(0, length - num_queries + first_query - int(window) + 1) : 0;
   // Tiles begin at multiples, wherever the chunk does: a row's bits are its position's.

@@ -12,6 +12,14 @@ from torch.nn import functional
 
 from slipstream.kernels.attention.calls import takes
 from slipstream.kernels.attention.rules import WGMMA_HEAD_SIZES, Case, no_parts, no_wgmma
+from slipstream.kernels.attention.scores import (
+    UNCHANGED,
+    Scores,
+    all_macros,
+    changed_attention,
+    macros,
+    passed,
+)
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cache.pages import (
     TileShape,
@@ -41,6 +49,7 @@ class PrefillCall(NamedTuple):
     out: Tensor | None = None  # rows like those of q; None: new ones
     window: int = 0  # tokens that a query sees; 0: all
     splits: bool = False  # may several multiprocessors share a chunk
+    changed: Scores = UNCHANGED
 
 
 class SinkRows(NamedTuple):
@@ -64,12 +73,15 @@ def prefill_attention(call: PrefillCall) -> Tensor:
     as they are, or undefined. A row's bits depend on its position and the tokens up to it alone:
     not on where chunks begin and end, nor on other sequences. With `splits` they may: where chunks
     are few and small, several multiprocessors share what one attends to. Equal calls still have
-    equal bits.
+    equal bits. `changed` says how scores are changed (scores.py); kernels make one change.
     """
-    q, cache, block_tables, query_starts, lengths, scale, _, out, window, _ = call
+    q, cache, block_tables, query_starts, lengths, scale, _, out, window, _, changed = call
     kv_format.check_cache("prefill_attention", cache, q)
     if out is None:
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    if changed.changes:
+        where = (q, cache, block_tables, query_starts, lengths)
+        return changed_attention(*where, out, scale, window, changed)
     bounds, sizes = query_starts.tolist(), lengths.tolist()
     for s, length in enumerate(sizes):
         begin, end = bounds[s], bounds[s + 1]
@@ -122,7 +134,7 @@ def tiles_shape(dtype: torch.dtype, head_size: int) -> TileShape:
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
-    yield from tiles_variants("attention/prefill.cu", tiles_shape)
+    yield from tiles_variants("attention/prefill.cu", tiles_shape, more=all_macros())
     for dtype in (torch.float16, torch.bfloat16):
         for head_size, splits in itertools.product(WGMMA_HEAD_SIZES, (False, True)):
             if not (splits and no_parts(Case(dtype, dtype, head_size))):
@@ -157,17 +169,19 @@ def parts_size(head_size: int) -> int:
 
 @functools.cache
 def _has(
-    dtype: torch.dtype, cached: torch.dtype, head_size: int, has_window: bool
+    dtype: torch.dtype, cached: torch.dtype, head_size: int, has_window: bool, scores: str
 ) -> tuple[bool, bool]:
     """Whether prefill_wgmma.cu takes such a call, and whether it can cut its chunks into parts."""
-    case = Case(dtype, cached, head_size, has_window)
+    case = Case(dtype, cached, head_size, has_window, scores=scores)
     return no_wgmma(case) is None, no_parts(case) is None
 
 
 @prefill_attention.cuda
 @takes(PrefillCall)
 def _prefill_attention(call: PrefillCall) -> Tensor:
-    q, cache, block_tables, query_starts, lengths, scale, max_queries, out, window, splits = call
+    q, cache, block_tables, query_starts, lengths, scale, max_queries, out, window, splits, own = (
+        call
+    )
     check_layouts("prefill_attention", q, cache, block_tables, query_starts, lengths)
     num_starts, num_rows = query_starts.shape[0], lengths.shape[0]
     jit.require(
@@ -186,7 +200,8 @@ def _prefill_attention(call: PrefillCall) -> Tensor:
     )
     if out.numel() == 0 or num_rows == 0 or max_queries == 0:
         return out
-    has_wgmma, has_parts = _has(q.dtype, cache.dtype, q.shape[2], window > 0)
+    kind = passed("prefill_attention", q, own).kind
+    has_wgmma, has_parts = _has(q.dtype, cache.dtype, q.shape[2], window > 0, kind)
     if has_wgmma and scale > 0 and jit.is_hopper(q.device):
         splits = splits and has_parts and _may_split(q, cache, max_queries)
         size = parts_size(q.shape[2]) if splits else 0
@@ -253,11 +268,12 @@ def launch_wgmma(call: PrefillCall, out: Tensor, parts: Tensor) -> None:
 
 def launch_tiles(call: PrefillCall, out: Tensor, sinks: SinkRows | None = None) -> None:
     """Launch `prefill_attention` on any GPU, or with `sinks` `sink_attention`."""
-    q, cache, block_tables, query_starts, lengths, scale, max_queries, _, window, _ = call
+    q, cache, block_tables, query_starts, lengths, scale, max_queries, _, window, _, own = call
     num_q_heads, head_size = q.shape[1:]
     num_kv_heads, shape = cache.shape[1], tiles_shape(q.dtype, head_size)
     stages = shape.stages_of(q, cache)
     num_sinks, angles, positions = sinks or (0, 0, 0)
+    kind, cap, heads = passed("prefill_attention", q, own)
     jit.launch(
         tiles_variant(
             "attention/prefill.cu",
@@ -268,6 +284,7 @@ def launch_tiles(call: PrefillCall, out: Tensor, sinks: SinkRows | None = None) 
             window,
             cache.dtype,
             sinks is not None,
+            **macros(kind),
         ),
         "prefill_attention",
         (num_q_heads, -(-max_queries // (16 * shape.warps)), len(lengths)),
@@ -289,5 +306,7 @@ def launch_tiles(call: PrefillCall, out: Tensor, sinks: SinkRows | None = None) 
         num_sinks,
         angles,
         positions,
+        cap,
+        heads,
         shared_memory=shape.shared_memory(q.dtype, head_size, stages, cache.dtype),
     )

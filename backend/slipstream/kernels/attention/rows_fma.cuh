@@ -28,6 +28,15 @@ class WarpRows {
     }
   }
 
+  // With a score of which nothing comes, if SINKING.
+  DEVICE void start(const Rows& rows) {
+#pragma unroll
+    for (int row = 0; row < 16; ++row) {
+      maximum[row] = rows.own_score(row);
+      total[row] = 1.0f;
+    }
+  }
+
   // The queries, as they are in memory.
   DEVICE void load(const Rows& rows) {
     __syncwarp();
@@ -83,7 +92,7 @@ class WarpRows {
       if (row >= count) break;
       float value = scores[row] + __shfl_xor_sync(ALL_LANES, scores[row], 16);
       const bool is_hidden = token > rows.last_visible(row) || (WINDOWED && token < rows.first_visible(row));
-      value = is_hidden ? -INFINITE : value * rows.scale;
+      value = is_hidden ? -INFINITE : rows.score(value, row, token, SCORES == SLOPED ? rows.own_score(row) : 0.0f);
       float highest = value, sum;
 #pragma unroll
       for (int mask = 8; mask > 0; mask /= 2)

@@ -13,6 +13,7 @@ class WarpRows {
   float output[HEAD_SIZE / 8][4];
   float maximum[2];  // of rows g and g + 8
   float total[2];    // this lane's share of the sum of exponentials
+  float own[2];      // of these rows, if SCORES needs some
 
  public:
   static constexpr int SCRATCH = 0;  // bytes of shared memory a warp needs
@@ -25,6 +26,17 @@ class WarpRows {
       for (int j = 0; j < 4; ++j) output[i][j] = 0.0f;
     maximum[0] = maximum[1] = -INFINITE;
     total[0] = total[1] = 0.0f;
+    own[0] = rows.own_score(lane / 4);
+    own[1] = rows.own_score(lane / 4 + 8);
+  }
+
+  // With a score of which nothing comes, if SINKING.
+  DEVICE void start(const Rows&) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      maximum[half] = own[half];
+      total[half] = lane % 4 == 0 ? 1.0f : 0.0f;
+    }
   }
 
   // The queries, as they are in memory.
@@ -76,7 +88,7 @@ class WarpRows {
       for (int j = 0; j < 4; ++j) {
         const int token = first + i * 8 + lane % 4 * 2 + j % 2;
         const int row = lane / 4 + j / 2 * 8;
-        scores[i][j] *= rows.scale;
+        scores[i][j] = rows.score(scores[i][j], row, token, own[j / 2]);
         if (masked && (token > rows.last_visible(row) || (WINDOWED && token < rows.first_visible(row))))
           scores[i][j] = -INFINITE;
       }

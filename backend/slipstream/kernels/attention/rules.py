@@ -14,6 +14,8 @@ from slipstream.kernels.cache import kv_format
 from slipstream.kernels.runtime import jit
 
 WGMMA_HEAD_SIZES = (64, 128, 256)
+# What becomes of scores before the softmax: scores.py.
+PLAIN, CAPPED, SLOPED, SINKING = "plain scores", "capped scores", "ALiBi", "sinks in the softmax"
 
 
 class Case(NamedTuple):
@@ -24,6 +26,7 @@ class Case(NamedTuple):
     head_size: int
     has_window: bool = False  # queries see the newest tokens only
     streams: bool = False  # and, turned further, the first ones: sinks.py
+    scores: str = PLAIN
 
     @property
     def is_quantized(self) -> bool:
@@ -57,6 +60,8 @@ def no_sharing(case: Case) -> str | None:
         return "a cache that is not of 16 bits"
     if case.has_window:
         return "a window hides what sequences share"
+    if case.scores in (CAPPED, SLOPED):
+        return f"{case.scores}: the tiles of several sequences have none"
     if jit.has_large_heads(case.head_size):
         return "two tiles of 64 tokens of wide heads do not fit the rings"
     return None
@@ -79,6 +84,8 @@ def no_sinks(case: Case) -> str | None:
         return "queries over a quantised cache are not turned"
     if jit.has_large_heads(case.head_size):
         return f"no sinks of heads of {case.head_size}"
+    if case.scores != PLAIN:
+        return f"no sinks of sequences beside {case.scores}"
     return None
 
 
@@ -91,6 +98,8 @@ def no_wgmma(case: Case) -> str | None:
         return f"heads of {case.head_size}"
     if case.has_window:
         return "a window"
+    if case.scores != PLAIN:
+        return case.scores
     return "a quantised cache" if case.is_quantized else None
 
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.kernels.attention.rules import Case
+from slipstream.kernels.attention.rules import CAPPED, PLAIN, SINKING, SLOPED, Case
 
 CAUSAL = "causal"
 # Forms that no backend has yet; docs/attention.md says so of each.
-MISSING_FORMS = ("ALiBi", "cross", "latent (MLA)")
+MISSING_FORMS = ("cross", "latent (MLA)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,9 @@ class AttentionSpec:
     host_bytes: int = 0  # `kv_cache_host_bytes`
     layers_per_block: int = 1  # core/groups.py
     form: str = CAUSAL
-    has_sink_scores: bool = False  # sink_scores.py
-    score_cap: float = 0.0  # score_cap.py; 0: none
+    score_cap: float = 0.0  # scores.py; 0: none
+    has_slopes: bool = False
+    has_sink_scores: bool = False
     model: str = "the model"  # as messages name it
 
     @property
@@ -44,7 +45,14 @@ class AttentionSpec:
         """Whether sequences have no end, and release what lies outside their window."""
         return self.stream_window > 0
 
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """How scores are changed, by the names of rules.py."""
+        made = {CAPPED: self.score_cap, SLOPED: self.has_slopes, SINKING: self.has_sink_scores}
+        return tuple(name for name, is_made in made.items() if is_made)
+
     def case(self, window: int = 0) -> Case:
         """Return what chooses the kernels of layers with this window."""
         has_window = window > 0 or self.streams
-        return Case(self.dtype, self.cache_dtype, self.head_size, has_window, self.streams)
+        what = (self.dtype, self.cache_dtype, self.head_size, has_window, self.streams)
+        return Case(*what, (*self.changes, PLAIN)[0])

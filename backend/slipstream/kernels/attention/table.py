@@ -54,6 +54,9 @@ FEATURES = (
         Feature(f"heads of {size}", f"the model: `head_dim = {size}`", {"head_size": size})
         for size in (64, 80, 96, 256)
     ),
+    Feature("capped scores", "the model: `attn_logit_softcapping`", {"score_cap": 50.0}),
+    Feature("ALiBi", "the model: `alibi`", {"has_slopes": True}),
+    Feature("sinks in the softmax", "the model: GptOss", {"has_sink_scores": True}),
     *(
         Feature(f"{form} attention", "no family that is served", {"form": form})
         for form in MISSING_FORMS

@@ -1,9 +1,10 @@
 // Tiles of a paged cache: asynchronous 16-byte copies from pages into shared memory, rows padded by 16 bytes
 // so that neither ldmatrix nor a lane-a-row read meets a bank conflict.
 // -D ELEMENT (T), HEAD_SIZE, WARPS, TILE (tokens), WINDOWED (1: a row sees its last `window` tokens alone), SINKS (1:
-// of these, those within bounds), FORMAT (kv_format.cuh)
+// of these, those within bounds), SCORES (attention/scores.cuh), FORMAT (kv_format.cuh)
 #pragma once
 #include "runtime/copies.cuh"
+#include "attention/scores.cuh"
 #include "cache/kv_format.cuh"
 
 #ifndef SINKS
@@ -66,6 +67,15 @@ struct Rows {
   float scale;  // of the scores, times log2(e): the softmax is in base 2
   int window;
   int begin, end;  // if SINKS: of these, tokens [begin, end) alone
+  ScoreInputs changed;  // of the first row's query head
+  int head_step;        // from a row's query head to the next row's
+  int query;            // position of the first row's query, if SLOPED
+
+  // What SCORES needs of a row.
+  DEVICE float own_score(int row) const { return changed.of(max(0, min(row, count - 1)) * head_step); }
+  DEVICE float score(float product, int row, int token, float own) const {
+    return score_of(product, scale, changed.cap, own, token - (query + row * step));
+  }
 
   DEVICE int last_visible(int row) const {
     const int position = first_position + row * step;

@@ -8,7 +8,7 @@ not read: those past a sequence's length, and those in front of the window.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -107,8 +107,12 @@ def tiles_variant(
     window: int,
     cached: torch.dtype | None = None,
     sinks: bool = False,
+    **more: int,
 ) -> jit.Variant:
-    """The instantiation of a kernel that includes tiles.cuh; `cached` is the cache's dtype."""
+    """The instantiation of a kernel that includes tiles.cuh; `cached` is the cache's dtype.
+
+    `more` are other macros.
+    """
     jit.head_size_of(dtype, head_size)
     jit.require(not (sinks and jit.has_large_heads(head_size)), f"no sinks of heads of {head_size}")
     return jit.variant(
@@ -121,20 +125,29 @@ def tiles_variant(
         MMA=int(dtype != torch.float32),
         WINDOWED=int(window > 0),
         **({"SINKS": 1} if sinks else {}),
+        **more,
         **kv_format.macros(cached or dtype),
     )
 
 
 def tiles_variants(
-    source: str, shape_of: Callable[[torch.dtype, int], TileShape], sinks: bool = False
+    source: str,
+    shape_of: Callable[[torch.dtype, int], TileShape],
+    sinks: bool = False,
+    more: Sequence[Mapping[str, int]] = ({},),
 ) -> Iterator[jit.Variant]:
-    """Every legal instantiation; `shape_of` dtype and head size is a CTA's."""
+    """Every legal instantiation; `shape_of` dtype and head size is a CTA's.
+
+    `more` are other macros, of which each instantiation has one set.
+    """
     windows = (1,) if sinks else (0, 1)
-    for dtype, head_size in itertools.product(jit.DTYPES, jit.HEAD_SIZES):
+    for dtype, head_size, own in itertools.product(jit.DTYPES, jit.HEAD_SIZES, more):
         if sinks and jit.has_large_heads(head_size):
             continue
         shape = shape_of(dtype, head_size)
         for stages, window in itertools.product(range(2, shape.stages + 1), windows):
-            yield tiles_variant(source, dtype, head_size, shape, stages, window, None, sinks)
+            tile = (shape, stages, window)
+            yield tiles_variant(source, dtype, head_size, *tile, None, sinks, **own)
         for cached, window in itertools.product(kv_format.FORMATS.values(), windows):
-            yield tiles_variant(source, dtype, head_size, shape, 2, window, cached, sinks)
+            tile = (shape, 2, window)
+            yield tiles_variant(source, dtype, head_size, *tile, cached, sinks, **own)

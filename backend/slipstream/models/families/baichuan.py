@@ -1,14 +1,17 @@
-"""Baichuan and Baichuan 2 (Yang et al., 2023) of 7B: q, k, v in one matrix; the second's head has
-rows of length 1.
+"""Baichuan and Baichuan 2 (Yang et al., 2023): q, k, v in one matrix; ALiBi in models of 13B, rows
+of length 1 in the second's head.
 """
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from slipstream.layers.dims import RopeConfig
+from slipstream.models.alibi import slopes
 from slipstream.models.axes import Axes, QkvOrder, TensorNames, joined
 from slipstream.models.config_class import own_class
 from slipstream.models.family import family
 from slipstream.models.reader import Reader
+from slipstream.models.ropes import no_rope, read_rope
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +29,8 @@ CLASS = own_class(
     tie_word_embeddings=False,
     eos_token_id=2,
 )
-_FIRST, _SECOND = "BaiChuanForCausalLM", "BaichuanForCausalLM"
+_FIRST, _OTHERS = "BaiChuanForCausalLM", "BaichuanForCausalLM"
+_FIRST_VOCABULARY = 64_000  # by which the first model of 13B differs from the second ones
 
 
 def unit_rows(x: "Tensor") -> "Tensor":
@@ -37,27 +41,38 @@ def unit_rows(x: "Tensor") -> "Tensor":
 
 def names(config: Reader) -> TensorNames:
     """Return where tensors are; the head of the second version is changed as it is loaded."""
-    is_second = config.get("architectures") == [_SECOND]
+    is_other = config.get("architectures") == [_OTHERS]
+    is_second = is_other and config.get("vocab_size") != _FIRST_VOCABULARY
     changed = {"lm_head.weight": unit_rows} if is_second else {}
     return TensorNames(joined("self_attn.W_pack"), qkv=QkvOrder.BLOCKS, changed=changed)
 
 
 def derived(config: Reader) -> Mapping[str, object]:
-    """Return theta, which no key changes; refuse the models of 13B, whose positions are ALiBi."""
+    """Return the context, and theta, which no key changes.
+
+    Models of 13B call the context otherwise, and have `alibi`.
+    """
     if config.has("model_max_length") and "max_position_embeddings" not in config.data:
-        raise config.refusal("model_max_length", "alone is of 13B, with ALiBi: not implemented")
-    return {"rope_theta": 10000.0}
+        return {"alibi": True, "max_position_embeddings": config.get("model_max_length")}
+    return {"alibi": False, "rope_theta": 10000.0}
+
+
+def ropes(config: Reader, max_positions: int, size: int) -> tuple[RopeConfig, RopeConfig]:
+    """Return the rotation, which models with ALiBi do not have."""
+    return (no_rope if config.get("alibi") else read_rope)(config, max_positions, size)
 
 
 @family(
     _FIRST,
-    _SECOND,
+    _OTHERS,
     keys="model_max_length",
     has_windows=False,
+    read_ropes=ropes,
     derived=derived,
     tensors=names,
     config_class=CLASS,
 )
 def baichuan(config: Reader) -> Axes:
-    """Return the axes, which no key of config.json changes."""
-    return Axes()
+    """Return the axes; a head's slope decides how far it sees where there is no rotation."""
+    heads = config.whole("num_attention_heads")
+    return Axes(slopes=slopes(heads) if config.get("alibi") else ())

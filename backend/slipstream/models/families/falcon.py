@@ -1,7 +1,9 @@
-"""Falcon (Almazrouei et al., 2023): parallel residuals, few heads of keys, three layouts."""
+"""Falcon (Almazrouei et al., 2023): parallel residuals, few heads of keys, three layouts; ALiBi."""
 
 from collections.abc import Mapping
 
+from slipstream.layers.dims import RopeConfig
+from slipstream.models.alibi import bfloat16, slopes
 from slipstream.models.axes import (
     ACTIVATIONS,
     Axes,
@@ -13,6 +15,7 @@ from slipstream.models.axes import (
 )
 from slipstream.models.family import family
 from slipstream.models.reader import Reader
+from slipstream.models.ropes import no_rope, read_rope
 
 NAMES = {
     "model.embed_tokens": "transformer.word_embeddings",
@@ -59,19 +62,34 @@ def tensors(config: Reader) -> TensorNames:
     return TensorNames(own, qkv=QkvOrder.GROUPS)
 
 
+def ropes(config: Reader, max_positions: int, size: int) -> tuple[RopeConfig, RopeConfig]:
+    """Read the rotation, which models with ALiBi do not have."""
+    read = no_rope if config.flag("alibi", default=False) else read_rope
+    return read(config, max_positions, size)
+
+
+def falcon_slopes(config: Reader) -> tuple[float, ...]:
+    """Return what ALiBi adds: slopes in bfloat16, which the scale of scores multiplies, too."""
+    if not config.flag("alibi", default=False):
+        return ()
+    heads = config.whole("num_attention_heads")
+    scale = (config.whole("hidden_size") // heads) ** -0.5
+    return tuple(bfloat16(slope) * scale for slope in slopes(heads))
+
+
 @family(
     "FalconForCausalLM",
     keys=KEYS,
     activation_key="activation",
     activations=ACTIVATIONS,
     has_windows=False,
+    read_ropes=ropes,
     aliases="rms_norm_eps=layer_norm_epsilon hidden_size=n_embed intermediate_size=ffn_hidden_size",
     derived=derived,
     tensors=tensors,
 )
 def falcon(config: Reader) -> Axes:
-    """Read residuals and biases; refuse ALiBi."""
-    config.refuse_unless("alibi", False)
+    """Read residuals, biases and ALiBi."""
     bias, kind = config.flag("bias", default=False), residuals(config)
     return Axes(
         norm=NormKind.LAYER,
@@ -79,5 +97,6 @@ def falcon(config: Reader) -> Axes:
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=bias,
+        slopes=falcon_slopes(config),
         gated=False,
     )

@@ -1,0 +1,56 @@
+"""BLOOM (BigScience, 2022), BLOOMZ: ALiBi, a norm behind the embedding, biases everywhere."""
+
+from collections.abc import Mapping
+
+from slipstream.models.alibi import slopes
+from slipstream.models.axes import Activation, Axes, NormKind, QkvOrder, TensorNames, joined
+from slipstream.models.family import family
+from slipstream.models.reader import Reader
+from slipstream.models.ropes import no_rope
+
+NAMES = {
+    "model.embed_tokens": "transformer.word_embeddings",
+    "model.embed_norm": "transformer.word_embeddings_layernorm",
+    "model.layers": "transformer.h",
+    "model.norm": "transformer.ln_f",
+    **joined("self_attention.query_key_value"),
+    "self_attn.o_proj": "self_attention.dense",
+    "mlp.up_proj": "mlp.dense_h_to_4h",
+    "mlp.down_proj": "mlp.dense_4h_to_h",
+}
+KEYS = "hidden_size=n_embed num_hidden_layers=n_layer num_attention_heads=n_head"
+
+
+def derived(config: Reader) -> Mapping[str, object]:
+    """Return what no key says; a context may be longer than that of the training."""
+    config.refuse_unless("apply_residual_connection_post_layernorm", False)
+    return {
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "intermediate_size": 4 * config.whole("hidden_size"),
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": config.whole("seq_length", 2048),
+    }
+
+
+@family(
+    "BloomForCausalLM",
+    keys="apply_residual_connection_post_layernorm slow_but_exact seq_length",
+    activations={"gelu_pytorch_tanh": Activation.GELU_TANH},
+    has_windows=False,
+    read_ropes=no_rope,
+    aliases=f"{KEYS} rms_norm_eps=layer_norm_epsilon",
+    derived=derived,
+    tensors=TensorNames(NAMES, optional="transformer.", qkv=QkvOrder.HEADS),
+)
+def bloom(config: Reader) -> Axes:
+    """Return the axes, whose slopes the number of heads decides."""
+    return Axes(
+        norm=NormKind.LAYER,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        slopes=slopes(config.whole("num_attention_heads")),
+        gated=False,
+        embedding_norm=True,
+    )
