@@ -126,6 +126,7 @@ ROWS = {
         _decode(1, 3.55, 4.89),
         _decode(32, 4.2, 5.50),
         _decode(128, 5.5, 7.35),
+        _decode(200, 7.95, 9.15),  # both between their neighbours: the ratio is the goal
         _decode(256, 8.4, 10.6),
         Row(
             "prefill",

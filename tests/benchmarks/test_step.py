@@ -27,6 +27,7 @@ ROWS = [
     "decode-bs1",
     "decode-bs32",
     "decode-bs128",
+    "decode-bs200",
     "decode-bs256",
     "prefill",
     "mixed-512",

@@ -30,15 +30,19 @@ _MIXED_TOKENS = (
     384,
     512,
 )  # of chunks beside decodes, of which there are at most
-_MIXED_DECODES = (8, 32, 64, 128, 256)
+_MIXED_DECODES = (8, 32, 64, 96, 128, 160, 192, 224, 256)
 MAX_CHUNK_ROWS = 8  # of a step
 _log = logging.getLogger(__name__)
 
 
 def row_buckets(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, then finer and finer in proportion: a padding row costs less the more there are."""
+    """1, 2, 4, then finer and finer in proportion.
+
+    Up to 128 rows a step reads weights all the while, and padding rows are nearly free. Beyond it
+    computes for some of its time, and a padding row costs as much as any other.
+    """
     limit = min(max_num_seqs, _MAX_ROWS)
-    steps = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(160, _MAX_ROWS + 1, 32)]
+    steps = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(136, _MAX_ROWS + 1, 8)]
     return [*(rows for rows in steps if rows < limit), limit]
 
 

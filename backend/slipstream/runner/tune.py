@@ -33,8 +33,10 @@ _MOST_DECODES = 512  # of a CUDA graph
 
 
 def usual_rows(plan: Plan) -> list[int]:
-    """Return the rows of decode graphs, and of steps full of prompts: the budget, its half, ..."""
-    rows = {rows for rows in row_buckets(_MOST_DECODES) if rows >= _FEWEST_ROWS}
+    """Return rows of decode graphs, and of steps full of prompts: the budget, its half, ..."""
+    graphs = [rows for rows in row_buckets(_MOST_DECODES) if rows >= _FEWEST_ROWS]
+    # A kernel that was measured is taken for a few rows fewer, too.
+    rows = {rows for rows in graphs if rows <= 128 or rows % 32 == 0}
     budget = plan.max_num_batched_tokens
     while budget > _MOST_DECODES:
         rows.add(budget)
