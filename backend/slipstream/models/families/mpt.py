@@ -12,7 +12,7 @@ from slipstream.models.axes import (
     TensorNames,
     joined,
 )
-from slipstream.models.config_class import own_class, read_config_class
+from slipstream.models.config_class import HARMLESS, read_config_class
 from slipstream.models.family import family
 from slipstream.models.reader import Reader, words
 from slipstream.models.ropes import no_rope
@@ -32,7 +32,7 @@ NAMES = {
 }
 READ = words("alibi alibi_bias_max attn_type clip_qkv kv_n_heads qk_ln softmax_scale")
 UNUSED = words("attn_impl attn_pdrop attn_uses_sequence_id")  # of training, or of their code
-NEUTRAL = own_class("mpt", sliding_window_size=-1)
+NEUTRAL = {**read_config_class("MptForCausalLM").defaults, "sliding_window_size": -1}
 ALIASES = "hidden_size=d_model num_attention_heads=n_heads num_hidden_layers=n_layers"
 ALIASES += " max_position_embeddings=max_seq_len rms_norm_eps=layer_norm_epsilon"
 
@@ -40,8 +40,9 @@ ALIASES += " max_position_embeddings=max_seq_len rms_norm_eps=layer_norm_epsilon
 def attention(config: Reader) -> Reader:
     """Return the keys of `attn_config`; refuse others that ask for something."""
     own = config.child("attn_config")
-    for key in own.data.keys() - READ - UNUSED:
-        own.refuse_unless(key, NEUTRAL.defaults.get(key, False))
+    for key in own.data.keys() - READ - UNUSED - HARMLESS:
+        if own.data[key] not in (NEUTRAL.get(key), None, False, ""):
+            raise own.refusal(key, "is not implemented")
     return own
 
 
