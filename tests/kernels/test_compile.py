@@ -38,7 +38,10 @@ ENTRIES = {source: entries(source) for source in sorted(SOURCES)}
 # Bits, scales, parts, zeros: integers by 128 and with all that there is, e2m1 by 16.
 PACKED_KINDS = {("4", "BFloat16", "1", "0"), ("8", "float", "4", "1"), ("4", "BFloat16", "8", "0")}
 WIDEST_PACKED = {("8", "8"), ("16", "4"), ("32", "4"), ("64", "2"), ("128", "1")}
-WIDEST_STREAMS = {("8", "4"), ("16", "2")}
+WIDEST_OF_SOURCE = {
+    "gemm/sm90/packed_stream.cu": {("8", "4"), ("16", "2")},
+    "gemm/sm90/packed_pipe.cu": {("64", "2"), ("128", "1"), ("128", "2"), ("256", "1")},
+}
 ADDITIONS = ("WINDOWED", "SINKS", "SHARES", "SPLITS")
 REPORT = re.compile(
     r"entry function '(?P<entry>\w+)'.*?(?P<stack>\d+) bytes stack frame, "
@@ -83,8 +86,8 @@ def is_everyday(wanted: Variant) -> bool:
         kind = (defines["BITS"], defines["SCALE"], defines["PARTS"], defines["ZEROS"])
         shape = (defines.get("COLUMNS", "8"), defines.get("TILES", "8"))
         is_usual = kind in PACKED_KINDS
-        is_stream = wanted.source.endswith("packed_stream.cu")
-        return is_one and is_usual and shape in (WIDEST_STREAMS if is_stream else WIDEST_PACKED)
+        widest = WIDEST_OF_SOURCE.get(wanted.source, WIDEST_PACKED)
+        return is_one and is_usual and shape in widest
     if wanted.source == "gemm/sm90/skinny.cu":  # the same for every width of a tile
         return is_one and defines["ROWS"] in ("48", "64", "224")
     if wanted.source.startswith("experts/"):

@@ -185,6 +185,8 @@ def test_another_architecture_has_what_is_not_hoppers() -> None:
         "packed_late": "takes packed weights",
         "packed_stream": "needs sm_90a",
         "stream_late": "needs sm_90a",
+        "packed_pipe": "needs sm_90a",
+        "pipe_scaled": "needs sm_90a",
         "packed_wgmma": "needs sm_90a",
         "unpacked": "takes packed weights",
         "torch": "runs on cpu",

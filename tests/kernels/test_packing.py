@@ -11,7 +11,7 @@ from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.gemm import linear, packed, packing, unpacked
 from slipstream.kernels.gemm.op import Around, Spec, gemm, spec_of
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
-from slipstream.kernels.gemm.sm90 import packed_stream, packed_wgmma
+from slipstream.kernels.gemm.sm90 import packed_pipe, packed_stream, packed_wgmma
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Implementation, Target
 from slipstream.quant import forms
 from slipstream.quant.matrix import Kind, dequantise
@@ -361,6 +361,34 @@ def test_groups_of_a_piece_fit_its_slot(blocks: int, group: int, is_float: bool)
         assert groups[-1] - groups[0] < packed_stream.WARPS * made.parts
 
 
+@given(
+    st.integers(1, 256),
+    st.integers(1, 2000),
+    st.integers(1, 300),
+    st.sampled_from([114, 132]),
+    st.sampled_from(list(packed.packings(torch.float16))),
+    st.booleans(),
+)
+def test_divisions_for_pipes(
+    rows: int, tiles: int, blocks: int, sms: int, made: Packing, scaled: bool
+) -> None:
+    made = made._replace(outputs=tiles * TILE, inputs=blocks * BLOCK)
+    scaled = scaled and not made.is_float and made.scale == torch.float16
+    found = packed_pipe.tiling(rows, made, scaled, sms)
+    assert found is not None
+    assert found == packed_pipe.tiling(min(rows, found.columns), made, scaled, sms)
+    assert found.columns >= min(rows, 128)
+    assert found.shares <= blocks
+    slots = packed_pipe.num_slots(made, found.columns, found.tiles)
+    assert slots >= 2
+    assert packed_pipe.num_bytes(made, found) <= packed_pipe.MEMORY
+    size = (found.columns, found.tiles)
+    assert packed_pipe._variant(torch.float16, made, size, scaled) in PIPES
+
+
+PIPES = frozenset(packed_pipe.variants())
+
+
 # ---- which kernels run ----
 
 
@@ -398,7 +426,7 @@ def test_gates_of_odd_sizes_follow_the_product() -> None:
 
 def test_nobody_else_takes_packed_weights() -> None:
     taken = {answer.gemm.name for answer in linear.answers(spec(1)) if answer.refusal is None}
-    streams = {"packed_stream", "stream_late"}
+    streams = {"packed_stream", "stream_late", "packed_pipe"}
     assert taken == {"packed", "packed_late", "packed_wgmma", "unpacked"} | streams
     nine = {answer.gemm.name for answer in linear.answers(spec(9)) if answer.refusal is None}
     assert nine == {"packed", "packed_wgmma", "unpacked"} | streams

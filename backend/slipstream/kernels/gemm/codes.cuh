@@ -2,8 +2,12 @@
 // order of A fragments of m16n8k16 (runtime/mma.cuh); `packing.py` says where each code is.
 // -D ELEMENT (T: Half or BFloat16), BITS (4, 8), FLOATS (whether codes are e2m1 rather than integers), SCALE (float, Half,
 // BFloat16; T of e2m1), PARTS (1, 2, 4, 8: pieces of a block's inputs that have a scale each), ZEROS (0, 1), LATE_ZEROS (0, 1:
-// of 4 bits, zeros are taken from sums rather than from codes)
+// of 4 bits, zeros are taken from sums rather than from codes), SCALED (0, 1: scales, which are T, multiply integers, each
+// rounded once, rather than sums)
 #pragma once
+#ifndef SCALED
+#define SCALED 0
+#endif
 #ifndef LATE_ZEROS
 #define LATE_ZEROS 0
 #endif
@@ -15,7 +19,8 @@ constexpr int BLOCK_INPUTS = 128;
 constexpr int STEPS = BLOCK_INPUTS / 16;  // k-steps of fragments
 constexpr int STEPS_A_PART = STEPS / PARTS;
 // Sums of integers are scaled; e2m1 times its scale is a number of 16 bits, so all sums of a block are one.
-constexpr int SUM_PARTS = FLOATS ? 1 : PARTS;
+constexpr bool SCALES_NUMBERS = FLOATS || SCALED;
+constexpr int SUM_PARTS = SCALES_NUMBERS ? 1 : PARTS;
 constexpr int STEPS_A_SUM = STEPS / SUM_PARTS;
 constexpr int QUADS = BITS / 2;  // accesses of 16 bytes by which a lane gets its codes
 constexpr int STEPS_A_QUAD = STEPS / QUADS;
@@ -85,6 +90,9 @@ DEVICE void decode(u32 (&a)[4], const u32* words, u32 low, u32 high) {
   }
 }
 
+// Of a pair of numbers by a pair of scales, each rounded.
+DEVICE u32 scaled_pair(u32 pair, u32 scales) { return fma_pairs(pair, scales, 0x80008000, T{}); }
+
 // The weights of a product in global memory.
 struct Codes {
   const u8 *codes, *scales, *zeros;
@@ -112,7 +120,7 @@ struct Codes {
   }
 };
 
-DEVICE u32 bits_of(float) { return 0; }  // no scale of e2m1
+DEVICE u32 bits_of(float) { return 0; }  // no scale of numbers
 template <class Element>
 DEVICE u32 bits_of(Element value) {
   return value.bits;
@@ -141,14 +149,15 @@ struct Block {
     return reinterpret_cast<const Scale*>(scales + of_part[part] * SCALE_BYTES)[g + 8 * high];
   }
   // Of sums.
-  DEVICE float scale(int part, int high) const { return FLOATS ? 1.0f : to_float(stored_scale(part, high)); }
+  DEVICE float scale(int part, int high) const { return SCALES_NUMBERS ? 1.0f : to_float(stored_scale(part, high)); }
   DEVICE u32 zero(int part, int high) const { return zeros[of_part[part] * 16 + g + 8 * high]; }
   // What is too much in numbers of a part from which no zero was taken.
   DEVICE float excess(int part, int high) const {
     return float((IS_FP16<T> ? 1024 : 128) + (ZEROS ? zero(part, high) : 8));
   }
+  DEVICE u32 scale_pair(int part, int high) const { return bits_of(stored_scale(part, high)) * 0x10001u; }
   DEVICE u32 operand(int part, int high) const {
-    if constexpr (FLOATS) return bits_of(stored_scale(part, high)) * 0x10001u;
+    if constexpr (FLOATS) return scale_pair(part, high);
     if constexpr (!ZEROS) return minus_zero(BITS == 4 ? 8 : 128);
     return minus_zero(zero(part, high));
   }

@@ -5,7 +5,7 @@
 constexpr int WARPS = 4;
 constexpr int PITCH = BLOCK_INPUTS + 8;  // of a row in shared memory
 
-DEVICE u32 scaled_pair(u32 pair, float scale) {
+DEVICE u32 rounded_pair(u32 pair, float scale) {
   const T low{u16(pair)}, high{u16(pair >> 16)};
   return u32(from_float<T>(to_float(low) * scale).bits) | u32(from_float<T>(to_float(high) * scale).bits) << 16;
 }
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
       const u32 row = lane / 4 + 8 * (i % 2), output = tile * 16 + row;
       T* to = rows[warp] + row * PITCH + step * 16 + lane % 4 * 2 + 8 * (i / 2);
       const float factor = factors != nullptr && output < num_outputs ? factors[output] : 1.0f;
-      *reinterpret_cast<u32*>(to) = scaled_pair(a[i], in_shared.scale(part, i % 2) * factor);
+      *reinterpret_cast<u32*>(to) = rounded_pair(a[i], in_shared.scale(part, i % 2) * factor);
     }
   }
   __syncwarp();

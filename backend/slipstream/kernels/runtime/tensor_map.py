@@ -9,6 +9,7 @@ from torch import Tensor
 from slipstream.kernels.runtime import jit
 
 COLUMN_BYTES = 128  # of a box's row: as wide as the swizzle
+_WORD = 8  # bytes of an element of `words`
 
 
 def boxes(
@@ -41,6 +42,15 @@ def eights(x: Tensor, box_columns: int, box_rows: int) -> jit.TensorMap:
     return _encode(x.data_ptr(), x.dtype, sizes, strides, (column, 8, box_columns, box_rows // 8))
 
 
+def words(x: Tensor, num_rows: int, row_bytes: int, box_bytes: int, box_rows: int) -> jit.TensorMap:
+    """The map of contiguous bytes as `[num_rows, row_bytes]`, by boxes that arrive row by row.
+
+    Both sizes of bytes are multiples of 8, that of a row of 16. A kernel counts columns in eights.
+    """
+    sizes, box = (row_bytes // _WORD, num_rows), (box_bytes // _WORD, box_rows)
+    return _encode(x.data_ptr(), torch.int64, sizes, (row_bytes,), box)
+
+
 @functools.lru_cache(maxsize=4096)
 def _encode(
     address: int,
@@ -49,14 +59,19 @@ def _encode(
     strides: tuple[int, ...],
     box: tuple[int, ...],
 ) -> jit.TensorMap:
-    """Sizes and the box in elements, the innermost first; strides of all but that in bytes."""
+    """Sizes and the box in elements, the innermost first; strides of all but that in bytes.
+
+    Words are not swizzled.
+    """
     from cuda.bindings import driver
 
     kinds = {
         torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float8_e4m3fn: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        torch.int64: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT64,
     }
+    swizzles = driver.CUtensorMapSwizzle
     status, encoded = driver.cuTensorMapEncodeTiled(
         kinds[dtype],
         len(sizes),
@@ -66,7 +81,9 @@ def _encode(
         [driver.cuuint32_t(size) for size in box],
         [driver.cuuint32_t(1)] * len(sizes),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_NONE
+        if dtype == torch.int64
+        else swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
         # Wider reads, of 256 bytes, make a stream of weights 2 to 4 % slower.
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,

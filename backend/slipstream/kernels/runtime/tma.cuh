@@ -65,6 +65,14 @@ DEVICE void copy_box(u32 target, const TensorMap* map, int column, int row, u32 
       "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
+// ... by a policy of the L2 cache.
+DEVICE void copy_box(u32 target, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
+}
 DEVICE void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -16,7 +16,7 @@ constexpr int PIECE_PARTS = WARPS * PARTS;
 constexpr int SLOT_BYTES = WARPS * CODE_BYTES + PIECE_PARTS * (SCALE_BYTES + ZERO_BYTES);
 // Bytes of weights that a multiprocessor asks for at once, as in gemv.cu: more would queue before memory.
 constexpr int IN_FLIGHT = 72 << 10;
-constexpr bool LOADS_EARLY = BITS == 4 || COLUMNS == 8;  // or there are too few registers
+constexpr bool LOADS_EARLY = COLUMNS == 8 || (BITS == 4 && PARTS == 1);  // or there are too few registers
 static_assert(TILES * COLUMNS * 16 <= THREADS, "a thread finishes one output");
 
 extern __shared__ __align__(128) u8 shared_bytes[];

@@ -25,7 +25,7 @@ MEMORY = 226 << 10
 ALONE = 116 << 10  # bytes of shared memory beside which no second CTA fits
 _MOST_SLOTS, _FEWEST_SLOTS = 12, 2
 _ENOUGH_SLOTS = 4  # of a ring beside which all of x may stay
-_MOST_SUMMED_PARTS = 2  # of a block, where sums of more than 8 rows take registers
+_MOST_SUMMED_PARTS = {8: 2, 16: 1}  # of a block, by rows: what registers hold of the sums of x
 _BARRIER_BYTES = 16  # of a slot
 _X_PITCH = WARPS * BLOCK * 2 + 16  # bytes of a row of x in a slot
 _ROW_PITCH = 20 * 4  # bytes of 16 sums
@@ -101,9 +101,8 @@ def takes_late(spec: Spec) -> str | None:
     assert spec.packing is not None, "it was not refused"
     if spec.packing.bits != 4 or spec.packing.is_float:
         return "takes integers of 4 bits"
-    if spec.rows > 8 and spec.packing.parts > _MOST_SUMMED_PARTS:
-        return "finds no registers for sums of groups of 32 of more than 8 rows"
-    return None
+    most = next(most for rows, most in _MOST_SUMMED_PARTS.items() if spec.rows <= rows)
+    return None if spec.packing.parts <= most else f"takes {most} groups of 128 inputs at most"
 
 
 def _variant(
@@ -125,7 +124,7 @@ def variants() -> Iterator[jit.Variant]:
     for (dtype, packing), columns in itertools.product(kinds, TILES):
         for tiles in TILES[columns]:
             yield _variant(dtype, packing, columns, tiles, is_late=False)
-            fits = columns == 8 or packing.parts <= _MOST_SUMMED_PARTS
+            fits = packing.parts <= _MOST_SUMMED_PARTS[columns]
             if packing.bits == 4 and not packing.is_float and fits:
                 yield _variant(dtype, packing, columns, tiles, is_late=True)
 

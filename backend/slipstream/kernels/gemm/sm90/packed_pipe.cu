@@ -1,0 +1,370 @@
+// y = x W^T for up to COLUMNS rows of x and weights in fewer bits, on Hopper's tensor cores (sm_90a): the weights are A,
+// decoded into registers, x is B, in shared memory. A CTA has 2 * TILES tiles of 64 rows of the weights, a warpgroup
+// every second, and a share of the inputs. One lane streams codes, scales and zeros through a ring, a block of 128 inputs
+// a slot, from before the previous kernel's end on; another does so with x. A warpgroup decodes what it multiplies next
+// while the tensor cores multiply what it decoded before; while it scales sums, those of the other one are multiplied.
+// Where several CTAs share out the inputs, they leave their sums to `packed_pipe_sum`, which adds them up in order.
+// For 64 rows by 128 inputs a warp issues about 60 instructions of the integer pipe, in 120 cycles, and 90 others; the
+// tensor cores multiply 4 * COLUMNS cycles.
+// -D ELEMENT (T), BITS, FLOATS, SCALE, PARTS, ZEROS, SCALED (codes.cuh), COLUMNS (16, 32, 64, 128, 256), TILES (1, 2)
+#include "gemm/codes.cuh"
+#include "runtime/fetch.cuh"
+#include "gemm/sm90/wgmma_fragments.cuh"
+
+constexpr int GROUPS = 2;  // warpgroups that multiply; a third one copies
+constexpr int THREADS = GROUPS * 128;
+constexpr int SUMS = COLUMNS / 2;  // of a thread and tile
+constexpr int CTA_ROWS = GROUPS * TILES * 64;
+constexpr int HALF_TILES = CTA_ROWS / 32;  // tiles of 16 rows of half a CTA: a gate's, say
+constexpr int TURNS = TILES * SUM_PARTS;   // of a block, a product each
+
+constexpr int CHUNK_BYTES = COLUMNS * 128;  // of x: 64 inputs
+constexpr int X_BYTES = 2 * CHUNK_BYTES;
+constexpr int HALF_CODES = HALF_TILES * CODE_BYTES;
+constexpr int HALF_SCALES = HALF_TILES * PARTS * SCALE_BYTES;
+constexpr int HALF_ZEROS = HALF_TILES * PARTS * ZERO_BYTES;
+constexpr int ZERO_PITCH = (HALF_ZEROS + 127) / 128 * 128;  // boxes arrive at multiples of 128 bytes
+constexpr int SLOT_BYTES = (X_BYTES + 2 * (HALF_CODES + HALF_SCALES + ZERO_PITCH) + 1023) / 1024 * 1024;
+constexpr int PITCH = CTA_ROWS + 4;  // of a row of sums
+
+extern __shared__ __align__(1024) u8 shared_bytes[];
+
+struct Task {
+  Codes weights;  // their groups alone: boxes bring them
+  const TensorMap *scales, *zeros;
+  const float* factors;  // of the weights' rows, or null
+  const T* bias;
+  T* out;
+  float* parts;  // where CTAs that share out the inputs leave their sums, or null: [share][row of x][row of the weights]
+  i64 out_stride;
+  u32 num_rows, num_outputs, num_tiles;  // tiles of 16
+  bool gated, adds, wide;                // wide: eights of outputs are aligned
+  u32 first;       // of the CTA's tiles of 16; of a gate's, where its ups come in the second half of the CTA's
+  int begin, end;  // of the CTA's blocks
+  int num_slots, copied;
+
+  DEVICE u32 first_of_half(int half) const {
+    return first + (half == 0 ? 0 : gated ? num_tiles / 2 : u32(HALF_TILES));
+  }
+};
+
+struct Shared {
+  const u32 base = shared_address(shared_bytes);
+  const u32 barriers;
+
+  DEVICE explicit Shared(const Task& task) : barriers(base + task.num_slots * SLOT_BYTES) {}
+  DEVICE u32 x(int slot) const { return base + slot * SLOT_BYTES; }
+  DEVICE u32 full(int slot) const { return barriers + slot * 16; }
+  DEVICE u32 empty(int slot) const { return full(slot) + 8; }
+};
+
+// ---- the lanes that copy ----
+
+DEVICE void copy_weights(const Task& task, const Shared& shared, const TensorMap* codes, int block, int slot, u64 policy) {
+  const u32 full = shared.full(slot), group = task.weights.group(block, 0);
+  u32 target = shared.x(slot) + X_BYTES;
+  barrier_expect(full, 2 * (HALF_CODES + HALF_SCALES + HALF_ZEROS));
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    copy_box(target + half * HALF_CODES, codes, block * (CODE_BYTES / 8), task.first_of_half(half), full, policy);
+  target += 2 * HALF_CODES;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    copy_box(target + half * HALF_SCALES, task.scales, group * (SCALE_BYTES / 8), task.first_of_half(half), full, policy);
+  if (!ZEROS) return;
+  target += 2 * HALF_SCALES;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    copy_box(target + half * ZERO_PITCH, task.zeros, group * (ZERO_BYTES / 8), task.first_of_half(half), full, policy);
+}
+DEVICE void copy_x(const Task& task, const Shared& shared, const TensorMap* x, int block, int slot) {
+  barrier_expect(shared.full(slot), 2 * task.copied * 128);
+#pragma unroll
+  for (int c = 0; c < 2; ++c)
+    copy_box(shared.x(slot) + c * CHUNK_BYTES, x, block * BLOCK_INPUTS + c * 64, 0, shared.full(slot));
+}
+
+// ---- the warpgroups that multiply ----
+
+DEVICE void sync_products() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
+
+// Rows of x that nobody copies are multiplied all the same: zeros take less power.
+DEVICE void clear_rest(const Task& task) {
+  if (task.copied == COLUMNS) return;
+  for (int slot = 0; slot < task.num_slots; ++slot)
+    for (int c = 0; c < 2; ++c)
+      for (int i = task.copied * 128 + threadIdx.x * 16; i < CHUNK_BYTES; i += THREADS * 16)
+        store<4>(reinterpret_cast<u32*>(shared_bytes + slot * SLOT_BYTES + c * CHUNK_BYTES + i), Pack<u32, 4>{});
+  fence_async();
+  sync_products();
+}
+
+// What is multiplied at once: fragments of a tile and a part of a block, and the scales of their sums.
+struct Fragments {
+  u32 a[STEPS_A_SUM][4];
+  float scales[2];
+
+  DEVICE void decode_steps(const Block& block, int part) {
+    Pack<u32, 4> quad;
+#pragma unroll
+    for (int i = 0; i < STEPS_A_SUM; ++i) {
+      const int step = part * STEPS_A_SUM + i, of_quad = step % STEPS_A_QUAD, of_part = step / STEPS_A_PART;
+      if (i == 0 || of_quad == 0) quad = block.quad(step / STEPS_A_QUAD);
+      decode(a[i], quad.at + of_quad * (BITS / 4), block.operand(of_part, 0), block.operand(of_part, 1));
+      if constexpr (SCALED) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) a[i][j] = scaled_pair(a[i][j], block.scale_pair(of_part, j % 2));
+      }
+    }
+    scales[0] = block.scale(part, 0);
+    scales[1] = block.scale(part, 1);
+  }
+  // Sums are added to if scales multiply numbers, and begun anew else.
+  DEVICE void start(float (&sums)[SUMS], u32 x, int part) const {
+    products_begin();
+#pragma unroll
+    for (int i = 0; i < STEPS_A_SUM; ++i) {
+      const int step = part * STEPS_A_SUM + i;
+      multiply(sums, a[i], rows_descriptor(x + step / 4 * CHUNK_BYTES + step % 4 * 32), SCALES_NUMBERS || i > 0, T{});
+    }
+    products_commit();
+  }
+  DEVICE void finish(float (&totals)[SUMS], float (&sums)[SUMS]) const {
+    pin(sums);
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) totals[i] += scales[i / 2 % 2] * sums[i];
+  }
+};
+
+struct Multiplier {
+  const Task& task;
+  const Shared& shared;
+  float (&totals)[TILES][SUMS];
+  Fragments fragments[2];
+  RingPosition at, next;  // of what is multiplied, of what is decoded
+
+  DEVICE Multiplier(const Task& task, const Shared& shared, float (&totals)[TILES][SUMS])
+      : task(task), shared(shared), totals(totals) {}
+  DEVICE void decode_turn(Fragments& into, int block, int turn) const {
+    const u32 tile = (turn / SUM_PARTS * GROUPS + threadIdx.x / 128) * 4 + threadIdx.x / 32 % 4;
+    const u8* codes = shared_bytes + next.slot * SLOT_BYTES + X_BYTES;
+    const u8* scales = codes + 2 * HALF_CODES;
+    const u8* zeros = scales + 2 * HALF_SCALES + tile / HALF_TILES * ZERO_PITCH + tile % HALF_TILES * PARTS * ZERO_BYTES;
+    const Block of_warp(task.weights, codes + tile * CODE_BYTES, scales + tile * PARTS * SCALE_BYTES, zeros, block,
+                        task.weights.group(block, 0));
+    into.decode_steps(of_warp, turn % SUM_PARTS);
+  }
+  DEVICE void decode_next(Fragments& into, int block, int turn) {
+    if (turn + 1 < TURNS) {
+      decode_turn(into, block, turn + 1);
+    } else if (block + 1 < task.end) {
+      next.advance(task.num_slots);
+      barrier_wait(shared.full(next.slot), next.parity);
+      decode_turn(into, block + 1, 0);
+    }
+  }
+  // The fragments of its first turn are number PHASE. Sums that are read must be started and awaited in one round of the
+  // loop, or the compiler makes every product wait for the one before; those that grow for ever need not.
+  template <int PHASE>
+  DEVICE void multiply_block(int block) {
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int now = (PHASE + turn) % 2, other = 1 - now, tile = turn / SUM_PARTS;
+      const u32 x = shared.x(at.slot);
+      if constexpr (SCALES_NUMBERS) {
+        fragments[now].start(totals[tile], x, turn % SUM_PARTS);
+        products_wait<1>();
+        if (turn == 0 && block > task.begin) release(at.slot == 0 ? task.num_slots - 1 : at.slot - 1);
+        decode_next(fragments[other], block, turn);
+      } else {
+        float sums[SUMS];
+        fragments[now].start(sums, x, turn % SUM_PARTS);
+        decode_next(fragments[other], block, turn);
+        products_wait<0>();
+        if (turn == TURNS - 1) release(at.slot);
+        fragments[now].finish(totals[tile], sums);
+      }
+    }
+    at.advance(task.num_slots);
+  }
+  DEVICE void multiply_blocks() {
+    barrier_wait(shared.full(0), 0);
+    decode_turn(fragments[0], task.begin, 0);
+    int block = task.begin;
+#pragma unroll 1
+    while (true) {
+      multiply_block<0>(block);
+      if (++block == task.end) break;
+      if constexpr (TURNS % 2 == 1) {
+        multiply_block<1>(block);
+        if (++block == task.end) break;
+      }
+    }
+    products_wait<0>();
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) pin(totals[tile]);
+  }
+
+ private:
+  // A slot of which all has been multiplied.
+  DEVICE void release(int slot) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(shared.empty(slot));
+  }
+};
+
+// ---- the end ----
+
+struct Eight {
+  float at[8];
+
+  DEVICE void load(const float* from) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      const auto four = ::load<4>(from + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) at[i + j] = four.at[j];
+    }
+  }
+  DEVICE void store(float* to) const {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) ::store<4>(to + i, Pack<float, 4>{{at[i], at[i + 1], at[i + 2], at[i + 3]}});
+  }
+};
+
+// What a row of x has of eight outputs, or of gates and their ups.
+struct Finish {
+  const float* factors;
+  const T* bias;
+  T* out;
+  i64 out_stride;
+  u32 num_outputs;  // of `out`
+  bool gated, adds, wide;
+
+  DEVICE void scale(Eight& values, u32 output) const {
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) {
+      if (output % num_outputs + i >= num_outputs) break;
+      if (factors != nullptr) values.at[i] *= factors[output + i];
+      if (bias != nullptr) values.at[i] += to_float(bias[output + i]);
+    }
+  }
+  DEVICE void store(u32 row, u32 output, Eight& values, Eight& ups) const {
+    if (factors != nullptr || bias != nullptr) scale(values, output);
+    if (gated) {
+      if (factors != nullptr || bias != nullptr) scale(ups, num_outputs + output);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values.at[i] = silu_fast(values.at[i]) * ups.at[i];
+    }
+    T* target = out + row * out_stride + output;
+    if (wide) {
+      Pack<T, 8> rounded;
+      if (adds) rounded = load_fresh<8>(target);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        rounded.at[i] = from_float<T>(adds ? values.at[i] + to_float(rounded.at[i]) : values.at[i]);
+      ::store<8>(target, rounded);
+      return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) {
+      if (output + i >= num_outputs) break;
+      const float before = adds ? to_float(load_fresh<1>(target + i).at[0]) : 0.0f;
+      target[i] = from_float<T>(adds ? values.at[i] + before : values.at[i]);
+    }
+  }
+};
+
+// Sums come by rows of x to where the ring was.
+DEVICE void put_sums(const float (&totals)[TILES][SUMS]) {
+  float* places = reinterpret_cast<float*>(shared_bytes);
+  const u32 lane = threadIdx.x % 32, row = threadIdx.x / 128 * 64 + threadIdx.x / 32 % 4 * 16 + lane / 4;
+#pragma unroll
+  for (int tile = 0; tile < TILES; ++tile)
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i)
+      places[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + tile * GROUPS * 64 + row + i / 2 % 2 * 8] = totals[tile][i];
+}
+
+DEVICE void store_sums(const Task& task, u32 share) {
+  const float* places = reinterpret_cast<const float*>(shared_bytes);
+  const u32 half = task.num_tiles * 8, outputs = task.gated ? half : task.num_outputs;
+  const u32 eights = task.gated ? CTA_ROWS / 16 : CTA_ROWS / 8, end = task.gated ? half : task.num_tiles * 16;
+  const Finish finish{task.factors, task.bias, task.out, task.out_stride, outputs, task.gated, task.adds, task.wide};
+  for (u32 i = threadIdx.x; i < eights * task.num_rows; i += THREADS) {
+    const u32 unit = i % eights * 8, row = i / eights, output = task.first * 16 + unit;
+    if (output >= end) continue;
+    Eight values, ups;
+    values.load(places + row * PITCH + unit);
+    if (task.gated) ups.load(places + row * PITCH + CTA_ROWS / 2 + unit);
+    if (task.parts == nullptr) {
+      if (output < outputs) finish.store(row, output, values, ups);
+      continue;
+    }
+    float* part = task.parts + (u64(share) * task.num_rows + row) * task.num_tiles * 16 + output;
+    values.store(part);
+    if (task.gated) ups.store(part + half);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
+    packed_pipe(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap codes,
+                const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap zeros, const float* factors,
+                const T* bias, T* out, float* parts, i64 out_stride, i64 num_rows, i64 num_inputs, i64 num_outputs,
+                i64 num_tiles, i64 num_groups, i64 group_factor, i64 num_shares, i64 gated, i64 adds, i64 wide, i64 copied,
+                i64 num_slots) {
+  const u32 share = blockIdx.x % u32(num_shares), num_blocks = (num_inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
+  const Task task{{nullptr, nullptr, nullptr, num_blocks, u32(num_groups), u32(group_factor)},
+                  &scales, &zeros, factors, bias, out, parts, out_stride, u32(num_rows), u32(num_outputs), u32(num_tiles),
+                  gated != 0, adds != 0, wide != 0, blockIdx.x / u32(num_shares) * HALF_TILES * (gated != 0 ? 1 : 2),
+                  int(share * num_blocks / u32(num_shares)), int((share + 1) * num_blocks / u32(num_shares)),
+                  int(num_slots), int(copied)};
+  const Shared shared(task);
+  if (threadIdx.x == THREADS) {
+    start_next();
+    init_slots(shared, num_slots, THREADS / 32);
+    barrier_init_done();
+  }
+  __syncthreads();
+  if (threadIdx.x < THREADS) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    clear_rest(task);
+    float totals[TILES][SUMS] = {};
+    Multiplier(task, shared, totals).multiply_blocks();
+    wait_for_previous();
+    sync_products();  // nobody reads the ring any more
+    put_sums(totals);
+    sync_products();
+    store_sums(task, share);
+  } else {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x == THREADS) fetch_weights(task, shared, &codes, SLOT_BYTES - X_BYTES);
+    if (threadIdx.x == THREADS + 32) fetch_x(task, shared, &x);
+  }
+}
+
+// Adds up what the CTAs of `packed_pipe` left, share by share; a thread eight outputs of a row.
+extern "C" __global__ void __launch_bounds__(256)
+    packed_pipe_sum(const float* parts, const float* factors, const T* bias, T* out, i64 out_stride, i64 num_rows,
+                    i64 num_outputs, i64 num_tiles, i64 num_shares, i64 gated, i64 adds, i64 wide) {
+  start_next();
+  wait_for_previous();
+  const u32 half = num_tiles * 8, outputs = gated != 0 ? half : num_outputs, eights = (outputs + 7) / 8;
+  const u32 index = blockIdx.x * 256 + threadIdx.x, row = index / eights, output = index % eights * 8;
+  if (row >= num_rows) return;
+  Eight values{}, ups{};
+  for (u32 share = 0; share < num_shares; ++share) {
+    const float* part = parts + (u64(share) * num_rows + row) * num_tiles * 16 + output;
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      const auto four = load_fresh<4>(part + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) values.at[i + j] += four.at[j];
+      if (gated == 0) continue;
+      const auto of_ups = load_fresh<4>(part + half + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) ups.at[i + j] += of_ups.at[j];
+    }
+  }
+  const Finish finish{factors, bias, out, out_stride, outputs, gated != 0, adds != 0, wide != 0};
+  finish.store(row, output, values, ups);
+}

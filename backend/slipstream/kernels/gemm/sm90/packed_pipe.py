@@ -1,0 +1,258 @@
+"""GEMMs with packed weights of 4 or 8 bits, of up to 256 rows, on Hopper's tensor cores (sm_90a).
+
+Weights are decoded into registers while the tensor cores multiply those before; rows of x are the
+other operand, in shared memory. CTAs share out the inputs of a matrix that is too small for all
+multiprocessors; a second kernel then adds up their sums, always in the same order.
+
+`packed_pipe` scales sums of groups in fp32. `pipe_scaled` scales each weight, and rounds it to 16
+bits once, as a matrix that is dequantised; so it has sums for twice as many rows. Of e2m1, whose
+scaled numbers are exact, both are one.
+"""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.gemm import packed_routes
+from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
+from slipstream.kernels.gemm.packed import DTYPES, defines, packings, shared_refusal
+from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing, arranged
+from slipstream.kernels.runtime import jit, tensor_map
+
+MAX_ROWS, MAX_SCALED_ROWS = 128, 256
+# Rows of x that a launch takes, with tiles of 64 weight rows of a warpgroup.
+SIZES = ((16, 1), (16, 2), (32, 1), (32, 2), (64, 1), (64, 2), (128, 1))
+SCALED_SIZES = ((64, 2), (128, 1), (128, 2), (256, 1))
+MEMORY = 226 << 10
+_GROUPS = 2  # warpgroups that multiply
+_MOST_SLOTS, _FEWEST_SLOTS = 12, 2
+_MOST_SHARES = 16
+_BARRIER_BYTES = 16  # of a slot
+# What a multiprocessor does in a cycle, about: bytes from memory, and from the L2 cache. A tile of
+# 64 rows takes so many cycles to decode; a launch has so many beside its blocks, and where sums are
+# added up by another kernel, so many more.
+_MEMORY, _CACHE, _DECODE, _LAUNCH, _SUM = 18, 33, 180, 3000, 3500
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Division of a GEMM: `2 * tiles` tiles of 64 weight rows a CTA, `shares` CTAs for them."""
+
+    columns: int
+    tiles: int
+    shares: int
+
+    @property
+    def rows(self) -> int:
+        """Count the rows of the weights of a CTA."""
+        return _GROUPS * self.tiles * 64
+
+
+def slot_bytes(packing: Packing, columns: int, tiles: int) -> int:
+    """Bytes of a slot: x, codes, scales and zeros of a block."""
+    half = _GROUPS * tiles * 64 // 32  # tiles of 16 rows
+    codes = half * BLOCK * TILE * packing.bits // 8
+    scales = half * packing.parts * TILE * packing.scale.itemsize
+    zeros = -(-half * packing.parts * TILE // 128) * 128 if packing.has_zeros else 0
+    return -(-(columns * BLOCK * 2 + 2 * (codes + scales + zeros)) // 1024) * 1024
+
+
+def num_slots(packing: Packing, columns: int, tiles: int) -> int:
+    """Count the slots of the ring."""
+    fit = MEMORY // (slot_bytes(packing, columns, tiles) + _BARRIER_BYTES)
+    return min(fit, _MOST_SLOTS)
+
+
+def num_bytes(packing: Packing, division: Tiling) -> int:
+    """Bytes of shared memory: the ring, and later sums in its place."""
+    columns, tiles = division.columns, division.tiles
+    slots = num_slots(packing, columns, tiles)
+    ring = slots * (slot_bytes(packing, columns, tiles) + _BARRIER_BYTES)
+    return max(ring, columns * (division.rows + 4) * 4)
+
+
+def _cycles(packing: Packing, division: Tiling, multiprocessors: int) -> float:
+    """Estimate how long it takes; only which of several takes less matters."""
+    columns, tiles = division.columns, -(-packing.outputs // division.rows)
+    waves = -(-tiles * division.shares // multiprocessors)
+    codes, x = division.rows * 16 * packing.bits, columns * 256
+    multiplied = division.rows // 64 * max(4 * columns, _DECODE)
+    a_block = max((codes + x) / _CACHE, multiplied)
+    cycles = waves * (_LAUNCH + -(-packing.blocks // division.shares) * a_block)
+    memory = codes * tiles * packing.blocks / _MEMORY / multiprocessors
+    cycles = max(cycles, _LAUNCH + memory)
+    if division.shares > 1:
+        moved = 8 * division.shares * columns * packing.outputs
+        cycles += _SUM + moved / _CACHE / multiprocessors
+    return float(cycles)
+
+
+@functools.cache
+def tiling(num_rows: int, packing: Packing, scaled: bool, multiprocessors: int) -> Tiling | None:
+    """Divide a GEMM; by how many rows of `SIZES` it takes, and not by the rows themselves."""
+    sizes = _sizes(packing, scaled)
+    columns = next((c for c, _ in sizes if num_rows <= c), sizes[-1][0])
+    shares = range(1, min(_MOST_SHARES, packing.blocks) + 1)
+    found = [
+        Tiling(columns, tiles, share)
+        for (c, tiles), share in itertools.product(sizes, shares)
+        if c == columns and num_slots(packing, c, tiles) >= _FEWEST_SLOTS
+    ]
+    return min(found, key=lambda each: _cycles(packing, each, multiprocessors), default=None)
+
+
+def _sizes(packing: Packing, scaled: bool) -> tuple[tuple[int, int], ...]:
+    if packing.is_float:
+        return (*SIZES, *(each for each in SCALED_SIZES if each not in SIZES))
+    return SCALED_SIZES if scaled else SIZES
+
+
+def takes(spec: Spec) -> str | None:
+    """Say why the kernel is not built for a GEMM; None: it is."""
+    most = MAX_SCALED_ROWS if spec.packing is not None and spec.packing.is_float else MAX_ROWS
+    return _refusal(spec, most, scaled=False)
+
+
+def takes_scaled(spec: Spec) -> str | None:
+    """Say why weights are not scaled; None: they are."""
+    if (why := _refusal(spec, MAX_SCALED_ROWS, scaled=True)) is not None:
+        return why
+    assert spec.packing is not None, "it was not refused"
+    if spec.packing.is_float or spec.packing.scale != spec.x:
+        return "takes integers whose scales are of the type of the rows"
+    return None if spec.rows > SIZES[0][0] else f"takes {SIZES[0][0] + 1} rows at least"
+
+
+def _refusal(spec: Spec, most: int, scaled: bool) -> str | None:
+    if (why := shared_refusal(spec, most)) is not None:
+        return why
+    assert spec.packing is not None, "it was not refused"
+    if tiling(spec.rows, spec.packing, scaled, spec.target.multiprocessors) is None:
+        return "finds no room in shared memory"
+    return None
+
+
+def _variant(
+    dtype: torch.dtype, packing: Packing, size: tuple[int, int], scaled: bool
+) -> jit.Variant:
+    return jit.variant(
+        "gemm/sm90/packed_pipe.cu",
+        dtype,
+        **defines(packing),
+        COLUMNS=size[0],
+        TILES=size[1],
+        **({"SCALED": 1} if scaled else {}),
+    )
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Yield every legal instantiation."""
+    kinds = ((dtype, packing) for dtype in DTYPES for packing in packings(dtype))
+    for (dtype, packing), scaled in itertools.product(kinds, (False, True)):
+        if scaled and (packing.is_float or packing.scale != dtype):
+            continue
+        for size in _sizes(packing, scaled):
+            if num_slots(packing, *size) >= _FEWEST_SLOTS:
+                yield _variant(dtype, packing, size, scaled)
+
+
+@gemm.implementation(
+    "packed_pipe", "cuda", "sm_90a", takes=takes, cost=packed_routes.cost("packed_pipe")
+)
+def packed_pipe(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+    """`gemm` on the GPU, with bias, gate and residual sum."""
+    return _multiply(x, weight, around, scaled=False)
+
+
+@gemm.implementation(
+    "pipe_scaled", "cuda", "sm_90a", takes=takes_scaled, cost=packed_routes.cost("pipe_scaled")
+)
+def pipe_scaled(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+    """`packed_pipe` with weights that are scaled, each rounded once."""
+    return _multiply(x, weight, around, scaled=True)
+
+
+def _multiply(x: Tensor, weight: Tensor, around: Around, scaled: bool) -> Tensor:
+    groups, y = around.groups, around.residual
+    assert groups is not None, "weights are packed"
+    packing = groups.packing
+    x = arranged(x, groups)
+    if y is None:
+        outputs = packing.outputs // (2 if around.gate else 1)
+        y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+    jit.require(y.stride(1) == 1, "packed_pipe: rows of the residual must be contiguous")
+    multiprocessors = jit.num_multiprocessors(x.get_device())
+    division = tiling(len(x), packing, scaled, multiprocessors)
+    jit.require(division is not None, "packed_pipe: no room in shared memory for {}", packing)
+    assert division is not None
+    for first in range(0, len(x), division.columns):
+        part = slice(first, first + division.columns)
+        _launch(x[part], weight, around, y[part], division, scaled)
+    return y
+
+
+def _maps(weight: Tensor, groups: Groups, tiles: int) -> tuple[jit.TensorMap, ...]:
+    """Maps of codes, scales and zeros by boxes of half a CTA's rows, of a block."""
+    packing = groups.packing
+    codes = BLOCK * TILE * packing.bits // 8
+    part = TILE * packing.scale.itemsize
+    half = _GROUPS * tiles * 64 // 32
+    found = [
+        tensor_map.words(weight, packing.tiles, packing.blocks * codes, codes, half),
+        tensor_map.words(
+            groups.scales, packing.tiles, packing.groups * part, packing.parts * part, half
+        ),
+    ]
+    if groups.zeros is None:
+        return (*found, found[1])
+    sizes = (packing.groups * TILE, packing.parts * TILE, half)
+    return (*found, tensor_map.words(groups.zeros, packing.tiles, *sizes))
+
+
+def _launch(
+    x: Tensor, weight: Tensor, around: Around, y: Tensor, division: Tiling, scaled: bool
+) -> None:
+    groups = around.groups
+    assert groups is not None, "weights are packed"
+    packing, rows, outputs = groups.packing, len(x), y.shape[1]
+    variant = _variant(x.dtype, packing, (division.columns, division.tiles), scaled)
+    shares, copied = division.shares, -(-rows // 8) * 8
+    size = (shares, rows, packing.tiles * TILE)
+    parts = torch.empty(size, dtype=torch.float32, device=x.device) if shares > 1 else 0
+    factors = 0 if around.columns is None else around.columns
+    bias = 0 if around.bias is None else around.bias
+    is_wide = outputs % 8 == 0 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0
+    ends = (shares, int(bool(around.gate)), int(around.residual is not None), int(is_wide))
+    sizes = (y.stride(0), rows, packing.outputs, packing.tiles)
+    jit.launch(
+        variant,
+        "packed_pipe",
+        (-(-packing.outputs // division.rows) * shares,),
+        _GROUPS * 128 + 128,
+        tensor_map.boxes(x, rows, x.shape[1], copied, x.stride(0)),
+        *_maps(weight, groups, division.tiles),
+        factors,
+        bias,
+        y,
+        parts,
+        y.stride(0),
+        rows,
+        packing.inputs,
+        packing.outputs,
+        packing.tiles,
+        packing.groups,
+        packing.group_factor,
+        *ends,
+        copied,
+        num_slots(packing, division.columns, division.tiles),
+        shared_memory=num_bytes(packing, division),
+        overlaps=True,
+    )
+    if shares > 1:
+        grid = (-(-rows * -(-outputs // 8) // 256),)
+        given = (parts, factors, bias, y, *sizes, *ends)
+        jit.launch(variant, "packed_pipe_sum", grid, 256, *given, overlaps=True)
