@@ -18,6 +18,7 @@ from typing import NoReturn
 COMMANDS = {
     "compose": ("slipstream_compose.cli", "write a model repository for a checkpoint"),
     "serve": ("slipstream_serve.serve", "start a tritonserver on a model repository"),
+    "drain": ("slipstream_serve.drain", "refuse new requests and wait for the running ones"),
     "gateway": ("slipstream_gateway.cli", "answer OpenAI's requests, beside a server or alone"),
     "convert": ("slipstream_convert.cli", "write pickled weights as safetensors"),
     "quantize": ("slipstream_quantize.cli", "make a checkpoint in fewer bits"),

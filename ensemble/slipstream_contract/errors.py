@@ -18,7 +18,7 @@ class Code(StrEnum):
 
 _OTHER = "other"
 REASONS = (
-    *("max_waiting", "max_waiting_tokens", "engine_down", "stopping"),
+    *("max_waiting", "max_waiting_tokens", "engine_down", "stopping", "draining"),
     *(code.lower() for code in Code),
     _OTHER,
 )

@@ -19,6 +19,7 @@ from slipstream_runtime.processes import identity
 
 VARIABLE = "SLIPSTREAM_RUNTIME_DIR"  # `slipstream serve` sets both of these
 OWNER_VARIABLE = "SLIPSTREAM_OWNER_PID"  # the engine ends with it; unset: with the tritonserver
+GATEWAY = "@gateway"  # in the place of a model, which never has such a name
 _LOCK = "engine.lock"
 MAX_SOCKET_PATH = 107  # bytes, the kernel's limit for a Unix socket
 
@@ -73,7 +74,7 @@ class Runtime:
         return self.home / "credits"
 
     def in_flight(self, model: str, pid: int) -> Path:
-        """Return the `slipstream_runtime.inflight` file of one process of a model."""
+        """Return the `slipstream_runtime.inflight` file of one process of a model, or `GATEWAY`."""
         return self.directory / f"in-flight-{model}-{pid}"
 
     def vitals(self, model: str, pid: int) -> Path:
@@ -84,7 +85,8 @@ class Runtime:
         """Remove the files of all models' processes, which have ended with their server."""
         for pattern in ("in-flight-*", "vitals-*"):
             for file in self.directory.glob(pattern):
-                file.unlink(missing_ok=True)
+                if GATEWAY not in file.name:  # it outlives the server
+                    file.unlink(missing_ok=True)
 
     @property
     def repairs(self) -> Path:
@@ -115,6 +117,11 @@ class Runtime:
     def stopping(self) -> Path:
         """A file that exists once the server is about to end: streams end with an error then."""
         return self.directory / "stopping"
+
+    @property
+    def draining(self) -> Path:
+        """The file of `slipstream_runtime.draining`."""
+        return self.directory / "draining"
 
 
 def open_runtime(server_pid: int, engine_model: str = ENGINE) -> Runtime:

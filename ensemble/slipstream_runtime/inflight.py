@@ -8,7 +8,7 @@ last instruction.
 import threading
 from pathlib import Path
 
-from slipstream_runtime.mapped import map_file
+from slipstream_runtime.mapped import map_file, map_if_possible
 
 _SIZE = 8
 
@@ -16,9 +16,9 @@ _SIZE = 8
 class InFlight:
     """The count of this process. Thread-safe; no call blocks for long."""
 
-    def __init__(self, path: Path) -> None:
-        """Make the file. Raises OSError if there is no room for it."""
-        self._map = map_file(path, _SIZE)
+    def __init__(self, path: Path, loss: str = "") -> None:
+        """Make the file. Without room for it log `loss`; raises OSError if `loss` is empty."""
+        self._map = map_if_possible(path, _SIZE, loss) if loss else map_file(path, _SIZE)
         self._word = memoryview(self._map).cast("q")
         self._word[0] = 0
         self._lock = threading.Lock()

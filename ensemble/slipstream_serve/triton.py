@@ -47,7 +47,7 @@ CONTROL_HEADER = "slipstream-control"
 # queue is full crashes 24.10. These APIs need a header with this server's own key.
 _CONTROL_API = "model-repository"
 CLOSED_APIS = f"{_CONTROL_API},shared-memory,trace,logging"
-_RUNTIME_PREFIX = "slipstream-serve-"
+RUNTIME_PREFIX = "slipstream-serve-"
 _STUB = "triton_python_backend_stub"
 _INSTANCE = re.compile(r"_\d+_\d+$")
 _AWKWARD = re.compile(r"[^\w./+,:@%=-]")
@@ -191,8 +191,8 @@ class TritonServer:
         self._is_supervised = is_supervised
         self._control_key = secrets.token_hex(16)
         self._prefix = f"slipstream_{os.getpid()}_{secrets.token_hex(4)}_"
-        prefix = f"{_RUNTIME_PREFIX}{os.getpid()}-"
-        self.runtime = Runtime(Path(tempfile.mkdtemp(prefix=prefix, dir=_temporary_directory())))
+        prefix = f"{RUNTIME_PREFIX}{os.getpid()}-"
+        self.runtime = Runtime(Path(tempfile.mkdtemp(prefix=prefix, dir=temporary_directory())))
 
     def start(self) -> None:
         """Start the process; it is not ready yet. Raises ServeError if it cannot be run.
@@ -429,7 +429,7 @@ def clean_leftovers() -> None:
     regions = [
         (region, region.name.split("_")[1]) for region in SHARED_MEMORY.glob("slipstream_*_*")
     ]
-    folders = _temporary_directory().glob(f"{_RUNTIME_PREFIX}*-*")
+    folders = temporary_directory().glob(f"{RUNTIME_PREFIX}*-*")
     for path, owner in [*regions, *((folder, folder.name.split("-")[2]) for folder in folders)]:
         if owner.isdigit() and (int(owner) == os.getpid() or not is_running(int(owner))):
             with contextlib.suppress(OSError):
@@ -439,7 +439,7 @@ def clean_leftovers() -> None:
                     path.unlink()
 
 
-def _temporary_directory() -> Path:
+def temporary_directory() -> Path:
     """Return the folder for runtime directories: the usual one, unless its path is unsuitable."""
     base = tempfile.gettempdir()
     return Path("/tmp" if _AWKWARD.search(base) or len(base) > MAX_TEMPORARY_PATH else base)

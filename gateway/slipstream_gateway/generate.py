@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -12,6 +13,10 @@ from slipstream import wire
 from slipstream_contract import limits
 from slipstream_contract.errors import ContractError
 from slipstream_contract.request import GenerateRequest
+from slipstream_runtime import draining
+from slipstream_runtime.directory import GATEWAY, Runtime
+from slipstream_runtime.inflight import InFlight
+from slipstream_runtime.vitals import remove_dead
 
 from slipstream_gateway.body import GoneError, Receive, parse_object, read_body, wait_gone
 from slipstream_gateway.dialects.dialect import Dialect
@@ -62,6 +67,10 @@ class Generator:
     def __init__(self, models: Models, settings: Settings, metrics: Metrics) -> None:
         self.exchanges: dict[Exchange, None] = {}
         self.is_draining = False
+        self._runtime = Runtime(models.directory)
+        file = self._runtime.in_flight(GATEWAY, os.getpid())
+        remove_dead(file)
+        self._in_flight = InFlight(file, "a drain does not wait for the gateway's requests")
         self._models = models
         self._settings = settings
         self._metrics = metrics
@@ -79,6 +88,20 @@ class Generator:
 
         `at`: CHAT for a dialect over chats, else COMPLETION.
         """
+        self._in_flight.add(1)
+        try:
+            await self._serve(dialect, at, reply, receive, headers)
+        finally:
+            self._in_flight.add(-1)
+
+    async def _serve(
+        self,
+        dialect: Dialect,
+        at: str,
+        reply: Reply,
+        receive: Receive,
+        headers: Mapping[bytes, bytes],
+    ) -> None:
         arrival_ns = time.monotonic_ns()
         body: dict[str, Any] = {}
         try:
@@ -114,6 +137,8 @@ class Generator:
         """Return the exchange, or the body of a response that needs no engine."""
         if self.is_draining:
             raise ApiError(503, "the server is stopping", retry_after_ms=1000)
+        if draining.refuses(self._runtime):
+            raise ApiError(503, draining.DRAINING, retry_after_ms=1000)
         body = dialect.to_chat(given) if at == CHAT else given
         TABLES[at].check(body)
         ignored = TABLES[at].ignored(body) + dialect.ignored(given)
@@ -192,6 +217,12 @@ class Generator:
                 exchange.abandon()
             else:
                 exchange.keep_alive(now_s, settings.quiet_s)
+
+    def why_unready(self) -> str:
+        """Return why no new request should come; empty: they may."""
+        if self.is_draining:
+            return "the server is stopping"
+        return draining.DRAINING if draining.has_started(self._runtime) else ""
 
     def fail_all(self, error: ApiError) -> None:
         """End everything in flight with an error."""

@@ -62,12 +62,12 @@ class Routes:
     """Handlers of the small endpoints."""
 
     def __init__(
-        self, models: Models, settings: Settings, metrics: Metrics, is_draining: Callable[[], bool]
+        self, models: Models, settings: Settings, metrics: Metrics, why_unready: Callable[[], str]
     ) -> None:
         self._models = models
         self._settings = settings
         self._metrics = metrics
-        self._is_draining = is_draining
+        self._why_unready = why_unready
 
     def all(self) -> list[Route]:
         """Return the routes."""
@@ -168,8 +168,8 @@ class Routes:
     async def health(self, request: Request) -> Response:
         """Return 200 if every engine answers now, else 503 and what is wrong."""
         faults = [fault for model in self._models.all if (fault := await _fault(model))]
-        if self._is_draining():
-            faults.append("the server is stopping")
+        if why := self._why_unready():
+            faults.append(why)
         if faults:
             return error_response(ApiError(503, "; ".join(faults), retry_after_ms=1000))
         return Response(b"", 200)

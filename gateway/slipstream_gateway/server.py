@@ -43,7 +43,7 @@ class Gateway:
         metrics = Metrics()
         self.models = models
         self.generator = Generator(models, settings, metrics)
-        routes = Routes(models, settings, metrics, lambda: self.generator.is_draining)
+        routes = Routes(models, settings, metrics, lambda: self.generator.why_unready())
         handlers = {HTTPException: http_error}
         rest = Starlette(routes=[*routes.all(), *page.routes()], exception_handlers=handlers)
         self.app = App(self.generator, rest, settings, metrics)

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.request import GenerateRequest
+from slipstream_runtime import draining
 from slipstream_runtime.admission import LoadFile, path_of
 from slipstream_runtime.credit import CreditFile
 from slipstream_runtime.directory import Runtime
@@ -76,6 +77,7 @@ class Bridge:
         self._load_file = LoadFile(path_of(runtime.socket))
         self.repairs = runtime.repairs  # the file, see `slipstream_runtime.repairs`
         self._is_stopping = runtime.stopping.exists
+        self._refuses = partial(draining.refuses, runtime)
         self._had_left = False  # whether the last client checked at a start had left
         self._watch = Watch(self.calls, self._is_stopping)
 
@@ -141,6 +143,8 @@ class Bridge:
         """
         if self._is_stopping():
             raise ContractError("the server is stopping", Code.UNAVAILABLE, "stopping")
+        if not call.reply.is_probe and self._refuses():
+            raise ContractError(draining.DRAINING, Code.UNAVAILABLE, "draining")
         is_first = self.calls.is_idle and not self._had_left
         if not is_first:
             self._had_left = call.reply.is_cancelled()

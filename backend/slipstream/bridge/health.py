@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from slipstream_contract.deployment import split_name
 from slipstream_contract.errors import Code, ContractError
-from slipstream_runtime import vitals
+from slipstream_runtime import draining, vitals
 from slipstream_runtime.directory import Runtime
 from slipstream_runtime.processes import is_running, is_stopped
 from slipstream_runtime.stillness import STILL_S, STOPPED_S, Stillness
@@ -42,9 +42,10 @@ class Report(msgspec.Struct, frozen=True):
     last_step_age_s: float  # 0 while idle
     about: "About"
     faults: list[str] = []  # of the processes of this engine's models
+    is_draining: bool = False  # the server refuses new requests, or is about to
 
 
-_OF_ENGINE = Report.__struct_fields__[:-2]
+_OF_ENGINE = Report.__struct_fields__[:-3]
 
 
 class About(msgspec.Struct, frozen=True):
@@ -80,7 +81,9 @@ def health(bridge: Bridge, siblings: "Siblings", about: About, output: str) -> O
     status: wire.Status = bridge.connection.request_status(_ANSWER_S)
     state = {field: getattr(status, field) for field in _OF_ENGINE}
     try:
-        report = Report(**state, about=about, faults=siblings.look())
+        report = Report(
+            **state, about=about, faults=siblings.look(), is_draining=siblings.is_draining()
+        )
     except OSError as error:  # for example, this process is out of file descriptors
         raise ContractError(
             f"the models' processes cannot be looked at: {error.strerror}", Code.UNAVAILABLE
@@ -101,6 +104,7 @@ class Siblings:
         self._lock = threading.Lock()
         self._is_sibling = is_sibling
         self._known: dict[str, bool] = {}  # model -> whether it is one
+        self._runtime = runtime
         self._directory = runtime.directory
         self._started_ns = time.monotonic_ns()
         self._still: dict[Path, Stillness] = {}
@@ -110,6 +114,10 @@ class Siblings:
     def close(self) -> None:
         """End the thread."""
         self._periodic.close()
+
+    def is_draining(self) -> bool:
+        """Return whether the server drains, or is about to."""
+        return draining.has_started(self._runtime)
 
     def look(self) -> list[str]:
         """Return what is wrong now, one line for each process."""

@@ -54,13 +54,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--model", default=DEFAULT_MODEL, help="the deployment, by any of its models (%(default)s)"
     )
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="a server that drains counts as healthy: what must not be restarted",
+    )
     add_connection(parser, timeout_s=3.0)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the engine's state; return 0 if all is well, else 1."""
     with connect(args) as client:
-        report = health_report(client, args.timeout)
+        report = health_report(client, args.timeout, args.live)
     if args.json:
         print(json.dumps(report))
         return 0 if report["ok"] else EXIT_UNHEALTHY
@@ -72,7 +77,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["ok"] else EXIT_UNHEALTHY
 
 
-def health_report(client: SlipstreamClient, timeout_s: float) -> dict[str, Any]:
+def health_report(
+    client: SlipstreamClient, timeout_s: float, is_draining_fine: bool = False
+) -> dict[str, Any]:
     """Return the engine's state, `ok`, and `error`, or `token_s` of one token if it is idle.
 
     The engine is that of the client's model. A request reaches one of a model's processes; the
@@ -93,6 +100,8 @@ def health_report(client: SlipstreamClient, timeout_s: float) -> dict[str, Any]:
         faults = state.pop("faults", ())
         if faults:
             raise ContractError("; ".join(faults), Code.UNAVAILABLE)
+        if state.get("is_draining") and not is_draining_fine:
+            raise ContractError("the server is draining", Code.UNAVAILABLE)
         if state["running"] or state["waiting"]:
             return {"ok": True, **state}
         seconds = _seconds_per_token(client, models, deadline)

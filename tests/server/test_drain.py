@@ -1,0 +1,179 @@
+"""A server that drains: what runs ends whole, what is new is refused, and health says so."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from fixtures.server.serve_process import Serve, short_directory
+from slipstream_client import cli
+from slipstream_runtime import draining
+from slipstream_runtime.directory import Runtime
+from slipstream_serve.triton import Endpoints
+
+pytestmark = pytest.mark.triton
+TOKENS = 500
+PROMPT = "import os\n"
+
+
+class Stream(threading.Thread):
+    """A stream of `TOKENS` tokens; `pieces` grows while it runs."""
+
+    def __init__(self, port: int, path: str, body: dict[str, object]) -> None:
+        super().__init__(daemon=True)
+        self.pieces: list[dict[str, object] | str] = []
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self._connection.request("POST", path, json.dumps(body))
+        self.start()
+
+    def run(self) -> None:
+        for line in self._connection.getresponse():
+            data = line.decode().strip().removeprefix("data: ")
+            if data.startswith("{"):
+                self.pieces.append(json.loads(data))
+            elif data:
+                self.pieces.append(data)
+
+    def wait_token(self) -> None:
+        deadline = time.monotonic() + 60
+        while not self.pieces:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+class Drained:
+    """A server with a gateway, and what asks it."""
+
+    def __init__(self, serve: Serve, openai_port: int) -> None:
+        self.serve = serve
+        self.openai_port = openai_port
+        (directory,) = serve.scratch.glob("slipstream-serve-*")
+        self.runtime = Runtime(directory)
+
+    def openai_stream(self) -> Stream:
+        body = {"prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+        options = {"stream_options": {"include_usage": True}}
+        return Stream(self.openai_port, "/v1/completions", body | options)
+
+    def triton_stream(self) -> Stream:
+        body = {"text_input": PROMPT, "max_tokens": TOKENS, "stream": True, "end_id": -1}
+        path = "/v2/models/ensemble/generate_stream"
+        return Stream(self.serve.ports[0], path, body)
+
+    def ask(self, port: int, path: str, body: dict[str, object]) -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.request("POST" if body else "GET", path, json.dumps(body) if body else None)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    def ask_openai(self) -> tuple[int, str]:
+        return self.ask(self.openai_port, "/v1/completions", {"prompt": "a", "max_tokens": 2})
+
+    def ask_triton(self) -> tuple[int, str]:
+        body = {"text_input": "a", "max_tokens": 2}
+        return self.ask(self.serve.ports[0], "/v2/models/ensemble/generate", body)
+
+    def command(self, *words: str) -> int:
+        return cli.main(list(words))
+
+    def drain(self, *words: str) -> int:
+        return self.command("drain", "--runtime", str(self.runtime.directory), *words)
+
+    def health(self, *words: str) -> int:
+        url = ("--grpc-port", str(self.serve.ports[1]))
+        return self.command("health", *url, "--timeout", "10", *words)
+
+    @contextlib.contextmanager
+    def engine_stopped(self):
+        status, text = self.ask(
+            self.serve.ports[0], "/v2/models/slipstream_health/infer", {"inputs": []}
+        )
+        assert status == 200, text
+        pid = json.loads(json.loads(text)["outputs"][0]["data"][0])["engine_pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.rest
+def test_a_draining_server_ends_what_runs_and_refuses_what_is_new(repository: Path, capfd):
+    port = Endpoints.free().http_port
+    with short_directory() as folder:
+        serve = Serve(repository, folder / "scratch", "--drain", "60", openai_port=port)
+        try:
+            serve.wait_ready()
+            server = Drained(serve, port)
+            _check_bounded(server, capfd)
+            _check_refusals(server, capfd)
+            _check_delay(server)
+            _check_default_server(server)
+            last = server.openai_stream()
+            last.wait_token()
+        finally:
+            serve.end(signal.SIGTERM)  # drains, too: `--drain`
+        last.join(10)
+        _check_whole(last)
+        serve.assert_gone()
+
+
+def _check_bounded(server: Drained, capfd) -> None:
+    streams = [server.openai_stream(), server.triton_stream()]
+    for stream in streams:
+        stream.wait_token()
+    with server.engine_stopped():
+        assert server.drain("--delay", "0", "--timeout", "0.5") == 1
+        assert "2 requests still run after 0.5 s" in capfd.readouterr().err
+    assert server.drain("--delay", "0", "--timeout", "60") == 0
+    for stream in streams:
+        stream.join(5)
+        assert not stream.is_alive()
+    _check_whole(streams[0])
+    said = "".join(str(piece["text_output"]) for piece in streams[1].pieces)
+    assert len(streams[1].pieces) > 3
+    assert len(said) > TOKENS  # characters, of whole streams alone
+
+
+def _check_whole(stream: Stream) -> None:
+    assert stream.pieces[-1] == "[DONE]"
+    assert stream.pieces[-2]["usage"]["completion_tokens"] == TOKENS
+
+
+def _check_refusals(server: Drained, capfd) -> None:
+    for status, text in (server.ask_openai(), server.ask_triton()):
+        assert status in (400, 503)  # Triton's HTTP and OpenAI's
+        assert "the server is draining" in text
+    assert server.ask(server.openai_port, "/health", {})[0] == 503
+    assert server.health() == 1
+    assert "the server is draining" in capfd.readouterr().err
+    assert server.health("--live") == 0
+    assert server.drain("--undo") == 0
+    assert server.health() == 0
+    for status, text in (server.ask_openai(), server.ask_triton()):
+        assert status == 200, text
+
+
+def _check_delay(server: Drained) -> None:
+    """Before the moment of refusal it is not ready, and serves."""
+    draining.start(server.runtime, 60)
+    assert server.health() == 1
+    assert server.ask(server.openai_port, "/health", {})[0] == 503
+    for status, text in (server.ask_openai(), server.ask_triton()):
+        assert status == 200, text
+    draining.undo(server.runtime)
+
+
+def _check_default_server(server: Drained) -> None:
+    """Without --runtime it finds the one server of this folder, as in a container."""
+    command = [sys.executable, "-m", "slipstream_client.cli", "drain", "--undo"]
+    environment = os.environ | {"TMPDIR": str(server.serve.scratch)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
