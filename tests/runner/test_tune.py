@@ -128,6 +128,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             dtype=torch.bfloat16,
             device=device,
             max_num_batched_tokens=4096,
+            max_num_seqs=256,
         )
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slipstream.runner.step_arrays import Layout, StepShape
 
-_MAX_ROWS = 512
+_MAX_ROWS = 1024
 _CHUNK_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
 _MIXED_TOKENS = (
     64,
@@ -42,7 +42,8 @@ def row_buckets(max_num_seqs: int) -> list[int]:
     computes for some of its time, and a padding row costs as much as any other.
     """
     limit = min(max_num_seqs, _MAX_ROWS)
-    steps = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16), *range(136, _MAX_ROWS + 1, 8)]
+    few, many = [1, 2, 4, *range(8, 33, 8), *range(48, 129, 16)], range(528, _MAX_ROWS + 1, 16)
+    steps = [*few, *range(136, 513, 8), *many]
     return [*(rows for rows in steps if rows < limit), limit]
 
 

@@ -29,14 +29,18 @@ from slipstream.runner.matrices import Weight, weights_of
 from slipstream.runner.plan import Plan, resolve
 
 _FEWEST_ROWS = 8  # fewer have kernels of their own, or are padded
-_MOST_DECODES = 512  # of a CUDA graph
+_MOST_DECODES = 512  # of a step, where the plan has no more
 
 
 def usual_rows(plan: Plan) -> list[int]:
     """Return rows of decode graphs, and of steps full of prompts: the budget, its half, ..."""
-    graphs = [rows for rows in row_buckets(_MOST_DECODES) if rows >= _FEWEST_ROWS]
+    graphs = row_buckets(max(_MOST_DECODES, plan.max_num_seqs))
     # A kernel that was measured is taken for a few rows fewer, too.
-    rows = {rows for rows in graphs if rows <= 128 or rows % 32 == 0}
+    rows = {
+        rows
+        for rows in graphs
+        if _FEWEST_ROWS <= rows <= 128 or rows % (32 if rows <= _MOST_DECODES else 64) == 0
+    }
     budget = plan.max_num_batched_tokens
     while budget > _MOST_DECODES:
         rows.add(budget)
