@@ -208,6 +208,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "none",
         ),
     ] = ""
+    adapters: Annotated[
+        str,
+        _field(
+            "LoRA adapters that requests may choose by name, PEFT's directories by their absolute "
+            "paths: NAME=DIR[,NAME=DIR]",
+            "none",
+        ),
+    ] = ""
+    adapter_root: Annotated[
+        str,
+        _field(
+            "the directory, by its absolute path, below which requests may have adapters loaded",
+            "none may be",
+        ),
+    ] = ""
     max_logits_bytes: Annotated[
         int,
         _field(

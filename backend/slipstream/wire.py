@@ -16,7 +16,7 @@ from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-PROTOCOL = 10
+PROTOCOL = 11
 
 
 class FinishReason(StrEnum):
@@ -75,6 +75,7 @@ class Submit(ToEngine, frozen=True):
     retention: Retention | None = None
     is_probe: bool = False  # counted apart from clients
     is_streaming: bool = False  # of a beam search: the beams are wanted after every step
+    adapter: str = ""  # its name; empty: none
 
     @property
     def num_streams(self) -> int:
@@ -88,6 +89,21 @@ class Cancel(ToEngine, frozen=True):
     request: int
     cause: CancelCause = CancelCause.CLIENT
     noticed_ns: int = 0  # time.monotonic_ns() at which the bridge noticed; 0: now
+
+
+class LoadAdapter(ToEngine, frozen=True):
+    """A request to load an adapter under a name, which may have one already. See `Answered`."""
+
+    number: int
+    name: str
+    path: str  # below the engine's `adapter_root`
+
+
+class UnloadAdapter(ToEngine, frozen=True):
+    """A request to discard an adapter's name; what runs with it goes on. See `Answered`."""
+
+    number: int
+    name: str
 
 
 class Ping(ToEngine, frozen=True):
@@ -226,6 +242,30 @@ class Rejected(ToBridge, frozen=True):
     reason: str = ""  # name of the limit, for metrics; empty: see `code`
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that requests may name."""
+
+    name: str
+    path: str
+    rank: int  # the largest
+    num_bytes: int
+    digest: str  # in hexadecimal
+
+
+class Adapters(ToBridge, frozen=True):
+    """All adapters: sent to all bridges when they change, and after `Welcome` if there are any."""
+
+    adapters: list[AdapterInfo]
+
+
+class Answered(ToBridge, frozen=True):
+    """The answer to `LoadAdapter` or `UnloadAdapter`."""
+
+    number: int
+    code: str = ""  # of an error, as in `Rejected`; empty: it is done
+    message: str = ""
+
+
 class Figures(msgspec.Struct, frozen=True, array_like=True):
     """Metrics since the engine's start, by the names of `slipstream.figures`."""
 
@@ -257,8 +297,8 @@ class Status(ToBridge, frozen=True):
     requests: list[int] | None = None  # unfinished requests of that bridge
 
 
-EngineMessage = Hello | Submit | Cancel | Ping | Bye
-BridgeMessage = Welcome | Refused | StepOutputs | Rejected | Status
+EngineMessage = Hello | Submit | Cancel | LoadAdapter | UnloadAdapter | Ping | Bye
+BridgeMessage = Welcome | Refused | StepOutputs | Rejected | Status | Adapters | Answered
 
 
 def _to_bytes(token_ids: object) -> bytes:

@@ -43,6 +43,12 @@ _COUNTS = (
 _DRAFTS = ("draft_checkpoint", "medusa_choices", "eagle_choices", "synthetic_acceptance")
 
 
+def _absolute_each(text: str) -> str:
+    """Make the directories of `NAME=DIR[,NAME=DIR]` absolute."""
+    pairs = [entry.partition("=") for entry in text.split(",")]
+    return ",".join(f"{name}={Path(path).absolute()}" if path else name for name, _, path in pairs)
+
+
 def _absolute(text: str) -> str:
     """Return an absolute path."""
     return str(Path(text).absolute())
@@ -165,6 +171,8 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         ("request_log", str, "FILE"),
         ("thinking_end", str, "TEXT"),
         ("logits_processors", str, "LIST"),
+        ("adapters", _absolute_each, "LIST"),
+        ("adapter_root", _absolute, "DIR"),
     ):
         parser.add_argument(_flag(name), type=kind, metavar=metavar, help=help_of(name))
 
@@ -188,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"wrote {path}")
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
     more = ("backend_model", "speculation", "logprobs_mode", *_DRAFTS)
-    edits = ("thinking_end", "guide_in_thinking", "logits_processors")
+    edits = ("thinking_end", "guide_in_thinking", "logits_processors", "adapters", "adapter_root")
     others = (
         "kv_cache_host_bytes",
         "memory_share",

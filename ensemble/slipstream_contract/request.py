@@ -75,6 +75,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     urgency: Urgency = Urgency()
     cache_salt: str = ""  # keys and values are shared where it is the same
     retention: Retention | None = None
+    adapter: str = ""  # name of it; empty: none
     is_stop: bool = False  # cancel the request of the same id; nothing else of this one counts
 
     @property

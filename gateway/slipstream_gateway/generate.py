@@ -144,6 +144,12 @@ class Generator:
         ignored = TABLES[at].ignored(body) + dialect.ignored(given)
         model = self._models.find(body.get("model"))
         text = model.ready_text()
+        if adapter := model.adapter_of(body.get("model")):
+            if body.get("lora_name") not in (None, "", adapter):
+                raise ApiError(
+                    400, f"model is the adapter {adapter!r}, lora_name another one", "lora_name"
+                )
+            body = {**body, "lora_name": adapter}
         if read_whole(body, _BUDGET, 0, limits.INT32_MAX) is not None and not text.has_thinking:
             del body[_BUDGET]  # of a model that cannot think, or whose thinking has no end
             ignored.append(_BUDGET)
@@ -260,4 +266,5 @@ def _submit(
         request.cache_salt,
         request.retention,
         is_streaming=request.options.is_streaming and sampling.beams is None,
+        adapter=request.adapter,
     )

@@ -100,6 +100,16 @@ class Model:
         return tuple(dict.fromkeys(own if welcome is None else (welcome.model, *own)))
 
     @property
+    def adapters(self) -> tuple[wire.AdapterInfo, ...]:
+        """The adapters that its engine has."""
+        return self.engine.connection.adapters
+
+    def adapter_of(self, name: object) -> str:
+        """Return the adapter that a request's `model` names; empty: the model itself."""
+        is_adapter = name not in self.names and any(name == each.name for each in self.adapters)
+        return str(name) if is_adapter else ""
+
+    @property
     def is_loaded(self) -> bool:
         """Whether there is an engine, or was one a moment ago, or there will be."""
         if self._runtime.unloaded.exists():
@@ -185,6 +195,7 @@ class Models:
             raise ApiError(400, f"model is {name!r:.64}, not a text", "model")
         own = [model for model in models if model.deployment.name == name]
         found = own or [model for model in models if name in model.names]
+        found = found or [model for model in models if model.adapter_of(name)]
         if len(found) == 1:
             return found[0]
         if found:
@@ -198,10 +209,15 @@ class Models:
         pairs = [(model, name) for model in self.all for name in model.names]
         own = {model.deployment.name for model, _ in pairs}
         count = Counter(name for _, name in pairs)
-        return [
+        shown = [
             (model, name)
             for model, name in pairs
             if name == model.deployment.name or (count[name] == 1 and name not in own)
+        ]
+        adapters = [(model, each.name) for model in self.all for each in model.adapters]
+        named = Counter(name for _, name in adapters)
+        return shown + [
+            (model, name) for model, name in adapters if named[name] == 1 and name not in count
         ]
 
     def _known(self) -> str:

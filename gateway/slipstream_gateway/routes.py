@@ -218,14 +218,15 @@ def _token_ids(body: Mapping[str, Any], text: ModelText) -> list[int]:
 
 
 def _card(model: Model, name: str) -> dict[str, object]:
-    """Return a model as `/v1/models` lists it."""
+    """Return a model, or an adapter of it, as `/v1/models` lists it."""
+    adapter = next((each for each in model.adapters if each.name == model.adapter_of(name)), None)
     return {
         "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "slipstream",
-        "root": model.names[0],
-        "parent": None,
+        "root": model.names[0] if adapter is None else adapter.path,
+        "parent": None if adapter is None else model.names[0],
         "max_model_len": None if model.text is None else model.text.max_model_len,
         "has_chat_template": None if model.text is None else model.text.can_chat,
         "permission": [],

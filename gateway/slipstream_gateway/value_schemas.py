@@ -168,6 +168,7 @@ STRUCTURED: Schema = either(
 EARLY_STOPPING: Schema = {"enum": [True, False, 0, 1, "never"]}
 TRUNCATED: Schema = either({"enum": [-1]}, whole(1))
 CONTRACT: Mapping[str, Schema] = {
+    "lora_name": {"type": "string"},
     "allowed_token_ids": listed(TOKEN, 1, limits.MAX_ALLOWED_IDS),
     "dry_sequence_breakers": listed(WORD, 0, limits.MAX_BREAKERS),
     "logits_processors": either({"type": "array", "maxItems": 0}, OBJECT),

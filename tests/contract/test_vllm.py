@@ -163,7 +163,7 @@ def test_what_is_returned_makes_the_engine_compute_it():
         ({"seed": 2**63}, "seed is 9223372036854775808"),
         ({"best_of": 2, "n": 3}, "best_of is 2, below n, which is 3"),
         ({"structured_outputs": '{"yaml": {}}'}, "structured_outputs.'yaml' is not known"),
-        ({"lora_name": "a"}, "lora_name is not supported yet"),
+        ({"lora_name": 5}, "lora_name is 5"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config is .*: a request cannot"),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens is 3: .*--speculation"),
         ("[1]", r"sampling_parameters is \[1\], not a JSON object"),

@@ -12,7 +12,11 @@ def models(**public: str) -> Models:
     made = Models.__new__(Models)
     made._by_name = {
         name: SimpleNamespace(
-            deployment=SimpleNamespace(name=name), names=(shown, name), is_loaded=True
+            deployment=SimpleNamespace(name=name),
+            names=(shown, name),
+            is_loaded=True,
+            adapters=(),
+            adapter_of=lambda _: "",
         )
         for name, shown in public.items()
     }

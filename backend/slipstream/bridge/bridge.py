@@ -129,6 +129,7 @@ class Bridge:
             request.retention,
             incoming.reply.is_probe,
             request.options.is_streaming,
+            request.adapter,
         )
 
     def start(self, call: Call, submits: list[wire.Submit], has_flow: bool = False) -> None:

@@ -83,6 +83,7 @@ class Connection:
             keeps_engine: whether the engine goes on for this connection alone.
         """
         self.status: wire.Status | None = None  # the latest
+        self.adapters: tuple[wire.AdapterInfo, ...] = ()  # of the engine
         self.num_dropped = 0  # frames that were not messages
         self._address = address
         self._hello = wire.Hello(wire.PROTOCOL, __version__, bridge, os.getpid(), keeps_engine)
@@ -93,7 +94,7 @@ class Connection:
         self._changed = threading.Condition()  # guards the seven below, and the socket
         self._welcome: wire.Welcome | None = None
         self._refusal: str | None = None
-        self._waiters: dict[int, queue.SimpleQueue[wire.Status]] = {}
+        self._waiters: dict[int, queue.SimpleQueue[wire.Status | wire.Answered]] = {}
         self._is_closing = False
         self._socket: zmq.Socket[bytes] | None = None
         self._ledger = Ledger()
@@ -137,15 +138,38 @@ class Connection:
     def request_status(self, timeout_s: float, with_figures: bool = False) -> wire.Status:
         """Return the engine's state now. Raises ContractError if it does not answer in time."""
         number = next(self._numbers)
-        answer: queue.SimpleQueue[wire.Status] = queue.SimpleQueue()
+        answer = self._ask(wire.Ping(number, with_figures), timeout_s)
+        assert isinstance(answer, wire.Status), "numbers are used once"
+        return answer
+
+    def load_adapter(self, name: str, path: str, timeout_s: float) -> None:
+        """Have an adapter loaded. Raises ContractError, also without an answer in time."""
+        self._change(wire.LoadAdapter(next(self._numbers), name, path), timeout_s)
+
+    def unload_adapter(self, name: str, timeout_s: float) -> None:
+        """Have an adapter's name discarded. Raises ContractError, also without an answer."""
+        self._change(wire.UnloadAdapter(next(self._numbers), name), timeout_s)
+
+    def _change(self, message: wire.LoadAdapter | wire.UnloadAdapter, timeout_s: float) -> None:
+        answer = self._ask(message, timeout_s)
+        assert isinstance(answer, wire.Answered), "numbers are used once"
+        if answer.code:
+            raise ContractError(answer.message, Code(answer.code))
+
+    def _ask(
+        self, message: wire.Ping | wire.LoadAdapter | wire.UnloadAdapter, timeout_s: float
+    ) -> wire.Status | wire.Answered:
+        """Send a message and wait for its answer. Raises ContractError without one in time."""
+        number = message.number
+        answer: queue.SimpleQueue[wire.Status | wire.Answered] = queue.SimpleQueue()
         with self._changed:
             self._waiters[number] = answer
         try:
-            self.send(wire.Ping(number, with_figures))
+            self.send(message)
             return answer.get(timeout=timeout_s)
         except queue.Empty:
-            message = f"the engine did not answer within {timeout_s:g} s"
-            raise ContractError(message, Code.UNAVAILABLE) from None
+            late = f"the engine did not answer within {timeout_s:g} s"
+            raise ContractError(late, Code.UNAVAILABLE) from None
         finally:
             with self._changed:
                 self._waiters.pop(number, None)
@@ -267,10 +291,11 @@ class Connection:
             case wire.Status():
                 self.status = message
                 self._compare(socket, message)
-                with self._changed:
-                    waiter = self._waiters.pop(message.number, None)
-                if waiter is not None:
-                    waiter.put(message)
+                self._answer(message)
+            case wire.Adapters():
+                self.adapters = tuple(message.adapters)
+            case wire.Answered():
+                self._answer(message)
             case wire.Welcome():
                 _log.info(
                     "connected to the engine of %s, process %d", message.model, message.engine_pid
@@ -284,6 +309,13 @@ class Connection:
                 with self._changed:
                     self._refusal = message.reason
                     self._changed.notify_all()
+
+    def _answer(self, message: wire.Status | wire.Answered) -> None:
+        """Pass on an answer to the thread that waits for it, if any does."""
+        with self._changed:
+            waiter = self._waiters.pop(message.number, None)
+        if waiter is not None:
+            waiter.put(message)
 
     def _take(self, outputs: wire.StepOutputs) -> None:
         with self._changed:
@@ -311,7 +343,7 @@ class Connection:
             was_welcome, self._welcome = self._welcome is not None, None
             self._socket = None
             unanswered = self._ledger.unanswered()
-        self.status = None
+        self.status, self.adapters = None, ()
         if was_welcome:
             self._kept = [] if self._is_closing else unanswered
             self._kept_until_s = time.monotonic() + _KEEP_S

@@ -63,6 +63,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     mask: bytes | None = None
     moved: tuple[tuple[str, float], ...] = ()  # fields of the device's record for this row alone
     needs_mask: bool = True  # False: if the mask is late, it is sampled without
+    adapter: int = 0  # the runner's number of it; 0: none
 
 
 class TopMode(IntFlag):

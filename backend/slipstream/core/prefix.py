@@ -38,9 +38,14 @@ class DigestChain:
     __slots__ = ("_block_size", "_hasher", "_keyed", "_segments", "digests")
 
     def __init__(
-        self, block_size: int, key: bytes, salt: str, segments: Mapping[bytes, Sequence[bytes]]
+        self,
+        block_size: int,
+        key: bytes,
+        salt: str,
+        segments: Mapping[bytes, Sequence[bytes]],
+        adapter: bytes = b"",
     ) -> None:
-        """Start a chain without tokens.
+        """Start a chain without tokens, of what an adapter of that digest computes; empty: none.
 
         `segments` maps the last digest of a known segment to all of the segment's digests.
         """
@@ -48,7 +53,8 @@ class DigestChain:
         self._keyed = blake2b(digest_size=_DIGEST_BYTES, key=key)
         self._hasher = self._keyed  # of the current segment
         self._segments = segments
-        first = blake2b(salt.encode(), digest_size=_DIGEST_BYTES, key=key, person=b"salt")
+        person = b"adapter" if adapter else b"salt"  # all digests have one length
+        first = blake2b(adapter + salt.encode(), digest_size=_DIGEST_BYTES, key=key, person=person)
         self.digests = [first.digest()]
 
     @property
@@ -124,9 +130,9 @@ class PrefixIndex:
     def __contains__(self, block: int) -> bool:
         return block in self._contents
 
-    def chain(self, salt: str) -> DigestChain:
-        """Return a chain without tokens. Chains of different salts share no digest."""
-        return DigestChain(self._block_size, self._key, salt, self._segments)
+    def chain(self, salt: str, adapter: bytes = b"") -> DigestChain:
+        """Return a chain without tokens. Chains of different salts or adapters share no digest."""
+        return DigestChain(self._block_size, self._key, salt, self._segments, adapter)
 
     def closest(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
         """Return the block after a prefix that shares the most leading tokens, and how many.

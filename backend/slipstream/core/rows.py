@@ -40,6 +40,7 @@ def decode_row(sequence: Sequence, sample: int) -> Row:
         logits_mode=-1 if sequence.wanted is None else sequence.wanted.logits_mode,
         mask=_mask(sequence),
         needs_mask=guide is None or guide.needs_all,
+        adapter=sequence.adapter,
     )
     sequence.num_scheduled = start + 1
     sequence.is_new = False
@@ -132,6 +133,7 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
         mask=_mask(sequence) if samples else None,
         moved=sequence.moving.next(sequence.outputs) if sequence.moving and samples else (),
         needs_mask=guide is None or guide.needs_all,
+        adapter=sequence.adapter,
     )
     sequence.num_scheduled = end
     sequence.num_in_flight += 1

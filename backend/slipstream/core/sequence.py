@@ -7,6 +7,7 @@ from typing import Protocol
 from slipstream_contract.ids import TokenIds, pack
 from slipstream_contract.sampling import SamplingParams
 
+from slipstream.core.adapter import Adapter
 from slipstream.core.batch import PromptAsk, PromptValues, TopMode
 from slipstream.core.cache_state import CacheState
 from slipstream.core.draft_state import DraftState
@@ -69,6 +70,7 @@ class Request:
     edit_context: EditContext = NO_CONTEXT
     edit_plan: EditPlan | None = None  # once a sequence needs it
     processors: States = ()  # those that it asks for
+    adapter: Adapter | None = None
 
     @property
     def number(self) -> int:
@@ -217,6 +219,11 @@ class Sequence:
         self.device_s = 0.0  # its share of the steps' time, if time has a price
         self.is_reported = False  # its end was sent
         self.length = 0  # of the output, once `is_reported`
+
+    @property
+    def adapter(self) -> int:
+        """The runner's number of its adapter; 0: none."""
+        return 0 if self.request.adapter is None else self.request.adapter.number
 
     @property
     def num_outputs(self) -> int:

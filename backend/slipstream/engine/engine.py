@@ -22,9 +22,10 @@ from slipstream.core.processors import start_processors
 from slipstream.core.sequence import Request
 from slipstream.core.stop import Ending, RawBytes
 from slipstream.core.window import AttentionWindow
+from slipstream.engine.adapters import AdapterStore
 from slipstream.engine.answers import add_sequences, add_wanted, make_request, most_running
 from slipstream.engine.bisect import Bisection
-from slipstream.engine.deadlines import Deadlines
+from slipstream.engine.deadlines import Deadlines, overdue
 from slipstream.engine.device_drafts import DeviceDrafts
 from slipstream.engine.gauges import Gauges
 from slipstream.engine.guides import Guides, MaskTaker
@@ -96,8 +97,10 @@ class Engine:
         device_drafts: DeviceDrafts | None = None,
         guide_compiler: MakeCompiler | None = None,
         edit_context: EditContext | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
         self.fatal: Exception | None = None
+        self.adapters = adapters or AdapterStore()
         self.num_steps = 0
         self._runner = runner
         self._vocab = vocab
@@ -179,6 +182,7 @@ class Engine:
         self.load().raise_if_full(len(message.token_ids))
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         request = make_request(bridge, message)
+        request.adapter = self.adapters.find(message.adapter)
         request.edit_context, request.processors = self._edit_context, processors
         parts = (message.token_ids, seed, self._runner.max_model_len, self._vocab)
         self._next_sequence_id += add_sequences(request, self._next_sequence_id, *parts)
@@ -189,6 +193,7 @@ class Engine:
         request.num_unfinished = len(request.sequences)
         self._requests[key] = request
         self._request_ids.add(request)
+        self.adapters.acquire(request.adapter)
         self._telemetry.request_queued(request)
         if message.deadline_ns:
             self._deadlines.add(message.deadline_ns, key, self._requests.keys())
@@ -297,6 +302,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert what must hold between steps; for tests and idle times. O(blocks)."""
         self._scheduler.check_integrity()
+        self.adapters.check_integrity()
         num_sequences = self._scheduler.num_running + self._scheduler.num_waiting
         cache = self._scheduler.cache
         if not self._requests:
@@ -315,15 +321,7 @@ class Engine:
             request = self._requests.get(key)
             if request is None or request.message.deadline_ns != deadline_ns:
                 continue  # it ended; its number may be in use again
-            is_waiting = not request.sequences[0].first_scheduled_ns
-            num_tokens = sum(max(s.num_outputs, s.num_sent) for s in request.sequences)
-            asked_ms, late_ms = request.message.timeout_ns / 1e6, (now_ns - deadline_ns) / 1e6
-            so_far = "it was waiting" if is_waiting else f"{num_tokens} tokens were generated"
-            error = (
-                f"{asked_ms + late_ms:.0f} ms have passed, of {asked_ms:.12g} asked for by "
-                f"timeout_ms or timeout; {so_far}"
-            )
-            ending = Ending(FinishReason.DEADLINE, error=error)
+            ending = overdue(request, now_ns - deadline_ns)
             self._end_early(request, ending, CancelCause.DEADLINE, 0)
 
     def _launch_ahead(self) -> None:
@@ -442,6 +440,7 @@ class Engine:
                 if request.num_unfinished == 0:
                     del self._requests[request.bridge, request.number]
                     self._request_ids.remove(request)
+                    self.adapters.release(request.adapter)
                     self._telemetry.request_finished(request)
                     if request.sampling.guide is not None and self._guides is not None:
                         self._guides.num_active -= 1

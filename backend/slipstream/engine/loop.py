@@ -37,6 +37,7 @@ from slipstream.core.laps import Laps, process_age
 from slipstream.core.processors import load_processors
 from slipstream.core.thinking import find_thinking
 from slipstream.engine import drafter_choice
+from slipstream.engine.adapters import AdapterStore, Holder, parse_adapters
 from slipstream.engine.engine import Engine
 from slipstream.engine.keepers import Keepers
 from slipstream.engine.reports import RequestLog, StatusLine
@@ -56,6 +57,7 @@ _MAX_UNSENT = 16_384  # messages to one bridge; one further behind is disconnect
 _MAX_FRAMES = 1024  # read between two steps, so that a flood of messages cannot stop generation
 _MS = 1_000_000  # in ns
 _IDLE_MS = 1000  # an idle loop checks this often whether its parent is alive
+_LOADING_MS = 2  # an idle loop looks this often for adapters that are read
 _SILENCE_S = 5.0  # bridges ping every second; one silent for longer is probed
 
 
@@ -66,6 +68,7 @@ class EngineLoop:
         self.num_dropped = 0  # frames that were not messages, out of turn, or not applicable
         self.num_unknown = 0  # cancels of requests that are not there
         self._engine = engine
+        engine.adapters.when_changed = self._publish_adapters
         self._welcome = welcome
         self._bridges: dict[bytes, wire.Hello] = {}  # connected bridges
         self._keepers = Keepers()
@@ -107,6 +110,9 @@ class EngineLoop:
     def turn(self, idle_ms: int) -> None:
         """Apply what came in, waiting up to `idle_ms` if there is no work; then run one step."""
         self._turns.count()
+        if self._engine.adapters.is_loading:
+            idle_ms = min(idle_ms, _LOADING_MS)
+            self._engine.adapters.poll()
         if self._engine.has_work or self._socket.poll(idle_ms):
             self._receive()
             while (slack_ns := self._engine.slack_ns()) >= _MS and self._socket.poll(
@@ -180,9 +186,38 @@ class EngineLoop:
             self.num_unknown += not found
         elif isinstance(message, wire.Ping):
             self._send(bridge, self._status(bridge, message))
+        elif isinstance(message, wire.LoadAdapter | wire.UnloadAdapter):
+            self._change_adapters(bridge, message)
         else:
             self._keepers.remove(bridge, says_bye=True)
             self._disconnect(bridge, "says bye")
+
+    def _change_adapters(
+        self, bridge: bytes, message: wire.LoadAdapter | wire.UnloadAdapter
+    ) -> None:
+        """Start to load an adapter, or unload one, and answer."""
+
+        def reply(error: ContractError | None) -> None:
+            told = () if error is None else (error.code, error.message)
+            if bridge in self._bridges:
+                self._send(bridge, wire.Answered(message.number, *told))
+
+        adapters = self._engine.adapters
+        try:
+            if isinstance(message, wire.LoadAdapter):
+                adapters.start_load(message.name, message.path, reply)
+                return
+            adapters.unload(message.name)
+        except ContractError as error:
+            reply(error)
+            return
+        reply(None)
+
+    def _publish_adapters(self) -> None:
+        """Send all bridges the adapters that there are."""
+        message = wire.Adapters(self._engine.adapters.infos())
+        for bridge in list(self._bridges):
+            self._send(bridge, message)
 
     def _status(self, bridge: bytes, ping: wire.Ping) -> wire.Status:
         status = self._engine.status(ping.number, self._bridge_names())
@@ -208,6 +243,8 @@ class EngineLoop:
         self._heard_s[bridge] = time.monotonic()
         _log.info("bridge %.64r is connected", message.bridge)
         self._send(bridge, self._welcome)
+        if adapters := self._engine.adapters.infos():
+            self._send(bridge, wire.Adapters(adapters))
 
     def _submit(self, bridge: bytes, message: wire.Submit) -> None:
         if self._engine.has_request(bridge, message.request):  # numbers are used once
@@ -296,6 +333,17 @@ def limits_of(config: EngineConfig, plan: "Plan") -> Limits:
     )
 
 
+def adapters_of(config: EngineConfig, model: str, holder: Holder) -> AdapterStore:
+    """Load the adapters that an engine starts with. Raises ConfigError."""
+    store = AdapterStore(holder, config.adapter_root, model)
+    try:
+        for name, path in parse_adapters(config.adapters).items():
+            store.load(name, path)
+    except ContractError as error:
+        raise ConfigError(error.message) from None
+    return store
+
+
 def load(config: EngineConfig, address: str, memory_lock: Path | None = None) -> EngineLoop:
     """Load the checkpoint and listen. Raises whatever is wrong with either.
 
@@ -336,6 +384,7 @@ def load(config: EngineConfig, address: str, memory_lock: Path | None = None) ->
         device_drafts=device_drafts,
         guide_compiler=guide_compiler,
         edit_context=edit_context,
+        adapters=adapters_of(config, plan.model_name, runner.adapters),
     )
     welcome = wire.Welcome(
         wire.PROTOCOL,

@@ -82,11 +82,11 @@ class Gated(GatedLinear):
 
     def __init__(self, place: NormLinear, gate: str) -> None:
         super().__init__(place.linear, gate)
-        self._place = place
+        self.place = place
 
     def __call__(self, norm: RowNorm, residual: Residual) -> Operand:
         """Compute what `GatedLinear` computes."""
-        y, scales = self._place(norm, residual)
+        y, scales = self.place(norm, residual)
         assert scales is None, "a gate applies no scales"
         return GATES[self.gate](y)
 
@@ -110,11 +110,11 @@ class NormedAdd(LinearAdd):
 
     def __init__(self, place: LinearAdd, norm: RowNorm) -> None:
         super().__init__(place.linear, norm)
-        self._place, self._norm = place, norm
+        self.place, self._norm = place, norm
 
     def __call__(self, x: Operand, residual: Residual) -> None:
         """Add what `LinearAdd` adds."""
         values = residual.values
         product = Residual(torch.zeros_like(values))
-        self._place(x, product)
+        self.place(x, product)
         values += self._norm(product.values)

@@ -20,7 +20,7 @@ Place = NormLinear | GatedLinear | LinearAdd
 def rewrite(decoder: Decoder) -> Decoder:
     """Fuse all places of a decoder's blocks and head, in place; what it computes is the same."""
     for layer in _layers(decoder):
-        found = dict(_places(layer))
+        found = dict(places_of(layer))
         readers = [place.linear for place in found.values() if isinstance(place, LinearAdd)]
         feeds = readers[0] if len(readers) == 1 else None
         for name, place in found.items():
@@ -31,7 +31,7 @@ def rewrite(decoder: Decoder) -> Decoder:
 def places(decoder: Decoder) -> Iterator[tuple[str, Place]]:
     """All places of a decoder by their names in its layers."""
     for layer in _layers(decoder):
-        for name, place in _places(layer):
+        for name, place in places_of(layer):
             yield "head" if layer is decoder.head else name, place
 
 
@@ -62,13 +62,21 @@ def _linear_add(place: LinearAdd) -> LinearAdd:
     return made if place.norm is None else NormedAdd(made, place.norm)
 
 
+def layers_of(decoder: Decoder) -> Iterator[tuple[int, tuple[str, object]]]:
+    """Yield the layers of each block: its number, their prefix in the decoder's names, and they."""
+    for number, block in enumerate(decoder.blocks):
+        yield number, (f"model.layers.{number}.self_attn", block.attention)
+        yield number, (f"model.layers.{number}.mlp", block.mlp)
+
+
 def _layers(decoder: Decoder) -> Iterator[object]:
-    for block in decoder.blocks:
-        yield from (block.attention, block.mlp)
+    for _, (_, layer) in layers_of(decoder):
+        yield layer
     yield decoder.head
 
 
-def _places(layer: object) -> Iterator[tuple[str, Place]]:
+def places_of(layer: object) -> Iterator[tuple[str, Place]]:
+    """Yield the places of a layer by their names in it."""
     for name, part in vars(layer).items():
         if isinstance(part, Place):
             yield name, part

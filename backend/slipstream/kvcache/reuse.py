@@ -148,7 +148,8 @@ class Reuse:
         request, chain = sequence.request, sequence.cache.chain
         if chain is None:
             if request.chain is None:
-                request.chain = self._index.chain(request.message.cache_salt)
+                digest = b"" if request.adapter is None else request.adapter.digest
+                request.chain = self._index.chain(request.message.cache_salt, digest)
                 self._extend(request.chain, sequence, sequence.num_prompt)
             is_alone = len(request.sequences) == 1
             chain = sequence.cache.chain = request.chain if is_alone else request.chain.copy()

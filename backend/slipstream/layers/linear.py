@@ -6,7 +6,7 @@ into GEMMs that fuse the stages around them; stages that it cannot fuse run in t
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -23,6 +23,14 @@ from slipstream.quant.scheme import Scheme
 
 STAGES = ("lora", "all-reduce")  # between bias and gate or residual, in this order
 Stage = Callable[[Tensor, Tensor], Tensor]
+
+
+class Stacked(NamedTuple):
+    """The matrices that a layer has under one another."""
+
+    names: tuple[str, ...]  # below the prefix that they were read from
+    outputs: tuple[int, ...]  # of each
+    inputs: int
 
 
 class Linear:
@@ -43,6 +51,7 @@ class Linear:
         self.bias = bias
         self.is_sliced = is_sliced
         self.stages: dict[str, Stage] = {}
+        self.stacked: Stacked | None = None  # where it was read
         self._product = sliced(self._multiply) if is_sliced else self._multiply
 
     @classmethod
@@ -58,7 +67,9 @@ class Linear:
         scheme = quant.scheme_of(w, names, w.quantization)
         weights = scheme.read(w, names, outputs, inputs)
         biases = w.stacked([f"{name}.bias" for name in names], outputs) if bias else None
-        return cls(scheme, weights, biases, w.deterministic)
+        made = cls(scheme, weights, biases, w.deterministic)
+        made.stacked = Stacked(tuple(names), tuple(outputs), inputs)
+        return made
 
     @property
     def matrix(self) -> Matrix | None:

@@ -21,14 +21,14 @@ from slipstream.layers.residual import Residual
 from slipstream.layers.sliced import ROWS
 from slipstream.layers.streaming import Streaming
 from slipstream.models.decoder import build_any
-from slipstream.models.fileless import RandomSource
-from slipstream.models.weights import FileSource, Source, Weights
+from slipstream.runner.adapters import Active, Adapters
 from slipstream.runner.cache_dtype import log_scales
 from slipstream.runner.devices import available_on_host, free_on_gpu
 from slipstream.runner.draft_loading import load_drafter
 from slipstream.runner.drafting import Drafting
 from slipstream.runner.graphs import Buckets, Graphs
 from slipstream.runner.launched import LaunchedStep
+from slipstream.runner.load_weights import load_weights
 from slipstream.runner.log_probs import Ask, Tops, asks_of
 from slipstream.runner.masks import MaskPlaces, StepMasks
 from slipstream.runner.memory import left_in_share, left_on_gpu, num_blocks
@@ -55,14 +55,6 @@ from slipstream.runner.values import Beside, has_prompts, piece_rows, wants_logi
 
 _log = logging.getLogger(__name__)
 _EDIT_BYTES = 1 << 20  # of a step with a graph
-
-
-def _load(plan: Plan) -> Weights:
-    config = plan.config
-    source: Source = RandomSource(plan.device)
-    if config.load_format != "random":
-        source = FileSource(plan.checkpoint, plan.device, plan.model.tensors)
-    return Weights(source, plan.device, plan.dtype, config.quantization, config.deterministic)
 
 
 def _layout(plan: Plan) -> Layout:
@@ -101,7 +93,8 @@ class ModelRunner:
         self._kinds = sorted(set(self._layers))
         self._places = [place for _, place in places]
         num_positions = window.size if window.has_gaps else plan.max_model_len
-        self._model = build_any(plan.model, _load(plan), num_positions)
+        self._model = build_any(plan.model, load_weights(plan), num_positions)
+        self.adapters = Adapters(plan, self._model)
         log_scales(plan.cache_dtype, self._model)
         self._streaming = None
         if window.has_gaps:
@@ -213,10 +206,13 @@ class ModelRunner:
         first, before = self._first_result, self._half - self._first_result
         self._first_result = before
         size = sum([row.samples for row in batch.rows])
-        masks = self._masks.start(batch, first)
+        masks, active = self._masks.start(batch, first), self.adapters.of(batch)
         if self._tables.device.type == "cpu":
-            return LaunchedStep(lambda: self._compute(batch, first, before, size, masks), masks)
-        made = self._run(batch, first, before, masks)
+            return LaunchedStep(
+                lambda: self._read(first, size, *self._run(batch, first, before, masks, active)),
+                masks,
+            )
+        made = self._run(batch, first, before, masks, active)
         done = self._done[first > 0]
         done.record()
         return LaunchedStep(lambda: self._read(first, size, *made), masks, done)
@@ -235,11 +231,6 @@ class ModelRunner:
     def run(self, batch: Batch) -> Sampled:
         """Run one step from beginning to end."""
         return self.launch(batch).wait()
-
-    def _compute(
-        self, batch: Batch, first: int, before: int, size: int, masks: StepMasks | None
-    ) -> Sampled:
-        return self._read(first, size, *self._run(batch, first, before, masks))
 
     def _read(self, first: int, size: int, asks: list[Ask], beside: Beside | None) -> Sampled:
         """Return the results of a completed step, which begin at `first`."""
@@ -260,12 +251,13 @@ class ModelRunner:
         found = None if self._graphs is None else self._graphs.find(exact)
         shape = exact if found is None else found[0]
         arrays = self._builder.build(batch, shape, 0, 0)
-        return self._forward(shape, self._stage(arrays))[arrays.samples].float()
+        with self.adapters.step(self.adapters.of(batch), batch, shape, arrays):
+            return self._forward(shape, self._stage(arrays))[arrays.samples].float()
 
     # --- a step --------------------------------------------------------------------------------
 
     def _run(
-        self, batch: Batch, first: int, before: int, masks: StepMasks | None
+        self, batch: Batch, first: int, before: int, masks: StepMasks | None, active: Active
     ) -> tuple[list[Ask], Beside | None]:
         """Put a step into the stream; results from `first` on, those of the last from `before`.
 
@@ -276,7 +268,7 @@ class ModelRunner:
             self._copy_blocks(batch)
         shape = self._builder.layout.shape_of(batch)
         beside = Beside() if has_prompts(batch) or wants_logits(batch) else None
-        has_graph = self._graphs is not None and not has_prompts(batch)
+        has_graph = self._graphs is not None and not has_prompts(batch) and not active
         found = self._graphs.find(shape) if has_graph and self._graphs is not None else None
         if found is not None:
             shape = found[0]
@@ -294,11 +286,12 @@ class ModelRunner:
         self._staging.sent()
         logits = None if captured is None else captured.logits
         if logits is None:
-            inputs = StepInputs.of(base, arrays)
-            if beside is not None and has_prompts(batch):
-                logits = self._step_with_prompts(shape, inputs, batch, beside)
-            else:
-                logits = self._step(shape, inputs)
+            inputs, keeps_all = StepInputs.of(base, arrays), has_prompts(batch)
+            with self.adapters.step(active, batch, shape, arrays, keeps_all):
+                if beside is not None and keeps_all:
+                    logits = self._step_with_prompts(shape, inputs, batch, beside)
+                else:
+                    logits = self._step(shape, inputs)
         asks = asks_of(batch)
         if batch.may_have_tops:
             given = StepInputs.of(base, arrays).sampling, self._counts, self._results.token_ids

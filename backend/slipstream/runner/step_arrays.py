@@ -216,7 +216,7 @@ class Slots:
         return [packed[row.slot] for row in rows]
 
 
-def _gap(batch: Batch, shape: StepShape) -> tuple[int, int]:
+def gap_of(batch: Batch, shape: StepShape) -> tuple[int, int]:
     """Return the padding between decodes and chunks: the row, and how many rows of a token each.
 
     None where the decodes are chunks, or the shape has nothing but decodes.
@@ -354,7 +354,7 @@ class StepBuilder:
     ) -> tuple[Int64s, StepArrays]:
         """The slots of the rows, and `build`."""
         rows, count = batch.rows, batch.num_decodes
-        slots, (begin, gap) = self._slots.update(rows), _gap(batch, shape)
+        slots, (begin, gap) = self._slots.update(rows), gap_of(batch, shape)
         sizes = [1] * count + [len(row.token_ids) for row in rows[count:]]
         lengths = [row.start + n - row.gap for row, n in zip(rows, sizes, strict=True)]
         width = -(-max(lengths, default=0) // self._block_size)

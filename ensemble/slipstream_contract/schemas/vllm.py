@@ -49,7 +49,6 @@ _LATER: dict[str, tuple[object, ...]] = {
     "detokenize": (None, True),
     "output_kind": (None,),
     "extra_args": (None, {}),
-    "lora_name": (None, ""),
     "skip_reading_prefix_cache": (None, False),
     "repetition_detection": (None,),
 }
@@ -58,7 +57,7 @@ _OF_ENGINE = ("speculative_config", "num_speculative_tokens", "lookahead_config"
 _SERVED = frozenset(
     {asked.name for entry in FIELDS.values() if (asked := entry.asked("vllm")) is not None}
     | {"stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "bad_words", "logit_bias"}
-    | {"logprobs", "prompt_logprobs", "logprobs_mode", "add_special_tokens"}
+    | {"logprobs", "prompt_logprobs", "logprobs_mode", "add_special_tokens", "lora_name"}
     | {"use_beam_search", "length_penalty", "early_stopping"}
     | VLLM_NAMES
     | EDIT_NAMES
@@ -120,6 +119,7 @@ def build_request(
             end_id=-1 if values.flag("ignore_eos") else None,
         ),
         add_special_tokens=add_special_tokens,
+        adapter=values.text("lora_name"),
         **handling,
     )
 

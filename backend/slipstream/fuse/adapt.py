@@ -1,0 +1,70 @@
+"""A rewrite behind that of fusion: places of linear layers that adapters can add terms to."""
+
+from typing import NamedTuple
+
+from slipstream.fuse.places import Gated, NormedAdd
+from slipstream.fuse.rewrite import Place, fused, layers_of, places_of
+from slipstream.layers.adapted import (
+    AdaptedGatedLinear,
+    AdaptedLinearAdd,
+    AdaptedNormLinear,
+    Delta,
+    StepGroups,
+)
+from slipstream.layers.decoder import Decoder
+from slipstream.layers.linear import GatedLinear, Linear, NormLinear
+
+_OF_KEPT = ("o_proj", "gate_proj", "up_proj", "down_proj")  # behind the attention of a block
+
+
+class AdaptedPlace(NamedTuple):
+    """A place that adapters can add terms to: matrices with the same inputs, stacked."""
+
+    name: str
+    parts: tuple[str, ...]  # the decoder's names of the matrices
+    sizes: tuple[int, ...]  # outputs of each
+    inputs: int
+
+
+def adapt(decoder: Decoder, groups: StepGroups) -> list[AdaptedPlace]:
+    """Wrap the places of a decoder's blocks, in place; what a step without groups computes is the
+    same. Matrices of experts, and their router, are not among them.
+    """
+    found = []
+    for number, (prefix, layer) in layers_of(decoder):
+        is_last = number == len(decoder.blocks) - 1
+        for name, place in list(places_of(layer)):
+            stacked = place.linear.stacked
+            if stacked is None:
+                continue
+            parts = tuple(f"{prefix}.{part}" for part in stacked.names)
+            which = "kept" if is_last and stacked.names[0] in _OF_KEPT else "tokens"
+            delta = Delta(parts[0], groups, which, place.linear.is_sliced)
+            setattr(layer, name, _adapted(place, delta))
+            found.append(AdaptedPlace(parts[0], parts, stacked.outputs, stacked.inputs))
+    return found
+
+
+def _adapted(place: Place, delta: Delta) -> Place:
+    if isinstance(place, Gated):
+        place.place = _norm_linear(place.place, delta)
+        return place
+    if isinstance(place, NormedAdd):
+        place.place = AdaptedLinearAdd(place.place, delta)
+        return place
+    if isinstance(place, NormLinear):
+        return _norm_linear(place, delta)
+    if isinstance(place, GatedLinear):
+        return AdaptedGatedLinear(place, _product(place.linear), delta)
+    return AdaptedLinearAdd(place, delta)
+
+
+def _norm_linear(place: NormLinear, delta: Delta) -> NormLinear:
+    return AdaptedNormLinear(place, _product(place.linear), delta)
+
+
+def _product(linear: Linear) -> NormLinear:
+    """Return the place of a linear layer behind a norm that leaves nothing to its reader."""
+    made = fused(NormLinear(linear))
+    assert isinstance(made, NormLinear)
+    return made

@@ -1,0 +1,1 @@
+"""Low-rank terms that adapters add to GEMMs of rows."""

@@ -1,0 +1,181 @@
+"""Places of linear layers to which adapters add low-rank terms.
+
+Each wraps a place, fused or not, and is that place in every step of which no row has an adapter
+with a term for it. Else the place runs as it does without adapters and the term is added to what it
+made; so rows without an adapter, and rows whose term is zero, keep their bits. A gate needs its
+product complete: such a place multiplies, adds and then applies the gate.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise.activation import GATES
+from slipstream.kernels.elementwise.fp8 import Quantized
+from slipstream.kernels.elementwise.scales import Scales
+from slipstream.kernels.gemm.linear import Operand
+from slipstream.kernels.lora.add import add
+from slipstream.layers.linear import GatedLinear, LinearAdd, NormLinear
+from slipstream.layers.norm import RowNorm
+from slipstream.layers.residual import Residual
+
+
+class Term(NamedTuple):
+    """A low-rank term of some outputs of a linear layer."""
+
+    first: int  # output
+    a: Tensor  # [r, inputs]
+    b: Tensor  # [outputs, r], times the adapter's scaling
+
+
+Terms = Mapping[str, Sequence[Term]]  # of an adapter, by the places' names
+
+
+class Group(NamedTuple):
+    """The rows of a step that have one adapter."""
+
+    terms: Terms
+    rows: Tensor  # [m] i64
+
+
+class StepGroups:
+    """The groups of the step that runs; none where no row has an adapter.
+
+    `tokens` are of all its tokens, `kept` of those that the last block goes on with behind its
+    attention, `head` of the rows that the head is called for.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: Sequence[Group] = ()
+        self.kept: Sequence[Group] = ()
+        self.head: Sequence[Group] = ()
+
+    def clear(self) -> None:
+        """End the step."""
+        self.tokens = self.kept = self.head = ()
+
+
+class Delta:
+    """What adapters add to one place.
+
+    Args:
+        name: of the place.
+        groups: of the step.
+        which: the field of `groups` whose rows the place sees.
+        is_fixed: whether a row's bits may not depend on other rows.
+    """
+
+    def __init__(self, name: str, groups: StepGroups, which: str, is_fixed: bool) -> None:
+        self.name, self.is_fixed = name, is_fixed
+        self._groups, self._which = groups, which
+
+    def groups(self) -> list[Group]:
+        """Return the groups that have a term here."""
+        found: Sequence[Group] = getattr(self._groups, self._which)
+        return [group for group in found if group.terms.get(self.name)]
+
+    def add_to(self, y: Tensor, x: Tensor, groups: Sequence[Group]) -> None:
+        """Add the terms of rows `x [n, inputs]` to `y [n, outputs]`, in place."""
+        for group in groups:
+            for term in group.terms[self.name]:
+                add(y, x, group.rows, term.a, term.b, term.first, self.is_fixed)
+
+
+class AdaptedNormLinear(NormLinear):
+    """A linear layer of a norm.
+
+    Args:
+        place: what it is without adapters.
+        finished: the same, which leaves no scales to its reader.
+        delta: what is added.
+    """
+
+    def __init__(self, place: NormLinear, finished: NormLinear, delta: Delta) -> None:
+        super().__init__(place.linear, place.leaves_scales)
+        self._place, self._finished, self._delta = place, finished, delta
+
+    def __call__(self, norm: RowNorm, residual: Residual) -> tuple[Tensor, Scales | None]:
+        """Compute what `NormLinear` computes, with the terms."""
+        groups = self._delta.groups()
+        if not groups:
+            return self._place(norm, residual)
+        x = norm(residual.values)
+        y, scales = self._finished(norm, residual)
+        assert scales is None, "what a term is added to is complete"
+        self._delta.add_to(y, x, groups)
+        return y, None
+
+
+class AdaptedGatedLinear(GatedLinear):
+    """A linear layer of a norm, before a gate.
+
+    Args:
+        place: what it is without adapters.
+        product: its product alone.
+        delta: what is added to it.
+    """
+
+    def __init__(self, place: GatedLinear, product: NormLinear, delta: Delta) -> None:
+        super().__init__(place.linear, place.gate)
+        self._place, self._product, self._delta = place, product, delta
+
+    def __call__(self, norm: RowNorm, residual: Residual) -> Operand:
+        """Compute what `GatedLinear` computes, with the terms."""
+        groups = self._delta.groups()
+        if not groups:
+            return self._place(norm, residual)
+        x = norm(residual.values)
+        y, scales = self._product(norm, residual)
+        assert scales is None, "a gate applies no scales"
+        self._delta.add_to(y, x, groups)
+        gated = GATES[self.gate](y)
+        if not self._delta.is_fixed:
+            return gated
+        # A fused gate may round otherwise: rows without a term keep what they have beside others.
+        out = self._place(norm, residual)
+        for group in groups:
+            _put(out, group.rows, gated)
+        return out
+
+
+def _put(out: Operand, rows: Tensor, values: Tensor) -> None:
+    """Replace rows of `out` by those of `values`."""
+    if isinstance(out, Tensor):
+        out[rows] = values[rows]
+        return
+    quantized = fp8.quantize(values[rows])
+    out.values[rows] = quantized.values
+    out.scales[rows] = quantized.scales
+
+
+class AdaptedLinearAdd(LinearAdd):
+    """A linear layer that is added to a sum.
+
+    Args:
+        place: what it is without adapters; no norm stands behind it.
+        delta: what is added to the sum.
+    """
+
+    def __init__(self, place: LinearAdd, delta: Delta) -> None:
+        super().__init__(place.linear)
+        assert place.norm is None, "a norm is of the product and its terms"
+        self._place, self._delta = place, delta
+
+    def __call__(self, x: Operand, residual: Residual) -> None:
+        """Add what `LinearAdd` adds, with the terms."""
+        self._place(x, residual)
+        groups = self._delta.groups()
+        if groups:
+            values = residual.values
+            self._delta.add_to(values, _plain(x, values.dtype), groups)
+
+
+def _plain(x: Operand, dtype: torch.dtype) -> Tensor:
+    """Return rows that were quantised for a product as numbers."""
+    if isinstance(x, Quantized):
+        return (x.values.float() * x.scales[:, None]).to(dtype)
+    assert isinstance(x, Tensor)
+    return x

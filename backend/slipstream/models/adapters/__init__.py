@@ -1,0 +1,1 @@
+"""Adapters on disk: which of them are served, and what they add to the decoder."""

@@ -1,0 +1,129 @@
+"""Read PEFT's `adapter_config.json`; refuse, by key, what changes the arithmetic and is not served.
+
+Every key that PEFT 0.21 writes for LoRA is here: read, refused unless it asks for nothing, or
+without effect on what an adapter computes. Any other key must ask for nothing. No torch.
+"""
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream_contract.errors import clip
+
+from slipstream.errors import CheckpointError
+from slipstream.models.files import read_json
+from slipstream.models.reader import Reader, words
+
+_log = logging.getLogger(__name__)
+
+FILE = "adapter_config.json"
+MAX_RANK = 512
+_MAX_PATTERNS = 4096
+_MAX_PATTERN = 512  # characters
+
+# Hints of training, or how it began: the tensors say what there is.
+_HARMLESS = words(
+    "target_modules exclude_modules layers_to_transform layers_pattern megatron_config "
+    "megatron_core loftq_config eva_config corda_config lora_ga_config init_lora_weights "
+    "lora_dropout inference_mode task_type revision auto_mapping base_model_name_or_path "
+    "ensure_weight_tying peft_version qalora_group_size runtime_config lora_bias bias"
+)
+_READ = words(
+    "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern fan_in_fan_out use_dora "
+    "modules_to_save"
+)
+_NOTHING: tuple[object, ...] = (None, False, "", [], {})
+_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga")  # values of init_lora_weights
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """What the scaling of a module's term follows from."""
+
+    rank: int
+    alpha: float
+    by_root: bool  # alpha over the root of the rank
+    ranks: Mapping[str, int]  # regex of modules -> rank; the first that matches counts
+    alphas: Mapping[str, float]
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank that a module must have."""
+        key = _first(self.ranks, module)
+        return self.rank if key is None else self.ranks[key]
+
+    def scale_of(self, module: str, rank: int) -> float:
+        """Return the factor of a module's term."""
+        key = _first(self.alphas, module)
+        alpha = self.alpha if key is None else self.alphas[key]
+        return alpha / (math.sqrt(rank) if self.by_root else rank)
+
+
+def _first(patterns: Mapping[str, object], module: str) -> str | None:
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
+
+
+def read_config(directory: Path) -> LoraConfig:
+    """Read an adapter's configuration; raises `CheckpointError` (file, key, value)."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory")
+    path = directory / FILE
+    config = Reader(read_json(path), str(path))
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise config.refusal("peft_type", "is not implemented; 'LORA' is")
+    _refuse_others(config)
+    rank = config.whole("r", 8)
+    if rank > MAX_RANK:
+        raise config.refusal("r", f"is above {MAX_RANK}, the largest rank")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        _log.warning(
+            "%s: init_lora_weights = %s changes the base's weights in training: the adapter is "
+            "right only if it was converted when it was saved",
+            path,
+            clip(start),
+        )
+    return LoraConfig(
+        rank,
+        config.positive("lora_alpha", 8.0),
+        config.flag("use_rslora", default=False),
+        {key: int(value) for key, value in _patterns(config, "rank_pattern").items()},
+        _patterns(config, "alpha_pattern"),
+    )
+
+
+def _refuse_others(config: Reader) -> None:
+    """Refuse keys that ask for what is not implemented."""
+    for key, value in config.data.items():
+        if key in _HARMLESS or key in _READ or value in _NOTHING:
+            continue
+        raise config.refusal(key, "is not implemented")
+    for key in ("use_dora", "modules_to_save"):
+        if config.get(key) not in _NOTHING:
+            raise config.refusal(key, "is not implemented")
+
+
+def _patterns(config: Reader, key: str) -> dict[str, float]:
+    """Read an object from regexes to ranks or alphas."""
+    found: dict[str, float] = {}
+    data = config.child(key).data
+    if len(data) > _MAX_PATTERNS:
+        raise CheckpointError(f"{key} has {len(data)} patterns, at most {_MAX_PATTERNS} are served")
+    for pattern, value in data.items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise config.refusal(key, f"has {clip(pattern)}, no regex: {error}") from None
+        if len(pattern) > _MAX_PATTERN:
+            raise config.refusal(key, f"has a pattern of {len(pattern)} characters")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < float(str(value)) < math.inf:
+            raise config.refusal(key, f"has {clip(value)} for {clip(pattern)}, no number > 0")
+        number = float(str(value))
+        if key == "rank_pattern" and (number != int(number) or number > MAX_RANK):
+            raise config.refusal(key, f"has {clip(value)}, no rank from 1 to {MAX_RANK}")
+        found[pattern] = number
+    return found

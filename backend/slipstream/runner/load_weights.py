@@ -1,0 +1,14 @@
+"""The weights that a plan asks for."""
+
+from slipstream.models.fileless import RandomSource
+from slipstream.models.weights import FileSource, Source, Weights
+from slipstream.runner.plan import Plan
+
+
+def load_weights(plan: Plan) -> Weights:
+    """Open the checkpoint of a plan, or draw its weights. Raises `CheckpointError`."""
+    config = plan.config
+    source: Source = RandomSource(plan.device)
+    if config.load_format != "random":
+        source = FileSource(plan.checkpoint, plan.device, plan.model.tensors)
+    return Weights(source, plan.device, plan.dtype, config.quantization, config.deterministic)

@@ -1,0 +1,195 @@
+"""Adapters in an engine: chosen by name, loaded and unloaded while requests run."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.models.adapters import Pairs, draw_pairs, merged, scale_of, targets_of, write_adapter
+from fixtures.models.checkpoints import Asker, make_model, make_runner, random_prompts, save
+from slipstream.engine.adapters import AdapterStore
+from slipstream.engine.engine import Engine
+from slipstream.engine.scheduler import Limits
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.wire import Submit
+from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.ids import pack
+from slipstream_contract.sampling import SamplingParams
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, log_probs=True)
+RANKS = {"a": 4, "b": 17, "c": 1}
+
+
+class House:
+    """An engine on a small model, and three adapters on disk."""
+
+    def __init__(self, folder: Path, **options: object) -> None:
+        self.model = make_model("llama", num_hidden_layers=2, hidden_size=64)
+        checkpoint = folder / "base"
+        if not checkpoint.exists():
+            save(self.model, checkpoint)
+        self.folder = folder
+        self.runner: ModelRunner = make_runner(checkpoint, **options)
+        self.pairs: dict[str, Pairs] = {}
+        for seed, (name, rank) in enumerate(RANKS.items()):
+            self.write(name, rank, seed)
+        self.restart()
+
+    def write(self, name: str, rank: int, seed: int, size: float = 0.3) -> str:
+        """Draw an adapter; return its directory."""
+        pairs = self.pairs[name] = draw_pairs(self.model, targets_of(self.model), rank, seed, size)
+        return str(write_adapter(self.folder / name, pairs, rank))
+
+    def restart(self, limits: Limits | None = None) -> None:
+        self.asker = Asker(self.runner, limits or Limits(8, 64))
+        store = AdapterStore(self.runner.adapters, str(self.folder), "base")
+        self.asker.engine = Engine(limits or Limits(8, 64), self.runner, None, adapters=store)
+        self.store = store
+
+    def load(self, *names: str) -> None:
+        for name in names:
+            self.store.load(name, str(self.folder / name))
+
+    def submit(self, prompt: list[int], adapter: str, sampling: SamplingParams = GREEDY) -> int:
+        submit = self.asker.engine.submit
+
+        def with_adapter(bridge: bytes, message: Submit) -> None:
+            submit(bridge, Submit(*(message.request, pack(prompt), sampling, 1), adapter=adapter))
+
+        self.asker.engine.submit = with_adapter  # type: ignore[method-assign]
+        try:
+            return self.asker.submit(prompt, sampling)
+        finally:
+            self.asker.engine.submit = submit  # type: ignore[method-assign]
+
+    def expected(self, prompt: list[int], adapter: str) -> list[int]:
+        """Greedy tokens of the model with an adapter's weights."""
+        pairs = self.pairs.get(adapter, {})
+        tokens = list(prompt)
+        with merged(self.model, pairs, scale_of(RANKS.get(adapter, 1))), torch.no_grad():
+            for _ in range(GREEDY.max_tokens):
+                tokens.append(int(self.model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        return tokens[len(prompt) :]
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> House:
+    return House(tmp_path)
+
+
+def test_requests_of_several_adapters_and_of_none_share_steps_and_prompts(house: House) -> None:
+    house.load("a", "b", "c")
+    prompt = random_prompts([30])[0]
+    for _ in range(2):  # the second time, what is cached of the first
+        asked = {name: house.submit(prompt, name) for name in ("a", "", "b", "c")}
+        house.asker.drain()
+        for name, number in asked.items():
+            assert house.asker.answers[number, 0].token_ids == house.expected(prompt, name)
+    assert house.asker.engine.figures().counters["prefix_hits"] > 3 * 16
+
+
+@pytest.mark.parametrize("host_bytes", [0, 1 << 20])
+def test_a_name_with_new_weights_finds_nothing_of_the_old(tmp_path: Path, host_bytes: int) -> None:
+    house = House(tmp_path, kv_cache_tokens=64, kv_cache_host_bytes=host_bytes)
+    prompt, other = random_prompts([30, 40])
+    house.load("a")
+    first = house.submit(prompt, "a")
+    house.asker.drain()
+    old = house.expected(prompt, "a")
+    house.write("a", RANKS["a"], seed=9)
+    house.load("a")
+    house.asker.drain()
+    if host_bytes:  # push what is cached out of the device
+        house.submit(other, "")
+        house.asker.drain()
+    second = house.submit(prompt, "a")
+    house.asker.drain()
+    answers = house.asker.answers
+    assert answers[first, 0].token_ids == old
+    assert answers[second, 0].token_ids == house.expected(prompt, "a") != old
+    assert house.asker.engine.figures().counters["prefix_hits"] == 0
+    third = house.submit(prompt, "a")
+    house.asker.drain()
+    assert answers[third, 0].token_ids == answers[second, 0].token_ids
+    assert house.asker.engine.figures().counters["prefix_hits"] > 0
+
+
+def test_what_runs_keeps_its_adapter_when_the_name_goes_or_changes(house: House) -> None:
+    house.load("a", "b")
+    prompts = random_prompts([9, 5])
+    wanted = [house.expected(prompts[0], "a"), house.expected(prompts[1], "b")]
+    numbers = [house.submit(prompts[0], "a"), house.submit(prompts[1], "b")]
+    house.asker.step()
+    house.store.unload("a")
+    house.write("b", RANKS["b"], seed=5)
+    house.load("b")
+    with pytest.raises(ContractError, match=r"adapter 'a' is not loaded; those that are: b$"):
+        house.submit(prompts[0], "a")
+    house.asker.answers.pop((2, 0), None)
+    assert len(house.runner.adapters._loaded) == 3
+    house.asker.drain()
+    found = [house.asker.answers[number, 0].token_ids for number in numbers]
+    assert found == wanted
+    assert len(house.runner.adapters._loaded) == 1  # the new `b`
+
+
+def test_two_names_of_the_same_weights_are_one_adapter(house: House) -> None:
+    house.load("a")
+    house.store.load("again", str(house.folder / "a"))
+    assert len(house.runner.adapters._loaded) == 1
+    house.store.unload("a")
+    prompt = random_prompts([4])[0]
+    number = house.submit(prompt, "again")
+    house.asker.drain()
+    assert house.asker.answers[number, 0].token_ids == house.expected(prompt, "a")
+    house.store.unload("again")
+    assert not house.runner.adapters._loaded
+
+
+def test_a_path_leads_below_the_root_or_is_refused(house: House, tmp_path: Path) -> None:
+    outside = tmp_path.parent / "outside"
+    write_adapter(outside, house.pairs["a"], RANKS["a"])
+    (tmp_path / "link").symlink_to(outside)
+    told: list[ContractError | None] = []
+    for path in ("../outside", str(outside), "link", "", ".", "a/../..", "\0", "a/../link"):
+        with pytest.raises(ContractError, match="lora_path is"):
+            house.store.start_load("x", path, told.append)
+    house.store.start_load("x", "a", told.append)
+    house.store.start_load("y", str(tmp_path / "b"), told.append)
+    house.store.start_load("z", "none", told.append)
+    while house.store.is_loading:
+        house.store.poll()
+    assert told[:2] == [None, None]
+    assert told[2] is not None
+    assert told[2].code is Code.INVALID_ARGUMENT
+    assert "no such directory" in told[2].message
+    assert [info.name for info in house.store.infos()] == ["x", "y"]
+
+
+def test_a_zero_term_leaves_the_bases_bits(house: House) -> None:
+    pairs = {name: (a, torch.zeros_like(b)) for name, (a, b) in house.pairs["b"].items()}
+    write_adapter(house.folder / "zero", pairs, RANKS["b"])
+    house.load("zero")
+    prompt = random_prompts([21])[0]
+    found = []
+    for name in ("", "zero"):
+        number = house.submit(prompt, name)
+        house.asker.drain()
+        found.append(house.asker.answers[number, 0].log_probs)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["", "b"])
+def test_a_rows_bits_do_not_depend_on_neighbours_adapters(tmp_path: Path, name: str) -> None:
+    house = House(tmp_path, deterministic=True)
+    house.load("a", "b")
+    prompts = random_prompts([7, 30, 12, 4])
+    found = []
+    for neighbours in ((), ("a",), ("", "b"), ("b", "a", "b")):
+        house.restart(Limits(8, 19, kv_cache_reuse=False))
+        house.load("a", "b")
+        for prompt, other in zip(prompts[1:], neighbours, strict=False):
+            house.submit(prompt, other)
+        number = house.submit(prompts[0], name)
+        house.asker.drain()
+        found.append(house.asker.answers[number, 0].log_probs)
+    assert all(each == found[0] for each in found)

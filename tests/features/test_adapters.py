@@ -1,0 +1,77 @@
+"""Adapters of a whole house: chosen by `lora_name`, loaded and unloaded by a connection."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.features.house import House
+from fixtures.models.adapters import write_adapter
+from slipstream_contract.errors import Code, ContractError
+
+LAYERS = range(7)
+
+
+def write(folder: Path, seed: int) -> Path:
+    """An adapter of the default model which changes what it says."""
+    rng = torch.Generator().manual_seed(seed)
+    pairs = {
+        f"model.layers.{i}.self_attn.v_proj": (
+            torch.randn(4, 256, generator=rng) / 16,
+            torch.randn(128, 4, generator=rng),
+        )
+        for i in LAYERS
+    }
+    return write_adapter(folder, pairs, 4)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    folder = tmp_path_factory.mktemp("adapters")
+    first, _ = write(folder / "one", 1), write(folder / "two", 2)
+    made = House(folder, adapters=f"first={first}", adapter_root=str(folder))
+    yield made
+    made.close()
+
+
+def text_of(house: House, name: str | None) -> str:
+    sampling = {"max_tokens": 12, "temperature": 0} | ({} if name is None else {"lora_name": name})
+    body = {
+        "text_input": "def main(",
+        "exclude_input_in_output": True,
+        "sampling_parameters": json.dumps(sampling),
+    }
+    return "".join(each["text_output"][0].decode() for each in house.ask("vllm_model", body))
+
+
+def test_a_name_chooses_what_is_said(house: House) -> None:
+    base = text_of(house, None)
+    assert text_of(house, "") == base
+    assert text_of(house, "first") != base
+    assert text_of(house, None) == base
+
+
+def test_adapters_come_and_go_by_messages(house: House) -> None:
+    connection = house._bridge.connection
+    with pytest.raises(ContractError, match="'second' is not loaded; those that are: first") as no:
+        text_of(house, "second")
+    assert no.value.code is Code.NOT_FOUND
+    connection.load_adapter("second", "two", 60)
+    assert [(each.name, each.rank) for each in connection.adapters] == [("first", 4), ("second", 4)]
+    second = text_of(house, "second")
+    assert second != text_of(house, "first")
+    connection.load_adapter("second", "one", 60)
+    assert text_of(house, "second") == text_of(house, "first") != second
+    connection.unload_adapter("second", 60)
+    assert [each.name for each in connection.adapters] == ["first"]
+    for change, why in (
+        (lambda: connection.load_adapter("x", "..", 60), "not below adapter_root"),
+        (lambda: connection.load_adapter("x", "three", 60), "no such directory"),
+        (lambda: connection.load_adapter("", "one", 60), "name is ''"),
+        (lambda: connection.load_adapter("checkpoint", "one", 60), "which is the model"),
+        (lambda: connection.unload_adapter("second", 60), "'second' is not loaded"),
+        (lambda: connection.unload_adapter("", 60), "name is empty"),
+    ):
+        with pytest.raises(ContractError, match=why):
+            change()

@@ -1,0 +1,170 @@
+"""Adapters on disk: what PEFT wrote itself, and what is refused, by name, before the device."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.models.adapters import draw_pairs, targets_of, write_adapter
+from fixtures.models.checkpoints import Driver, Generation, make_model, make_runner, save
+from safetensors.torch import load_file, save_file
+from slipstream.errors import CheckpointError
+from slipstream.runner.model_runner import ModelRunner
+
+PEFT = Path(__file__).parents[1] / "fixtures/models/peft"  # by peft 0.21.2, logits too
+SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
+    return make_model("llama", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def runner(base: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    return make_runner(save(base, tmp_path_factory.mktemp("base")))
+
+
+@pytest.mark.parametrize("name", ["rooted", "some"])
+def test_logits_are_those_of_peft(runner: ModelRunner, name: str) -> None:
+    """Patterns of ranks and alphas, rank-stabilised; some modules of some layers."""
+    recorded = load_file(PEFT / "logits.safetensors")
+    number = runner.adapters.add(runner.adapters.read(str(PEFT / name)))
+    ids = recorded["ids"].tolist()
+    for count in range(1, len(ids) + 1):
+        row = Generation(ids[:count], 1, adapter=number)
+        Driver(runner, keep_logits=True).finish([row])
+        assert (row.logits[0] - recorded[name][count - 1]).abs().max() < 1e-4
+    runner.adapters.remove(number)
+
+
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    def apply(folder: Path) -> None:
+        found = load_file(folder / TENSORS)
+        change(found)
+        save_file(found, folder / TENSORS)
+
+    return apply
+
+
+def config(**values: object) -> Callable[[Path], object]:
+    def apply(folder: Path) -> None:
+        given = json.loads((folder / CONFIG).read_text())
+        (folder / CONFIG).write_text(json.dumps(given | values))
+
+    return apply
+
+
+def put(name: str, value: torch.Tensor) -> Callable[[Path], object]:
+    return tensors(lambda found: found.update({name: value}))
+
+
+def cut(folder: Path) -> None:
+    data = (folder / TENSORS).read_bytes()
+    (folder / TENSORS).write_bytes(data[:-100])
+
+
+BAD: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no configuration": (lambda f: (f / CONFIG).unlink(), "adapter_config.json: no such file"),
+    "no JSON": (lambda f: (f / CONFIG).write_text("{"), "adapter_config.json: not valid JSON"),
+    "a list": (lambda f: (f / CONFIG).write_text("[]"), "must be a JSON object"),
+    "no tensors": (lambda f: (f / TENSORS).unlink(), "has neither adapter_model.safetensors"),
+    "pickled": (
+        lambda f: (f / TENSORS).rename(f / "adapter_model.bin"),
+        r"only pickled weights \(adapter_model.bin\)",
+    ),
+    "truncated": (cut, "truncated"),
+    "a header of nothing": (lambda f: (f / TENSORS).write_bytes(b"\0" * 64), "not safetensors"),
+    "another kind": (config(peft_type="IA3"), "peft_type = 'IA3' is not implemented"),
+    "no kind": (config(peft_type=None), "peft_type = None"),
+    "prompt tuning": (config(peft_type="PROMPT_TUNING"), "peft_type = 'PROMPT_TUNING'"),
+    "rank 0": (config(r=0), "r = 0 is not a whole number >= 1"),
+    "rank 513": (config(r=513), "r = 513 is above 512"),
+    "a rank of text": (config(r="8"), "r = '8' is not a whole number"),
+    "no alpha": (config(lora_alpha=-1), "lora_alpha = -1 is not a number > 0"),
+    "endless alpha": (config(lora_alpha=math.inf), "lora_alpha = inf is not a number > 0"),
+    "alpha patterns": (config(alpha_pattern=[1]), r"alpha_pattern = \[1\] is not an object"),
+    "no regex": (config(rank_pattern={"(": 4}), r"has '\(', no regex"),
+    "half a rank": (config(rank_pattern={"q_proj": 2.5}), "rank_pattern .* has 2.5, no rank"),
+    "no number": (config(alpha_pattern={"q_proj": "x"}), "has 'x' for 'q_proj', no number"),
+    "another rank": (config(r=5), "has rank 3, but adapter_config.json says 5"),
+    "layers again": (config(layer_replication=[[0, 1]]), "layer_replication = .* not implemented"),
+    "qalora": (config(use_qalora=True), "use_qalora = True is not implemented"),
+    "alora": (config(alora_invocation_tokens=[5]), r"alora_invocation_tokens = \[5\] is not"),
+    "parameters": (config(target_parameters=["x"]), "target_parameters = .* is not implemented"),
+    "tokens": (config(trainable_token_indices=[5]), "trainable_token_indices = .* not implemented"),
+    "a key to come": (config(uses_magic={"a": 1}), "uses_magic = .* is not implemented"),
+    "a flag of text": (config(use_rslora="yes"), "use_rslora = 'yes' is neither true nor false"),
+    "no B": (tensors(lambda t: t.pop(f"{Q}B.weight")), "q_proj.lora_B.weight is missing"),
+    "no A": (tensors(lambda t: t.pop(f"{Q}A.weight")), "q_proj.lora_A.weight is missing"),
+    "another input": (put(f"{Q}A.weight", torch.ones(3, 31)), r"A is \[3, 31\] and B \[32, 3\]"),
+    "another output": (put(f"{Q}B.weight", torch.ones(33, 3)), "give no 32 outputs of 32 inputs"),
+    "two ranks": (put(f"{Q}B.weight", torch.ones(32, 4)), "no rank fits both"),
+    "three dims": (put(f"{Q}A.weight", torch.ones(3, 32, 1)), "no rank fits both"),
+    "whole numbers": (put(f"{Q}A.weight", torch.ones(3, 32).int()), "is I32: not implemented"),
+    "NaN": (put(f"{Q}B.weight", torch.full((32, 3), math.nan)), "q_proj: B, .* holds NaN"),
+    "infinity": (put(f"{Q}A.weight", torch.full((3, 32), math.inf)), "q_proj: A, .* infinity"),
+    "a layer too many": (
+        put(f"{Q}A.weight".replace("0", "7"), torch.ones(3, 32)),
+        "layers.7.self_attn.q_proj.lora_B.weight is missing",
+    ),
+    "another name": (put("weight", torch.ones(1)), "tensor 'weight' is none of a LoRA's"),
+    "a bias": (put(f"{Q}B.bias", torch.ones(32)), r"q_proj has a bias \(lora_bias\)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_malformed_adapter_is_refused_by_name(
+    case: str, base: torch.nn.Module, runner: ModelRunner, tmp_path: Path
+) -> None:
+    change, why = BAD[case]
+    folder = write_adapter(tmp_path / "x", draw_pairs(base, targets_of(base), 3), 3)
+    runner.adapters.read(str(folder))
+    change(folder)
+    with pytest.raises(CheckpointError, match=why):
+        runner.adapters.read(str(folder))
+
+
+def test_a_module_that_no_adapter_can_change_is_named(
+    base: torch.nn.Module, runner: ModelRunner, tmp_path: Path
+) -> None:
+    pair = (torch.ones(2, 32), torch.ones(32, 2))
+    for module in ("model.layers.9.self_attn.q_proj", "model.norm", "model.layers.0.mlp.experts.1"):
+        folder = write_adapter(tmp_path / module, {module: pair}, 2)
+        with pytest.raises(CheckpointError, match=f"module '{module}' is none that adapters"):
+            runner.adapters.read(str(folder))
+
+
+def test_names_of_a_larger_model_and_biases_of_zero_are_read(
+    base: torch.nn.Module, runner: ModelRunner, tmp_path: Path
+) -> None:
+    pairs = draw_pairs(base, ["q_proj"], 2)
+    plain = write_adapter(tmp_path / "plain", pairs, 2)
+    wrapped = {k.replace("model.", "model.language_model."): v for k, v in pairs.items()}
+    other = write_adapter(tmp_path / "wrapped", wrapped, 2)
+    put(f"{Q}B.bias".replace("model.layers", "model.language_model.layers"), torch.zeros(32))(other)
+    read = runner.adapters.read
+    one, two = read(str(plain)).terms, read(str(other)).terms
+    assert one.keys() == two.keys()
+    assert all(
+        torch.equal(x, y)
+        for place in one
+        for a, b in zip(one[place], two[place], strict=True)
+        for x, y in ((a.a, b.a), (a.b, b.b))
+    )
+
+
+def test_digests_say_what_is_computed(
+    base: torch.nn.Module, runner: ModelRunner, tmp_path: Path
+) -> None:
+    def digest(name: str, seed: int = 0, **given: object) -> bytes:
+        pairs = draw_pairs(base, ["q_proj"], 2, seed)
+        return runner.adapters.read(str(write_adapter(tmp_path / name, pairs, 2, **given))).digest
+
+    same = digest("one")
+    assert digest("two", inference_mode=True, lora_dropout=0.1) == same
+    assert len({same, digest("three", seed=1), digest("four", lora_alpha=9)}) == 3

@@ -1,0 +1,69 @@
+"""LoRA adapters against weights to which they are merged, alone and beside others in a batch."""
+
+from pathlib import Path
+
+import pytest
+from fixtures.models.adapters import (
+    draw_pairs,
+    merged,
+    scale_of,
+    targets_of,
+    write_adapter,
+)
+from fixtures.models.checkpoints import (
+    Driver,
+    Generation,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+)
+from fixtures.models.parity import check_against
+from fixtures.tiers import quick_of
+from slipstream.runner.model_runner import ModelRunner
+
+TOLERANCE = 1e-4
+# A family for each way in which a checkpoint stores its matrices or a block has them.
+FAMILIES = (
+    *("llama", "phi3", "gpt2", "gemma2", "codegen", "gpt_neox", "falcon"),
+    *("cohere", "gemma", "glm", "gptj", "opt", "starcoder2"),
+)
+
+
+def load(runner: ModelRunner, directory: Path) -> int:
+    return runner.adapters.add(runner.adapters.read(str(directory)))
+
+
+def generate(runner: ModelRunner, adapters: list[int], chunk: int) -> list[Generation]:
+    """Step sequences of several adapters together; 0: none."""
+    prompts = random_prompts([5 + 7 * i for i in range(len(adapters))])
+    rows = [Generation(prompt, 3, adapter=n) for prompt, n in zip(prompts, adapters, strict=True)]
+    driver = Driver(runner, keep_logits=True)
+    while not all(row.is_finished for row in rows):
+        driver.step(rows, chunk)
+    return rows
+
+
+@pytest.mark.parametrize("family", quick_of(FAMILIES, ("llama", "phi3", "gemma2")))
+def test_each_target_alone_and_all_in_one_batch_match_merged_weights(
+    family: str, tmp_path: Path
+) -> None:
+    model = make_model(family)
+    runner = make_runner(save(model, tmp_path / "base"))
+    names = targets_of(model)
+    kinds = [[name] for name in names] + [names]
+    ranks = [1, 5, 8, 16, 64, 300, 3, 2]
+    drawn = [
+        (draw_pairs(model, kind, ranks[i % 8], seed=i, size=0.1), ranks[i % 8])
+        for i, kind in enumerate(kinds)
+    ]
+    numbers = [
+        load(runner, write_adapter(tmp_path / str(i), pairs, rank))
+        for i, (pairs, rank) in enumerate(drawn)
+    ]
+    rows = generate(runner, [0, *numbers, 0], chunk=11)
+    for (pairs, rank), row in zip(drawn, rows[1:-1], strict=True):
+        with merged(model, pairs, scale_of(rank)):
+            check_against(model, row, TOLERANCE)
+    for row in (rows[0], rows[-1]):
+        check_against(model, row, TOLERANCE)
