@@ -17,7 +17,7 @@ from slipstream_gateway.foreign import ForeignTemplate
 from slipstream_gateway.history import prepare_messages
 from slipstream_gateway.model_text import ModelText
 from slipstream_gateway.parsing.answers import Answers
-from slipstream_gateway.parsing.choice import ToolChoice, read_choice
+from slipstream_gateway.parsing.choice import ToolChoice, read_choice, shown_tools
 from slipstream_gateway.parsing.detect import NONE
 from slipstream_gateway.prepare import (
     Prepared,
@@ -138,7 +138,7 @@ def render(
         if effort == "none":
             own["enable_thinking"] = False  # type: ignore[assignment]
         variables = {**own, **variables}
-    tools, documents = body.get("tools") or None, body.get("documents")
+    tools, documents = shown_tools(body.get("tools")), body.get("documents")
     if documents is not None and not isinstance(documents, list):
         raise ContractError(f"documents is {clip(documents)}, not a list")
     if body.get("tool_choice") == "none":

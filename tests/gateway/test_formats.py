@@ -34,13 +34,18 @@ TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")
         ("<minimax:tool_call> </think>", "minimax_m2+qwen3"),
         ('in the format {"name": function name, "parameters": dictionary of', "llama3_json"),
         ('[{"name": "tool_call_name", "arguments": {"arg1": "value1"}}]', "xlam"),
-        ("'<TOOLCALL>[' '</think>'", "qwen3"),  # of Nemotron Nano 2: no form that is known
+        ("'<TOOLCALL>[' '</think>'", "nemotron_json+qwen3"),
+        ("<tool_call></tool_call> as\n<tool_calls>[", "apriel"),
+        ("]<]minimax[>[<tool_call> </think>", "qwen3"),  # no form that is known
+        ("'<function=' + name </function> <|python_tag|>", None),
+        ("'<function=' + name </function> <|python_tag|> </think>", "qwen3"),
         ("</think>", "qwen3"),
     ],
 )
 def test_a_template_says_which_format(template, name):
-    assert detect(template).name == name
-    assert choose(template, NO_TOKENS).format.name == name
+    found = detect(template)
+    assert (found and found.name) == name
+    assert choose(template, NO_TOKENS).format.name == (name or "none")
 
 
 def test_a_template_without_markers_has_none():

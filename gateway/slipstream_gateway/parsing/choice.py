@@ -84,6 +84,27 @@ def read_choice(
     return ToolChoice("named", given, (_find(name, given, "tool_choice"),), is_parallel)
 
 
+def shown_tools(tools: object) -> list[dict[str, Any]] | None:
+    """Return the tools as chat templates read them; None: there are none.
+
+    A function may lack its description or its parameters, which many templates write down unasked:
+    then it has an empty text, and the schema of an object without properties. Raises ApiError.
+    """
+    if not _read_tools(tools):
+        return None
+    assert isinstance(tools, Sequence)
+    return [{**tool, "function": _completed(tool["function"])} for tool in tools]
+
+
+def _completed(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = {name: value for name, value in function.items() if value is not None}
+    if "description" in given and given.get("parameters"):
+        return function
+    parameters = given.pop("parameters", None) or {"type": "object", "properties": {}}
+    named = {"name": function["name"], "description": ""}
+    return {**named, **given, "parameters": parameters}
+
+
 def _read_tools(tools: object) -> tuple[Tool, ...]:
     if tools is None:
         return ()

@@ -20,7 +20,8 @@ from slipstream_gateway.parsing.formats import (
 
 AUTO, NONE = "auto", "none"
 
-_CALLS: tuple[tuple[tuple[str, ...], str], ...] = (
+_Marks = tuple[tuple[tuple[str, ...], str | None], ...]
+_CALLS: _Marks = (
     (("<|channel|>", "<|message|>"), HARMONY),
     (("｜DSML｜",), "deepseek_v32"),
     (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
@@ -29,8 +30,12 @@ _CALLS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("[TOOL_CALLS]",), "mistral"),
     (("<arg_key>",), "glm45"),
     (("<seed:tool_call>",), "seed_oss"),
+    (("]<]minimax[>[",), None),  # MiniMax M3: no form that is known, nor one of those below
+    (("'<function='", "</function>"), None),  # Functionary 3.1, likewise
     (("<minimax:tool_call>",), "minimax_m2"),
     (("<function=", "<parameter="), "qwen3_coder"),
+    (("<tool_calls>[",), "apriel"),
+    (("<TOOLCALL>[",), "nemotron_json"),
     (("<tool_call>",), "hermes"),
     (("<|tool_call_start|>",), "lfm2"),
     (("<|tool_list_start|>",), "lfm2"),
@@ -43,7 +48,11 @@ _CALLS: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 """What a template holds -> how calls are written; the first that fits."""
 
-_REASONING = ((("[THINK]",), "mistral"), (("<seed:think>",), "seed_oss"), (("</think>",), "qwen3"))
+_REASONING: _Marks = (
+    (("[THINK]",), "mistral"),
+    (("<seed:think>",), "seed_oss"),
+    (("</think>",), "qwen3"),
+)
 
 
 class Tokenizer(Protocol):
@@ -75,7 +84,7 @@ def detect(chat_template: str | None) -> Format | None:
     return format_of(calls, thoughts) if calls or thoughts else None
 
 
-def _first(table: tuple[tuple[tuple[str, ...], str], ...], text: str) -> str | None:
+def _first(table: _Marks, text: str) -> str | None:
     return next((name for texts, name in table if all(each in text for each in texts)), None)
 
 

@@ -76,6 +76,10 @@ CALLS: dict[str, Calls] = {
         between="; ",
     ),
     "xlam": Calls(Envelope(is_list=True), start="[", between=", "),
+    "apriel": Calls(Envelope(is_list=True), "<tool_calls>", "</tool_calls>", between=", "),
+    "nemotron_json": Calls(
+        Envelope(is_list=True), "<TOOLCALL>", "</TOOLCALL>", in_reasoning=True, between=", "
+    ),
     "pythonic": Calls(Pythonic(), start="[", between=", "),
     "llama4_pythonic": Calls(
         Pythonic(), open="<|python_start|>", close="<|python_end|>", start="[", between=", "

@@ -136,7 +136,9 @@ class _Writer:
 
     def _shares_opening(self) -> bool:
         """Return whether one opening has all calls: lists, and calls without markers."""
-        return self._is_list or isinstance(self._calls.style, Pythonic) or not self._calls.close
+        style = self._calls.style
+        has_list = isinstance(style, Pythonic) or (isinstance(style, Envelope) and style.is_list)
+        return self._is_list or has_list or not self._calls.close
 
     def _opening(self) -> str:
         """Return what opens calls where nothing else may come."""
