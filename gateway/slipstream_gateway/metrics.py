@@ -79,8 +79,11 @@ class Metrics:
         if times.first_token_s:
             self._first_token.add(times.first_token_s - times.start_s)
 
-    def page(self, statuses: Iterable[tuple[str, wire.Status | None]]) -> bytes:
-        """Return the page; `statuses`: each model's name, and its engine's latest status."""
+    def page(self, statuses: Sequence[tuple[str, int, wire.Status | None]]) -> bytes:
+        """Return the page.
+
+        `statuses`: each model's name, the tokens of a block, and its engine's latest status.
+        """
         lines: list[str] = []
 
         def add(name: str, kind: str, text: str, rows: Iterable[str]) -> None:
@@ -111,11 +114,35 @@ class Metrics:
         for name, kind, text, field in _OF_ENGINE:
             rows = [
                 f'engine_{name}{{model="{model}"}} {getattr(status, field)}'
-                for model, status in statuses
+                for model, _, status in statuses
                 if status is not None
             ]
             add(f"engine_{name}", kind, text, rows)
+        lines.extend(_inference_gateway(statuses))
         return ("\n".join(lines) + "\n").encode()
+
+
+def _inference_gateway(statuses: Iterable[tuple[str, int, wire.Status | None]]) -> Iterable[str]:
+    """Yield what Kubernetes' inference gateway reads at the port of requests, in vLLM's names."""
+    given = [(name, size, status) for name, size, status in statuses if status is not None]
+    for name, text, value in (
+        ("num_requests_running", "Sequences that run.", lambda s: s.running),
+        ("num_requests_waiting", "Sequences that wait.", lambda s: s.waiting),
+        ("kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1.", _usage),
+    ):
+        yield f"# HELP vllm:{name} {text}"
+        yield f"# TYPE vllm:{name} gauge"
+        for model, _, status in given:
+            yield f'vllm:{name}{{model_name="{model}"}} {value(status):g}'
+    yield "# HELP vllm:cache_config_info The cache, in labels."
+    yield "# TYPE vllm:cache_config_info gauge"
+    for model, size, status in given:
+        labels = f'block_size="{size}",num_gpu_blocks="{status.kv_blocks_total}"'
+        yield f'vllm:cache_config_info{{model_name="{model}",{labels}}} 1'
+
+
+def _usage(status: wire.Status) -> float:
+    return 1.0 - status.kv_blocks_free / max(1, status.kv_blocks_total)
 
 
 _OF_ENGINE = (

@@ -193,7 +193,9 @@ class Routes:
     async def show_metrics(self, request: Request) -> Response:
         """Return the metrics in Prometheus' text format."""
         models = self._models.all
-        page = self._metrics.page([(m.names[0], m.engine.connection.status) for m in models])
+        await asyncio.gather(*(_fault(model) for model in models))  # asks each for its status
+        rows = [(m.names[0], m.config.block_size, m.engine.connection.status) for m in models]
+        page = self._metrics.page(rows)
         return Response(page, media_type=_PLAIN)
 
     async def _body(self, request: Request) -> dict[str, Any]:
