@@ -79,6 +79,24 @@ def test_sigmoid_with_corrections(normalises: bool) -> None:
 
 
 @settings(max_examples=40, deadline=None)
+@given(seeds, st.sampled_from([Score.SOFTMAX, Score.SIGMOID]), st.integers(1, 4), st.booleans())
+def test_groups_are_chosen_first(seed: int, score: Score, top_groups: int, ties: bool) -> None:
+    """As a loop over rows has it: the best groups, then the best of their experts."""
+    logits, correction = logits_of(20, 16, seed, ties), torch.linspace(-0.3, 0.3, 16)
+    routing = Routing(16, 3, score, groups=4, top_groups=top_groups)
+    own = correction if score is Score.SIGMOID else None
+    experts, _ = choose(logits, routing, own)
+    for row, chosen in zip(logits, experts.tolist(), strict=True):
+        by = row if own is None else row.sigmoid() + own
+        best = [
+            sorted(by[i * 4 : i * 4 + 4].tolist())[-1 if own is None else -2 :] for i in range(4)
+        ]
+        groups = sorted(range(4), key=lambda i: (-torch.tensor(best[i]).sum().item(), i))
+        inside = [e for e in range(16) if e // 4 in groups[:top_groups]]
+        assert chosen == sorted(inside, key=lambda e: (-by[e].item(), e))[:3]
+
+
+@settings(max_examples=40, deadline=None)
 @given(st.integers(2, 20), seeds, st.sampled_from([0.01, 0.1, 0.4]), st.booleans())
 def test_the_sparse_mixer_is_that_of_transformers(
     num_experts: int, seed: int, jitter: float, ties: bool

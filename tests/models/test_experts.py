@@ -323,16 +323,23 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "why"),
+    ("family", "settings", "why"),
     [
-        ({"device": "cuda", "dtype": "bfloat16"}, "has sinks in its softmax, for which there are"),
-        ({"device": "cpu", "attention_window": 64}, "attention_window = 64: GptOssForCausalLM has"),
+        (
+            "deepseek_v2",
+            {"device": "cuda", "dtype": "bfloat16"},
+            "DeepseekV2ForCausalLM has latent",
+        ),
+        ("deepseek_v2", {"device": "cpu", "attention_window": 64}, "has latent attention"),
+        ("gpt_oss", {"device": "cpu", "attention_window": 64}, "attention_window = 64: GptOss"),
     ],
 )
-def test_sinks_in_the_softmax_are_refused_where_nothing_has_them(
-    settings: dict[str, object], why: str, tmp_path: Path
+def test_attention_is_refused_by_name_where_nothing_has_it(
+    family: str, settings: dict[str, object], why: str, tmp_path: Path
 ) -> None:
-    save(make_model("gpt_oss", intermediate_size=64), tmp_path)
+    sizes = {"moe_intermediate_size": 64, "num_experts_per_tok": 2, "n_routed_experts": 4}
+    own = sizes if family == "deepseek_v2" else {"intermediate_size": 64}
+    save(make_model(family, **own), tmp_path)
     config = EngineConfig(checkpoint=str(tmp_path), **settings)
     with pytest.raises(ConfigError, match=why):
         settle(config, torch.device(str(settings["device"])))

@@ -73,7 +73,7 @@ REFUSED = {
     ("phi3", "endless"): WINDOWS,
     ("phi3", "draft"): "needs a layer of full attention",
     ("phi3", "own draft"): "needs a layer of full attention",
-    ("gpt-oss", "endless"): "has sinks in its softmax",
+    ("gpt-oss", "endless"): "has sinks in the softmax",
     **{(name, f"{kind} weights"): EXPERTS for name in MIXTURES for kind in ("int8", "int4")},
 }
 NEVER = [("endless", "draft"), ("endless", "own draft"), ("endless", "host")]

@@ -52,6 +52,24 @@ class Dims:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Sizes of latent attention: the cache has a row of `rank + rotated` numbers for each token.
+
+    query_rank: of latents of queries; 0: queries are made of rows.
+    plain, rotated: numbers of a head's query and key that stay, and that rotate.
+    value: numbers of a head's value.
+    interleaved: whether pairs that rotate lie side by side.
+    """
+
+    rank: int
+    query_rank: int
+    plain: int
+    rotated: int
+    value: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsConfig:
     """A mixture of experts in the place of an MLP.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-from slipstream.layers.dims import ExpertsConfig
+from slipstream.layers.dims import ExpertsConfig, LatentConfig
 
 
 class NormKind(Enum):
@@ -83,6 +83,7 @@ class Axes:
     score_cap: scores of attention stay below it, by tanh; 0: no cap.
     slopes: of each query head, times the key's position less the query's: what is added to a score
     (ALiBi); none: nothing is.
+    latent: sizes of latent attention; None: the cache has keys and values.
     sink_scores: whether heads have a score in the softmax beside those of tokens.
     gated: whether the MLP has a gate.
     activation: the MLP's, or its gate's.
@@ -109,6 +110,7 @@ class Axes:
     score_cap: float = 0.0
     slopes: tuple[float, ...] = ()
     sink_scores: bool = False
+    latent: LatentConfig | None = None
     gated: bool = True
     activation: Activation = Activation.SILU
     embedding_scale: float = 1.0
@@ -150,7 +152,8 @@ class TensorNames:
 
     `own` maps parts of the decoder's names, which are Llama's, to the checkpoint's: parts between
     dots, as `self_attn.o_proj` to `attention.dense`, all replaced at once, the longest first.
-    Tensors that end in one of `unread` may be left over: buffers that config.json makes again.
+    Tensors that end in one of `unread` may be left over: buffers that config.json makes again; so
+    may those that begin with one of `unused`.
     Names may lack the prefix `optional`, all of them.
 
     qkv: how q, k and v lie; joins_gate_up: whether gate and up are one matrix, in this order; both
@@ -164,6 +167,7 @@ class TensorNames:
 
     own: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    unused: tuple[str, ...] = ()
     optional: str = ""
     qkv: QkvOrder = QkvOrder.SPLIT
     joins_gate_up: bool = False

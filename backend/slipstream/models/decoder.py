@@ -11,6 +11,7 @@ from slipstream.layers.attention import Attention, HeadNorm
 from slipstream.layers.decoder import AnyBlock, Block, Decoder, ParallelBlock, StepDecoder
 from slipstream.layers.embedding import Ends, embedding_and_head
 from slipstream.layers.experts import Experts
+from slipstream.layers.latent import LatentAttention
 from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP
 from slipstream.layers.norm import Factor, LayerNorm, Norm, RowNorm, identity
 from slipstream.layers.rope import cos_sin_table
@@ -69,6 +70,7 @@ class _Builder:
         size, slopes = config.dims.head_size, config.axes.slopes
         each = torch.tensor(slopes, dtype=torch.float32, device=weights.device)
         self._slopes = each if slopes else None
+        size = config.axes.latent.rotated if config.axes.latent else size
         self._tables: dict[object, Tensor] = {
             rope: cos_sin_table(rope, size, max_model_len, weights.device)
             for rope in dict.fromkeys(config.ropes)
@@ -129,8 +131,12 @@ class _Builder:
         plus_one = self._axes.norm is NormKind.ONE_PLUS_WEIGHT
         return HeadNorm(Norm(w, width, eps, plus_one), width)
 
-    def _attention(self, i: int, w: Weights) -> Attention:
+    def _attention(self, i: int, w: Weights) -> Attention | LatentAttention:
         axes, own = self._axes, w.at("self_attn")
+        if axes.latent is not None:
+            table, scale = self._tables[self._config.ropes[i]], axes.attention_scale
+            assert scale is not None, "heads have two sizes"
+            return LatentAttention(own, self._dims, axes.latent, table, axes.out_bias, scale)
         return Attention(
             own,
             self._dims,
@@ -165,8 +171,10 @@ class _Builder:
             out_norm = self._behind(w.at("mlp_out_norm"))
             mlp = Experts(w.at("mlp"), experts, self._dims.hidden_size, out_norm)
             return Block(first, attention, second, mlp)
-        kind = Block if residuals is Residuals.SERIAL else ParallelBlock
-        return kind(first, attention, second, self._mlp(w))
+        if residuals is Residuals.SERIAL:
+            return Block(first, attention, second, self._mlp(w))
+        assert isinstance(attention, Attention), "no family has latents and parallel residuals"
+        return ParallelBlock(first, attention, second, self._mlp(w))
 
 
 def block_elements(config: ModelConfig) -> int:

@@ -78,6 +78,8 @@ def _attention(axes: Axes) -> str:
     parts = [biases.get((axes.qkv_bias, axes.out_bias), "")]
     if axes.qk_norms is not QkNorms.NONE:
         parts.append(f"q and k normalised: {axes.qk_norms.value}")
+    if axes.latent is not None:
+        parts.append("latent (on a CPU alone)")
     if axes.score_cap:
         parts.append("scores capped")
     if axes.sink_scores:

@@ -187,7 +187,8 @@ class _Checkpoint:
 
     def finish(self) -> None:
         """Raise `CheckpointError` if a tensor was never read and is not known to be unused."""
-        left = sorted(name for name in self._unread if not name.endswith(self._tensors.unread))
+        ends, begins = self._tensors.unread, self._tensors.unused
+        left = sorted(n for n in self._unread if not n.endswith(ends) and not n.startswith(begins))
         if left:
             file = self._entries[left[0]].file
             raise CheckpointError(

@@ -8,7 +8,7 @@ import torch
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.attention.backend import backend_for
-from slipstream.kernels.attention.spec import AttentionSpec
+from slipstream.kernels.attention.spec import CAUSAL, LATENT, AttentionSpec
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.runtime import jit
 from slipstream.layers.attention import Attention
@@ -69,6 +69,7 @@ def attention_spec(
         reuses_blocks=config.kv_cache_reuse,
         host_bytes=config.kv_cache_host_bytes,
         layers_per_block=layers_per_block,
+        form=LATENT if model.axes.latent else CAUSAL,
         has_sink_scores=model.axes.sink_scores,
         score_cap=model.axes.score_cap,
         has_slopes=bool(model.axes.slopes),

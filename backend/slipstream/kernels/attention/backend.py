@@ -17,7 +17,7 @@ from slipstream.kernels.attention.newest import Newest
 from slipstream.kernels.attention.prefill import SinkRows, prefill_attention
 from slipstream.kernels.attention.scores import UNCHANGED, Scores
 from slipstream.kernels.attention.sinks import Sinks, sink_attention
-from slipstream.kernels.attention.spec import CAUSAL, AttentionSpec
+from slipstream.kernels.attention.spec import CAUSAL, LATENT, AttentionSpec
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cache.kv_spec import KVSpec
 
@@ -215,13 +215,15 @@ def _no_device(device: str, spec: AttentionSpec) -> str | None:
 
 def _no_layout(spec: AttentionSpec) -> str | None:
     """Return what no backend supports on any device, or None."""
-    if spec.form != CAUSAL:
+    if spec.form not in (CAUSAL, LATENT):
         return f"{spec.model} needs {spec.form} attention, which no backend has"
     if spec.num_heads % spec.num_kv_heads:
         return (
             f"num_attention_heads = {spec.num_heads} is no multiple of num_key_value_heads = "
             f"{spec.num_kv_heads}"
         )
+    if spec.form == LATENT and (spec.streams or any(spec.windows)):
+        return f"{spec.model} has latent attention, which is without windows and of an end"
     if spec.streams and spec.changes:
         return f"attention_window = {spec.stream_window}: {spec.model} has {spec.changes[0]}"
     if spec.streams and any(spec.windows):
@@ -234,6 +236,11 @@ def _no_layout(spec: AttentionSpec) -> str | None:
 
 def _no_scores(spec: AttentionSpec) -> str | None:
     """Return what kernels do not make of scores, or None: they make one change."""
+    if spec.form == LATENT:
+        return (
+            f"device = 'cuda': {spec.model} has {LATENT} attention, for which there are no "
+            "kernels; device = 'cpu' has it"
+        )
     if len(spec.changes) < 2:
         return None
     both = " and ".join(spec.changes)

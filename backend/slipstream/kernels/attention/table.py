@@ -15,7 +15,7 @@ from slipstream.kernels.attention.backend import (
     AttentionKernels,
     PagedCuda,
 )
-from slipstream.kernels.attention.spec import MISSING_FORMS, AttentionSpec
+from slipstream.kernels.attention.spec import LATENT, MISSING_FORMS, AttentionSpec
 from slipstream.kernels.cache.kv_format import FORMATS
 
 
@@ -57,6 +57,7 @@ FEATURES = (
     Feature("capped scores", "the model: `attn_logit_softcapping`", {"score_cap": 50.0}),
     Feature("ALiBi", "the model: `alibi`", {"has_slopes": True}),
     Feature("sinks in the softmax", "the model: GptOss", {"has_sink_scores": True}),
+    Feature(f"{LATENT} attention", "the model: DeepSeek", {"form": LATENT}),
     *(
         Feature(f"{form} attention", "no family that is served", {"form": form})
         for form in MISSING_FORMS

@@ -87,11 +87,23 @@ def choose(
         is_softmax = routing.score is Score.SOFTMAX
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
         by = logits if is_softmax else scores if correction is None else scores + correction
+        if routing.groups > 1:
+            by = _of_best_groups(by, routing)
         experts = by.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
         weights = scores.gather(1, experts)
     if routing.normalises:
         weights = weights / weights.sum(-1, keepdim=True)
     return experts, weights * routing.factor
+
+
+def _of_best_groups(by: Tensor, routing: Routing) -> Tensor:
+    """Hide the experts outside of the best groups, of equal ones those of lower numbers."""
+    grouped = by.view(len(by), routing.groups, routing.num_experts // routing.groups)
+    counted = 1 if routing.score is Score.SOFTMAX else 2
+    best = grouped.topk(counted, dim=-1).values.sum(-1)
+    chosen = best.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
+    is_hidden = torch.ones_like(best, dtype=torch.bool).scatter(1, chosen, value=False)
+    return grouped.masked_fill(is_hidden[..., None], float("-inf")).flatten(1)
 
 
 def _sparsemixer(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -134,6 +146,7 @@ def _route(
     jit.type_name(logits.dtype)
     jit.require(num_experts <= MAX_EXPERTS, "route: {} experts > {}", num_experts, MAX_EXPERTS)
     jit.require(top_k <= min(MAX_TOP_K, num_experts), "route: {} experts of a row", top_k)
+    jit.require(routing.groups == 1, "route: no kernel chooses groups of experts")
     jit.require(logits.stride(1) == 1, "route: elements of a row must be contiguous")
     pairs = num_rows * top_k
 

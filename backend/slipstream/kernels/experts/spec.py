@@ -21,6 +21,8 @@ class Routing:
 
     normalises: whether weights are divided by their sum.
     factor: of all weights.
+    groups, top_groups: experts are in so many groups, of which so many are chosen first, by their
+    best expert or, where scores are logistic, by the sum of the best two.
     jitter: of the sparse mixer: scores further below the best than twice this share do not count.
     """
 
@@ -30,6 +32,8 @@ class Routing:
     normalises: bool = False
     factor: float = 1.0
     jitter: float = 0.0
+    groups: int = 1
+    top_groups: int = 1
 
 
 class Gate(Enum):

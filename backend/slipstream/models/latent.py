@@ -1,0 +1,89 @@
+"""Read latent attention, and experts in groups, from a `config.json` of DeepSeek's. No torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from slipstream.kernels.experts.spec import Routing
+from slipstream.layers.dims import ExpertsConfig, LatentConfig
+from slipstream.models.axes import Axes, TensorNames
+from slipstream.models.reader import Reader
+
+# What is read here.
+KEYS = "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim attention_bias "
+KEYS += "first_k_dense_replace moe_layer_freq moe_intermediate_size n_group topk_group "
+KEYS += "n_routed_experts n_shared_experts routed_scaling_factor topk_method norm_topk_prob "
+KEYS += "num_experts_per_tok scoring_func num_mtp_layers num_nextn_predict_layers "
+KEYS += "num_local_experts num_experts"
+_MOST = 1 << 18
+
+
+def derived(config: Reader) -> Mapping[str, object]:
+    """Return the sizes of the cache: one head, of whose numbers K has the first half, V the last.
+
+    `num_local_experts`, which transformers 5 may write, is another name of `n_routed_experts`.
+    """
+    config.refuse_unless("moe_layer_freq", 1)
+    for key in ("num_local_experts", "num_experts"):
+        config.refuse_unless(key, config.get("n_routed_experts"))
+    row = config.whole("kv_lora_rank", most=_MOST) + config.whole("qk_rope_head_dim", most=_MOST)
+    if row % 4:
+        raise config.refusal("kv_lora_rank", f"gives rows of {row}, which are no multiple of 4")
+    return {"num_key_value_heads": 1, "head_dim": row // 2}
+
+
+def names(config: Reader) -> TensorNames:
+    """Return where tensors are; layers behind the last predict further tokens, and are not read."""
+    behind = f"model.layers.{config.whole('num_hidden_layers')}."
+    return TensorNames({"mlp.shared_expert": "mlp.shared_experts"}, unused=(behind,))
+
+
+def latent_axes(config: Reader, routing: Routing, interleaved: bool) -> Axes:
+    """Return the axes, all but those of the router's scores."""
+    latent = LatentConfig(
+        config.whole("kv_lora_rank"),
+        config.whole("q_lora_rank", most=_MOST) if config.has("q_lora_rank") else 0,
+        config.whole("qk_nope_head_dim", most=_MOST),
+        config.whole("qk_rope_head_dim"),
+        config.whole("v_head_dim", most=_MOST),
+        interleaved,
+    )
+    dense = 0
+    if config.has("first_k_dense_replace") and config.get("first_k_dense_replace") != 0:
+        dense = config.whole("first_k_dense_replace")
+    bias, inner = (
+        config.flag("attention_bias", default=False),
+        config.whole("moe_intermediate_size"),
+    )
+    shared = inner * config.whole("n_shared_experts") if config.has("n_shared_experts") else 0
+    return Axes(
+        out_bias=bias,
+        attention_scale=_scale(config, latent.plain + latent.rotated),
+        latent=latent,
+        experts=ExpertsConfig(routing, inner, shared_size=shared),
+        dense_layers=frozenset(range(dense)),
+    )
+
+
+def with_groups(config: Reader, routing: Routing) -> Routing:
+    """Return the routing with the groups of experts that are chosen first, if there are such."""
+    groups = config.whole("n_group") if config.has("n_group") else 1
+    if groups == 1:
+        return routing
+    best = config.whole("topk_group", most=groups)
+    if routing.num_experts % groups:
+        raise config.refusal("n_group", f"does not divide {routing.num_experts} experts")
+    if routing.num_experts // groups * best < routing.top_k:
+        raise config.refusal("topk_group", f"leaves fewer than {routing.top_k} experts")
+    return replace(routing, groups=groups, top_groups=best)
+
+
+def _scale(config: Reader, size: int) -> float:
+    """Return the factor of scores: that of the heads' size, times that of a stretched rotation."""
+    rope = config.child("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+    kind = rope.data.get("rope_type") or rope.data.get("type") or "default"
+    if kind == "default" or not rope.data.get("mscale_all_dim"):
+        return float(size**-0.5)
+    factor, weight = rope.positive("factor"), rope.positive("mscale_all_dim")
+    magnitude = 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return float(size**-0.5) * magnitude**2
