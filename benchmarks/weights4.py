@@ -22,7 +22,6 @@ from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import PLAIN, Matrix, gemm, spec_of
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
 from slipstream.kernels.runtime import jit
-from slipstream.kernels.runtime.registry import Implementation
 from timing import DTYPE, ROTATION
 
 SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))  # inputs, outputs
@@ -86,7 +85,7 @@ def multiply_rate() -> float:
     return 2 * LARGE**3 / steady_seconds([lambda: linear(x, Matrix(weight))])
 
 
-def candidates(x: torch.Tensor, matrix: Matrix, skip: list[str]) -> list[Implementation[Any, Any]]:
+def candidates(x: torch.Tensor, matrix: Matrix, skip: list[str]) -> list[Any]:
     """Return the kernels that take the GEMM, the chosen one first."""
     spec = spec_of(x, matrix.values, PLAIN._replace(groups=matrix.groups))
     answers = gemm.implementations.answers(spec, spec.target)
@@ -94,7 +93,7 @@ def candidates(x: torch.Tensor, matrix: Matrix, skip: list[str]) -> list[Impleme
     return [each for each in taken if each.name not in skip]
 
 
-def product(x: torch.Tensor, matrix: Matrix, each: Implementation[Any, Any]) -> Callable[[], Any]:
+def product(x: torch.Tensor, matrix: Matrix, each: Any) -> Callable[[], Any]:
     around = PLAIN._replace(groups=matrix.groups)
     return lambda: each.run(x, matrix.values, around)
 

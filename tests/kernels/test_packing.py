@@ -402,11 +402,12 @@ def spec(rows: int, target: str = "sm_90a", made: Packing = PACKED_4, **around: 
 @pytest.mark.parametrize(
     ("target", "rows", "route"),
     [
-        ("sm_90a", 1, "norm + GEMM packed"),
-        ("sm_90a", 16, "norm + GEMM packed"),
-        ("sm_90a", 17, "norm + GEMM packed_wgmma"),
-        ("sm_90a", 128, "norm + GEMM packed_wgmma"),
-        ("sm_90a", 129, "norm + GEMM unpacked"),
+        ("sm_90a", 1, "norm + GEMM packed_stream"),
+        ("sm_90a", 9, "norm + GEMM packed_pipe"),
+        ("sm_90a", 128, "norm + GEMM packed_pipe"),
+        ("sm_90a", 129, "norm + GEMM pipe_scaled"),
+        ("sm_90a", 256, "norm + GEMM pipe_scaled"),
+        ("sm_90a", 257, "norm + GEMM unpacked"),
         ("sm_100a", 1, "norm + GEMM packed"),
         ("sm_100a", 128, "norm + GEMM packed"),
         ("sm_100a", 129, "norm + GEMM unpacked"),
@@ -421,7 +422,7 @@ def test_routes(target: str, rows: int, route: str) -> None:
 
 def test_gates_of_odd_sizes_follow_the_product() -> None:
     chosen = linear.choose(spec(1, made=PACKED_4._replace(outputs=4080), gate="silu"))
-    assert (str(chosen.path), chosen.gemm.name) == ("GEMM + behind", "packed")
+    assert (str(chosen.path), chosen.gemm.name) == ("GEMM + behind", "packed_stream")
 
 
 def test_nobody_else_takes_packed_weights() -> None:
