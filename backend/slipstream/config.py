@@ -223,6 +223,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "none may be",
         ),
     ] = ""
+    lora_task_bytes: Annotated[
+        int,
+        _field(
+            "bytes of adapters that requests bring (lora_task_id, lora_weights, lora_config); "
+            "beyond, the one used longest ago is discarded"
+        ),
+    ] = 1 << 30
     max_logits_bytes: Annotated[
         int,
         _field(

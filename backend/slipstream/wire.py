@@ -12,11 +12,12 @@ from enum import StrEnum
 
 import msgspec
 from slipstream_contract.ids import TokenIds
+from slipstream_contract.lora import LoraTask
 from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-PROTOCOL = 11
+PROTOCOL = 12
 
 
 class FinishReason(StrEnum):
@@ -76,6 +77,7 @@ class Submit(ToEngine, frozen=True):
     is_probe: bool = False  # counted apart from clients
     is_streaming: bool = False  # of a beam search: the beams are wanted after every step
     adapter: str = ""  # its name; empty: none
+    task: LoraTask | None = None  # an adapter that the client has numbered
 
     @property
     def num_streams(self) -> int:
@@ -295,6 +297,8 @@ class Status(ToBridge, frozen=True):
     num_prefix_hits: int = 0  # those of them that were in the cache
     figures: Figures | None = None  # if the `Ping` requested them
     requests: list[int] | None = None  # unfinished requests of that bridge
+    running_adapters: list[str] = []  # names, of sequences that run
+    waiting_adapters: list[str] = []
 
 
 EngineMessage = Hello | Submit | Cancel | LoadAdapter | UnloadAdapter | Ping | Bye

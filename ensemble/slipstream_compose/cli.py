@@ -38,6 +38,7 @@ _COUNTS = (
     "stuck_after_s",
     "block_size",
     "max_logits_bytes",
+    "lora_task_bytes",
 )
 
 _DRAFTS = ("draft_checkpoint", "medusa_choices", "eagle_choices", "synthetic_acceptance")

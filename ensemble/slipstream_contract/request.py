@@ -8,6 +8,7 @@ import msgspec
 from slipstream_contract import limits
 from slipstream_contract.fields import Asked, Field
 from slipstream_contract.ids import TokenIds
+from slipstream_contract.lora import LoraTask
 from slipstream_contract.retention import Retention, split_salt
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import Urgency, split_urgency
@@ -76,6 +77,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""  # keys and values are shared where it is the same
     retention: Retention | None = None
     adapter: str = ""  # name of it; empty: none
+    task: LoraTask | None = None  # an adapter that the client has numbered
     is_stop: bool = False  # cancel the request of the same id; nothing else of this one counts
 
     @property

@@ -69,9 +69,9 @@ _TEXT_INPUTS = """
     embedding_bias_words STRING[-1]?
     embedding_bias_weights FP32[-1]?
     add_special_tokens BOOL[1]?
-    lora_task_id UINT64[1]? =0
-    lora_weights FP16[-1,-1]?~ =
-    lora_config INT32[-1,3]?~ =
+    lora_task_id UINT64[1]?
+    lora_weights FP16[-1,-1]?~
+    lora_config INT32[-1,3]?~
     guided_decoding_guide_type STRING[1]?~
     guided_decoding_guide STRING[1]?~
 """
@@ -220,9 +220,9 @@ _LLM_INPUTS = """
     cross_attention_mask BOOL[-1,-1]?~ =
     mrope_rotary_cos_sin FP32[-1]? =
     mrope_position_deltas INT64[1]? =0
-    lora_task_id UINT64[1]?r =0
-    lora_weights FP16[-1,-1]?~ =
-    lora_config INT32[-1,3]?~ =
+    lora_task_id UINT64[1]?r
+    lora_weights FP16[-1,-1]?~
+    lora_config INT32[-1,3]?~
     context_phase_params UINT8[-1]?~ =
     skip_cross_attn_blocks BOOL[1]?~ =0
     retention_token_range_starts INT32[-1]?~
@@ -296,7 +296,7 @@ _LLMAPI_INPUTS = """
     return_cumulative_logprob BOOL[1]?
     stop BOOL[1]?
     lora_id UINT64[1]? =
-    lora_name STRING[1]? =
+    lora_name STRING[1]?
     lora_path STRING[1]? =
     lora_ckpt_source STRING[1]? =
 """

@@ -119,6 +119,7 @@ class Metrics:
             ]
             add(f"engine_{name}", kind, text, rows)
         lines.extend(_inference_gateway(statuses))
+        lines.extend(_adapters(statuses))
         return ("\n".join(lines) + "\n").encode()
 
 
@@ -145,6 +146,22 @@ def _usage(status: wire.Status) -> float:
     return 1.0 - status.kv_blocks_free / max(1, status.kv_blocks_total)
 
 
+def _adapters(statuses: Iterable[tuple[str, int, wire.Status | None]]) -> Iterable[str]:
+    """Yield the adapters in use as Kubernetes' inference gateway reads them; there is no limit."""
+    name = "vllm:lora_requests_info"
+    yield f"# HELP {name} Adapters of requests that run and that wait."
+    yield f"# TYPE {name} gauge"
+    for _, _, status in statuses:
+        if status is not None:
+            running, waiting = (
+                ",".join(names).replace("\\", "\\\\").replace('"', '\\"')
+                for names in (status.running_adapters, status.waiting_adapters)
+            )
+            labels = f'running_lora_adapters="{running}",waiting_lora_adapters="{waiting}"'
+            yield f'{name}{{{labels},max_lora="{MAX_ADAPTERS}"}} {time.time():.3f}'
+
+
+MAX_ADAPTERS = 1 << 16  # for a number without a limit
 _OF_ENGINE = (
     ("running", "gauge", "Sequences that run.", "running"),
     ("waiting", "gauge", "Sequences that wait.", "waiting"),

@@ -125,6 +125,11 @@ def _detokenize() -> Schema:
     return {**values.keyed({"model": model, "tokens": tokens}, "tokens")}
 
 
+def _adapter(*more: str) -> Schema:
+    named = dict.fromkeys(("lora_name", *more), values.TEXT)
+    return {**values.keyed({"model": _nullable(values.TEXT), **named}, *named)}
+
+
 def document() -> Schema:
     """Return the document."""
     schemas: dict[str, Schema] = {}
@@ -147,6 +152,8 @@ def document() -> Schema:
         ("/v1/messages/count_tokens", "countTokens", "the prompt's tokens", counted, False),
         ("/tokenize", "tokenize", "the tokens of a prompt, or of messages", _tokenize(), False),
         ("/detokenize", "detokenize", "the text of tokens", _detokenize(), False),
+        ("/v1/load_lora_adapter", "loadAdapter", "load an adapter", _adapter("lora_path"), False),
+        ("/v1/unload_lora_adapter", "unloadAdapter", "discard an adapter", _adapter(), False),
     )
     gets = (
         ("/v1/models", "listModels", "all models"),

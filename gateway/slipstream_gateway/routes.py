@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from slipstream_gateway.adapter_routes import load_adapter, unload_adapter
 from slipstream_gateway.body import GoneError, parse_object, read_body
 from slipstream_gateway.errors import ApiError, api_error, openai_body
 from slipstream_gateway.fields import read_flag
@@ -87,6 +88,8 @@ class Routes:
             ("/tokenize", self.tokenize),
             ("/detokenize", self.detokenize),
             ("/v1/embeddings", self.embeddings),
+            ("/v1/load_lora_adapter", self.load_adapter),
+            ("/v1/unload_lora_adapter", self.unload_adapter),
         )
         return [
             *(Route(path, _guarded(handler), methods=["GET"]) for path, handler in get),
@@ -105,6 +108,14 @@ class Routes:
         """Show one name."""
         name = request.path_params["name"]
         return json_response(_card(self._models.find(name), name))
+
+    async def load_adapter(self, request: Request) -> Response:
+        """Load an adapter under a name, which may have one already."""
+        return json_response(await load_adapter(self._models, await self._body(request)))
+
+    async def unload_adapter(self, request: Request) -> Response:
+        """Discard an adapter's name."""
+        return json_response(await unload_adapter(self._models, await self._body(request)))
 
     async def embeddings(self, request: Request) -> Response:
         """Refuse: no engine here has a pooling model."""

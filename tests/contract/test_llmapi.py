@@ -160,7 +160,7 @@ def test_stop_cancels_and_nothing_else_counts() -> None:
         ({"sampling_param_stop": ["x"] * 5000}, "sampling_param_stop has 5000 words, at most 1024"),
         ({"sampling_param_stop": ["x" * 4096] * 5}, "sampling_param_stop has 20480 bytes"),
         ({"lora_id": 3}, "lora_id is not supported yet"),
-        ({"lora_name": "a"}, "lora_name is not supported yet"),
+        ({"lora_path": "a"}, "lora_path is not supported yet"),
         ({"image_url": "http://a/b.png"}, "image_url is not supported yet"),
         (
             {"logits_post_processor_name": "mine"},

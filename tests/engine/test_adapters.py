@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.models.adapters import Pairs, draw_pairs, merged, scale_of, targets_of, write_adapter
+from fixtures.models.adapters import (
+    Pairs,
+    draw_pairs,
+    merged,
+    scale_of,
+    targets_of,
+    task_arrays,
+    write_adapter,
+)
 from fixtures.models.checkpoints import Asker, make_model, make_runner, random_prompts, save
 from slipstream.engine.adapters import AdapterStore
 from slipstream.engine.engine import Engine
@@ -13,6 +21,7 @@ from slipstream.runner.model_runner import ModelRunner
 from slipstream.wire import Submit
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.ids import pack
+from slipstream_contract.lora import LoraTask
 from slipstream_contract.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, log_probs=True)
@@ -49,11 +58,12 @@ class House:
         for name in names:
             self.store.load(name, str(self.folder / name))
 
-    def submit(self, prompt: list[int], adapter: str, sampling: SamplingParams = GREEDY) -> int:
-        submit = self.asker.engine.submit
+    def submit(self, prompt: list[int], adapter: str | LoraTask) -> int:
+        submit, sampling = self.asker.engine.submit, GREEDY
+        chosen = {"adapter" if isinstance(adapter, str) else "task": adapter}
 
         def with_adapter(bridge: bytes, message: Submit) -> None:
-            submit(bridge, Submit(*(message.request, pack(prompt), sampling, 1), adapter=adapter))
+            submit(bridge, Submit(message.request, pack(prompt), sampling, 1, **chosen))
 
         self.asker.engine.submit = with_adapter  # type: ignore[method-assign]
         try:
@@ -193,3 +203,32 @@ def test_a_rows_bits_do_not_depend_on_neighbours_adapters(tmp_path: Path, name: 
         house.asker.drain()
         found.append(house.asker.answers[number, 0].log_probs)
     assert all(each == found[0] for each in found)
+
+
+def task(house: House, number: int, name: str) -> LoraTask:
+    """An adapter by TensorRT-LLM's inputs, with its weights."""
+    weights, config = task_arrays(house.pairs[name], scale_of(RANKS[name]))
+    return LoraTask(number, *weights.shape, weights.tobytes(), config.tobytes())
+
+
+def test_a_client_numbers_adapters_and_sends_their_weights_once(house: House) -> None:
+    for name, pairs in house.pairs.items():  # what fp16 holds of them
+        scale = scale_of(RANKS[name])
+        rounded = {
+            k: (a.half().float(), (b * scale).half().float() / scale) for k, (a, b) in pairs.items()
+        }
+        house.pairs[name] = rounded
+    house.store._max_task_bytes = 1
+    prompt = random_prompts([12])[0]
+    with pytest.raises(ContractError, match="LoRA task 7 not found in cache: send lora_weights"):
+        house.submit(prompt, LoraTask(7))
+    house.asker.answers.clear()
+    for number, name in ((7, "a"), (2**63, "b"), (7, "c")):
+        full = house.submit(prompt, task(house, number, name))
+        house.asker.drain()
+        later = house.submit(prompt, LoraTask(number))
+        house.asker.drain()
+        for asked in (full, later):
+            assert house.asker.answers[asked, 0].token_ids == house.expected(prompt, name)
+    with pytest.raises(ContractError, match=f"LoRA task {2**63} not found in cache"):
+        house.submit(prompt, LoraTask(2**63))  # there was room for one

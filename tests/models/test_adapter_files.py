@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fixtures.models.adapters import draw_pairs, targets_of, write_adapter
@@ -12,6 +13,7 @@ from fixtures.models.checkpoints import Driver, Generation, make_model, make_run
 from safetensors.torch import load_file, save_file
 from slipstream.errors import CheckpointError
 from slipstream.runner.model_runner import ModelRunner
+from slipstream_contract.lora import LoraTask
 
 PEFT = Path(__file__).parents[1] / "fixtures/models/peft"  # by peft 0.21.2, logits too
 SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
@@ -168,3 +170,46 @@ def test_digests_say_what_is_computed(
     same = digest("one")
     assert digest("two", inference_mode=True, lora_dropout=0.1) == same
     assert len({same, digest("three", seed=1), digest("four", lora_alpha=9)}) == 3
+
+
+def rows(*config: tuple[int, int, int], width: int = 500, at: int = -1) -> LoraTask:
+    """Rows of nothing, a 1 at place `at` of the first."""
+    weights = np.zeros((len(config), width), np.float16)
+    if at >= 0:
+        weights[0, at] = 1
+    return LoraTask(1, *weights.shape, weights.tobytes(), np.array(config, np.int32).tobytes())
+
+
+@pytest.mark.parametrize(
+    ("task", "why"),
+    [
+        (rows((9, 0, 2)), "module 9 of layer 0 with rank 2: modules are 0, 1, 2"),
+        (rows((1, 2, 2)), "module 1 of layer 2 .* the model has no such matrix"),
+        (rows((1, -1, 2)), "layer -1 .* no such matrix"),
+        (rows((4, 0, 0)), "with rank 0: ranks are from 1 to 512"),
+        (rows((4, 0, 513)), "with rank 513: ranks"),
+        (rows((6, 0, 9)), r"720 numbers \(48 inputs, 32 outputs\), lora_weights has 500 in a row"),
+        (rows((1, 0, 2), at=128), "lora_weights has numbers behind the 128 of A and B"),
+        (rows((1, 0, 2), (1, 0, 2)), r"lora_config\[1\] .* a row before it has that module"),
+        (rows((0, 0, 2), (3, 0, 2)), r"lora_config\[1\] is module 3 .* a row before"),
+    ],
+)
+def test_a_malformed_row_is_refused_by_name(runner: ModelRunner, task: LoraTask, why: str) -> None:
+    with pytest.raises(CheckpointError, match=why):
+        runner.adapters.read_task(task)
+
+
+def test_fused_rows_are_cut_where_the_converter_joins_them(runner: ModelRunner) -> None:
+    """Module 0 has q, k and v; a fused module 5 has up before gate."""
+    rng = np.random.default_rng(0)
+    q_k_v, up_gate = (rng.normal(size=2 * (32 + n)).astype(np.float16) for n in (64, 96))
+    weights = np.zeros((2, 300), np.float16)
+    weights[0, : len(q_k_v)], weights[1, : len(up_gate)] = q_k_v, up_gate
+    config = np.array([[0, 0, 2], [5, 1, 2]], np.int32)
+    read = runner.adapters.read_task(LoraTask(1, 2, 300, weights.tobytes(), config.tobytes()))
+    (qkv,) = read.terms["model.layers.0.self_attn.q_proj"]
+    assert torch.equal(qkv.b.half(), torch.from_numpy(q_k_v[64:]).view(64, 2))
+    terms = read.terms["model.layers.1.mlp.gate_proj"]
+    b = torch.cat([term.b for term in terms]).half()
+    swapped = torch.from_numpy(up_gate[64:]).view(2, 48, 2).flip(0).reshape(96, 2)
+    assert torch.equal(b, swapped)

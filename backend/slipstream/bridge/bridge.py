@@ -130,6 +130,7 @@ class Bridge:
             incoming.reply.is_probe,
             request.options.is_streaming,
             request.adapter,
+            request.task,
         )
 
     def start(self, call: Call, submits: list[wire.Submit], has_flow: bool = False) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream_contract.errors import Code, ContractError, clip
+from slipstream_contract.lora import LoraTask
 
 from slipstream.core.adapter import Adapter
 from slipstream.errors import StartError
-from slipstream.wire import AdapterInfo
+from slipstream.wire import AdapterInfo, Submit
 
 MAX_NAME = 256  # characters
 _SHOWN = 8  # names in an error
@@ -34,6 +35,9 @@ class Holder(Protocol):
 
     def read(self, path: str) -> Any:
         """Read and check a directory, in any thread; return `ReadWeights`. Raises `StartError`."""
+
+    def read_task(self, task: LoraTask) -> Any:
+        """Read and check the weights of a request; return `ReadWeights`. Raises `StartError`."""
 
     def add(self, weights: Any) -> int:
         """Take weights; return their number, which is used once."""
@@ -58,13 +62,21 @@ class _Loading:
 class AdapterStore:
     """All adapters of an engine, in its own thread; directories are read in another."""
 
-    def __init__(self, holder: Holder | None = None, root: str = "", base: str = "") -> None:
+    def __init__(
+        self,
+        holder: Holder | None = None,
+        root: str = "",
+        base: str = "",
+        max_task_bytes: int = 1 << 30,
+    ) -> None:
         """Start without adapters.
 
         Args:
             holder: of the device; None: no adapter can be loaded.
             root: directory out of which requests may have adapters loaded; empty: none may.
             base: the model's name, which no adapter may have.
+            max_task_bytes: of adapters that clients have numbered: beyond, the one that was used
+                longest ago is discarded. The last one is always kept.
         """
         self._holder = holder
         self._root = root
@@ -72,6 +84,8 @@ class AdapterStore:
         self._names: dict[str, Adapter] = {}
         self._paths: dict[str, str] = {}  # of each name
         self._adapters: dict[bytes, Adapter] = {}  # by digest
+        self._tasks: dict[int, Adapter] = {}  # by the clients' numbers, the last used last
+        self._max_task_bytes = max_task_bytes
         self._loading: list[_Loading] = []
         self._threads: ThreadPoolExecutor | None = None
         self.when_changed: Callable[[], None] = lambda: None  # called when names have changed
@@ -92,6 +106,40 @@ class AdapterStore:
                 f"adapter {clip(name)} is not loaded; those that are: {known}", Code.NOT_FOUND
             )
         return adapter
+
+    def choose(self, message: Submit) -> Adapter | None:
+        """Return the adapter of a request, by name or by number. Raises ContractError."""
+        return self.find(message.adapter) if message.task is None else self._of_task(message.task)
+
+    def _of_task(self, task: LoraTask) -> Adapter:
+        """Return the adapter that a client has numbered, after its weights were taken if it sends
+        them: for this request and later ones. Raises ContractError (NOT_FOUND).
+        """
+        if not task.num_rows:
+            adapter = self._tasks.pop(task.task_id, None)
+            if adapter is None:
+                raise ContractError(
+                    f"LoRA task {task.task_id} not found in cache: send lora_weights and "
+                    "lora_config with lora_task_id once",
+                    Code.NOT_FOUND,
+                )
+            self._tasks[task.task_id] = adapter  # the last used
+            return adapter
+        if self._holder is None:
+            raise ContractError("this engine serves no adapters", Code.UNSUPPORTED)
+        try:
+            adapter = self._adopt(self._holder.read_task(task))
+        except StartError as error:
+            raise ContractError(str(error)) from None
+        adapter.num_names += 1
+        before, self._tasks[task.task_id] = self._tasks.pop(task.task_id, None), adapter
+        self._drop(before)
+        while len(self._tasks) > 1 and self._task_bytes() > self._max_task_bytes:
+            self._drop(self._tasks.pop(next(iter(self._tasks))))
+        return adapter
+
+    def _task_bytes(self) -> int:
+        return sum({found.digest: found.num_bytes for found in self._tasks.values()}.values())
 
     def infos(self) -> list[AdapterInfo]:
         """Return what there is, by name."""
@@ -150,14 +198,13 @@ class AdapterStore:
         if adapter is None:
             raise ContractError("the adapter's name is empty")
         del self._names[name], self._paths[name]
-        adapter.num_names -= 1
-        self._remove_unused(adapter)
+        self._drop(adapter)
         self.when_changed()
 
     def check_integrity(self) -> None:
         """Assert that counts agree, and that nothing is kept that has no use."""
         for adapter in self._adapters.values():
-            names = sum(each is adapter for each in self._names.values())
+            names = sum(each is adapter for each in (*self._names.values(), *self._tasks.values()))
             assert adapter.num_names == names
             assert adapter.num_users >= 0
             assert names or adapter.num_users, "an adapter without a use"
@@ -191,18 +238,27 @@ class AdapterStore:
 
     def _put(self, name: str, path: str, weights: ReadWeights) -> None:
         """Point a name to weights; the adapter that it pointed to stays with what runs."""
+        adapter = self._adopt(weights)
+        adapter.num_names += 1
+        before, self._names[name], self._paths[name] = self._names.get(name), adapter, path
+        self._drop(before)
+        self.when_changed()
+
+    def _adopt(self, weights: ReadWeights) -> Adapter:
+        """Return the adapter of some weights, which is new if none has their digest."""
         assert self._holder is not None, "checked"
         adapter = self._adapters.get(weights.digest)
         if adapter is None:
             number = self._holder.add(weights)
             adapter = Adapter(number, weights.digest, weights.rank, weights.num_bytes)
             self._adapters[weights.digest] = adapter
-        adapter.num_names += 1
-        before, self._names[name], self._paths[name] = self._names.get(name), adapter, path
-        if before is not None:
-            before.num_names -= 1
-            self._remove_unused(before)
-        self.when_changed()
+        return adapter
+
+    def _drop(self, adapter: Adapter | None) -> None:
+        """Take a name, or a number, from what it pointed to."""
+        if adapter is not None:
+            adapter.num_names -= 1
+            self._remove_unused(adapter)
 
     def _remove_unused(self, adapter: Adapter) -> None:
         if not adapter.num_users and not adapter.num_names:

@@ -182,7 +182,7 @@ class Engine:
         self.load().raise_if_full(len(message.token_ids))
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         request = make_request(bridge, message)
-        request.adapter = self.adapters.find(message.adapter)
+        request.adapter = self.adapters.choose(message)
         request.edit_context, request.processors = self._edit_context, processors
         parts = (message.token_ids, seed, self._runner.max_model_len, self._vocab)
         self._next_sequence_id += add_sequences(request, self._next_sequence_id, *parts)
@@ -289,7 +289,8 @@ class Engine:
     def status(self, number: int = 0, bridges: Iterable[str] = ()) -> Status:
         """Return the answer to a `Ping`."""
         age_s = time.monotonic() - self._last_step if self._requests else 0.0
-        return self._gauges.status(number, self._model, self.num_steps, age_s, list(bridges))
+        where = (number, self._model, self.num_steps, age_s, list(bridges))
+        return self._gauges.status(*where, self._requests.values())
 
     def figures(self, num_dropped: int = 0) -> Figures:
         """Return all metrics; `num_dropped` is the number of frames that were not messages."""

@@ -21,7 +21,13 @@ class Gauges:
         self._fixed = fixed
 
     def status(
-        self, number: int, model: str, num_steps: int, age_s: float, bridges: list[str]
+        self,
+        number: int,
+        model: str,
+        num_steps: int,
+        age_s: float,
+        bridges: list[str],
+        requests: Collection[Request] = (),
     ) -> Status:
         """Return the answer to a `Ping`; `age_s` is the time since the last step, in seconds."""
         scheduler, counters = self._scheduler, self._telemetry.counters
@@ -41,6 +47,8 @@ class Gauges:
             num_output_tokens=round(counters["output_tokens"]),
             num_prefix_queries=round(counters["prefix_queries"]),
             num_prefix_hits=round(counters["prefix_hits"]),
+            running_adapters=_adapters(requests, SequenceStatus.RUNNING),
+            waiting_adapters=_adapters(requests, SequenceStatus.WAITING),
         )
 
     def figures(self, requests: Collection[Request], num_dropped: int) -> Figures:
@@ -78,3 +86,14 @@ class Gauges:
             "waiting_tokens": waiting.num_tokens - sum(probe.num_prompt for probe in new),
             "preempted_sequences": waiting.num_preempted - (len(idle) - len(new)),
         }
+
+
+def _adapters(requests: Collection[Request], status: SequenceStatus) -> list[str]:
+    """Return the names of the adapters that sequences of a status have."""
+    return sorted(
+        {
+            request.message.adapter
+            for request in requests
+            if request.message.adapter and any(s.status is status for s in request.sequences)
+        }
+    )

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_MAX_FRAME_BYTES = 64 << 20
+_MAX_FRAME_BYTES = 512 << 20  # of a request with the weights of an adapter
 _MAX_UNSENT = 16_384  # messages to one bridge; one further behind is disconnected
 _MAX_FRAMES = 1024  # read between two steps, so that a flood of messages cannot stop generation
 _MS = 1_000_000  # in ns
@@ -335,7 +335,7 @@ def limits_of(config: EngineConfig, plan: "Plan") -> Limits:
 
 def adapters_of(config: EngineConfig, model: str, holder: Holder) -> AdapterStore:
     """Load the adapters that an engine starts with. Raises ConfigError."""
-    store = AdapterStore(holder, config.adapter_root, model)
+    store = AdapterStore(holder, config.adapter_root, model, config.lora_task_bytes)
     try:
         for name, path in parse_adapters(config.adapters).items():
             store.load(name, path)

@@ -11,8 +11,10 @@ from slipstream.layers.adapted import (
     Delta,
     StepGroups,
 )
+from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import Decoder
 from slipstream.layers.linear import GatedLinear, Linear, NormLinear
+from slipstream.layers.mlp import TwoStepMLP
 
 _OF_KEPT = ("o_proj", "gate_proj", "up_proj", "down_proj")  # behind the attention of a block
 
@@ -28,11 +30,13 @@ class AdaptedPlace(NamedTuple):
 
 def adapt(decoder: Decoder, groups: StepGroups) -> list[AdaptedPlace]:
     """Wrap the places of a decoder's blocks, in place; what a step without groups computes is the
-    same. Matrices of experts, and their router, are not among them.
+    same. Matrices of experts, of their router and of latent attention are not among them.
     """
     found = []
     for number, (prefix, layer) in layers_of(decoder):
         is_last = number == len(decoder.blocks) - 1
+        if not isinstance(layer, Attention | TwoStepMLP):
+            continue
         for name, place in list(places_of(layer)):
             stacked = place.linear.stacked
             if stacked is None:

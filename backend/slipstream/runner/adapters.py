@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from slipstream_contract.lora import LoraTask
 from torch import Tensor
 
 from slipstream.core.batch import Batch
@@ -15,6 +16,7 @@ from slipstream.errors import ConfigError
 from slipstream.fuse.adapt import adapt
 from slipstream.layers.adapted import Group, StepGroups, Term, Terms
 from slipstream.layers.decoder import Decoder, StepDecoder
+from slipstream.models.adapters.legacy import read_task
 from slipstream.models.adapters.read import AdapterWeights, read_adapter
 from slipstream.models.adapters.targets import Targets
 from slipstream.runner.plan import Plan
@@ -48,6 +50,13 @@ class Adapters:
             raise ConfigError("backend_model = 'transformers' serves no adapters")
         with torch.inference_mode():
             return read_adapter(Path(path), self._targets, self._dtype)
+
+    def read_task(self, task: LoraTask) -> AdapterWeights:
+        """Read and check weights of a request. Raises `CheckpointError` or `ConfigError`."""
+        if self._targets is None:
+            raise ConfigError("backend_model = 'transformers' serves no adapters")
+        with torch.inference_mode():
+            return read_task(task, self._targets, self._dtype)
 
     def add(self, weights: AdapterWeights) -> int:
         """Copy an adapter to the device; return its number."""

@@ -361,8 +361,8 @@ def _check_fields(config: EngineConfig) -> None:
         raise ConfigError(
             f"num_draft_tokens = {config.num_draft_tokens} is above {MAX_DRAFT_TOKENS}"
         )
-    _at_least(config, "kv_cache_host_bytes", 0)
-    _at_least(config, "max_logits_bytes", 0)
+    for field in ("kv_cache_host_bytes", "max_logits_bytes", "lora_task_bytes"):
+        _at_least(config, field, 0)
     if config.logprobs_mode not in MODES:
         modes = ", ".join(MODES)
         raise ConfigError(f"logprobs_mode = {config.logprobs_mode!r} is not one of {modes}")

@@ -70,9 +70,9 @@ def llmapi_request(
     # Log probs are TensorRT-LLM's, of the edited logits; vLLM's are before any edit.
     log_probs = request.options.cumulative_log_prob
     changes: dict[str, Any] = {"seed": seed, "log_probs": log_probs, "values": None}
-    return msgspec.structs.replace(
-        request, sampling=msgspec.structs.replace(request.sampling, **changes)
-    )
+    sampling = msgspec.structs.replace(request.sampling, **changes)
+    adapter = read.text("lora_name") if read.has("lora_name") else request.adapter
+    return msgspec.structs.replace(request, sampling=sampling, adapter=adapter)
 
 
 def _is_tensor(name: str) -> bool:

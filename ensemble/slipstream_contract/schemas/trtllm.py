@@ -30,6 +30,7 @@ from slipstream_contract.guide import TEXT_FIELD, TYPE_FIELD, trtllm_guide
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.inputs import Inputs, is_triton_parameter, token_ids
 from slipstream_contract.log_probs import LogProbs
+from slipstream_contract.lora import read_task, without_batch
 from slipstream_contract.pairs import check_pairs
 from slipstream_contract.request import (
     GenerateRequest,
@@ -84,6 +85,7 @@ def text_request(
     handling, others = split_handling(parameters)
     most_tokens, scalars = _split(others)
     model = MODELS["tensorrt_llm_bls"]
+    inputs = without_batch(inputs)
     read = Inputs(model, inputs, scalars, _TEXT_ALIASES, {}, _OWN, _READ_ELSEWHERE)
     _check_type(read)
     text = read.text("text_input")
@@ -103,6 +105,7 @@ def text_request(
             end_id=_end_id(read),
         ),
         add_special_tokens=read.flag_or_none("add_special_tokens"),
+        task=read_task(read),
         **handling,
     )
     check_pairs(request, "trtllm")
@@ -132,6 +135,7 @@ def llm_request(
     handling, others = split_handling(parameters)
     most_tokens, scalars = _split(others)
     model = MODELS["tensorrt_llm"]
+    inputs = without_batch(inputs)
     read = Inputs(model, inputs, scalars, _LLM_ALIASES, _LLM_LABELS, _OWN, _READ_ELSEWHERE)
     _check_type(read)
     if read.flag("stop"):
@@ -156,6 +160,7 @@ def llm_request(
         sampling=sampling,
         options=_options(read, _LLM_NAMES, exclude_input_in_output),
         retention=read_retention(read),
+        task=read_task(read),
         **handling,
     )
     check_pairs(request, "trtllm")

@@ -70,10 +70,10 @@ def read_adapter(directory: Path, targets: Targets, dtype: torch.dtype) -> Adapt
             )
     if not terms:
         raise CheckpointError(f"{directory / FILE}: it has no tensors: an adapter of nothing")
-    _check_range(terms, dtype, directory / FILE)
+    check_range(terms, dtype, directory / FILE)
     num_bytes = sum(t.a.nbytes + t.b.nbytes for found in terms.values() for t in found)
-    joined = {place: _joined(found) for place, found in terms.items()}
-    return AdapterWeights(joined, digest.digest(), rank, num_bytes)
+    made = {place: joined(found) for place, found in terms.items()}
+    return AdapterWeights(made, digest.digest(), rank, num_bytes)
 
 
 def _pairs(entries: Mapping[str, TensorEntry], config: LoraConfig, path: Path) -> Iterator[_Pair]:
@@ -138,7 +138,7 @@ def _term(part: Part, pair: _Pair, b: Tensor, path: Path) -> tuple[Tensor, Tenso
     return a, b
 
 
-def _check_range(terms: Mapping[str, list[Term]], dtype: torch.dtype, path: Path) -> None:
+def check_range(terms: Mapping[str, list[Term]], dtype: torch.dtype, path: Path | str) -> None:
     """Refuse numbers that are not finite in the model's dtype."""
     for place, found in terms.items():
         for name, x in (pair for term in found for pair in (("A", term.a), ("B", term.b))):
@@ -149,7 +149,7 @@ def _check_range(terms: Mapping[str, list[Term]], dtype: torch.dtype, path: Path
                 )
 
 
-def _joined(terms: list[Term]) -> tuple[Term, ...]:
+def joined(terms: list[Term]) -> tuple[Term, ...]:
     """Join terms of neighbouring outputs that share their A: those of a fused module."""
     out: list[Term] = []
     for term in sorted(terms, key=lambda term: term.first):

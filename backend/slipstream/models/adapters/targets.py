@@ -31,6 +31,11 @@ class Part:
         """Return B of the part, `[outputs, r]`, of the module's."""
         return b if self.name.endswith(_OF_INPUTS) else self._changed(b)
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether the decoder's matrix is another than the checkpoint's of that name."""
+        return self.names.change(f"{self.name}.weight") is not None
+
     def _changed(self, x: Tensor) -> Tensor:
         """Change one side of a matrix as the decoder changes the whole."""
         change = self.names.change(f"{self.name}.weight")
@@ -47,6 +52,7 @@ class Targets:
     def __init__(self, places: Sequence[AdaptedPlace], names: TensorNames) -> None:
         """Take the places of a decoder and the family's names of tensors."""
         self._parts: dict[str, list[Part]] = {}
+        self._by_name: dict[str, Part] = {}  # the decoder's
         self._optional = names.optional
         for place in places:
             first = 0
@@ -54,7 +60,12 @@ class Targets:
                 part = Part(place.name, first, outputs, place.inputs, name, names)
                 stored = names.stored(f"{name}.weight").removesuffix(".weight")
                 self._parts.setdefault(stored, []).append(part)
+                self._by_name[name] = part
                 first += outputs
+
+    def of_decoder(self, layer: int, name: str) -> Part | None:
+        """Return the part that is a layer's matrix by the decoder's name; None: there is none."""
+        return self._by_name.get(f"model.layers.{layer}.{name}")
 
     @property
     def kinds(self) -> str:

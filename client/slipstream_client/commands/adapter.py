@@ -1,0 +1,65 @@
+"""`slipstream adapter`: list the adapters of a gateway's models, load and unload them."""
+
+import argparse
+import json
+import urllib.error
+import urllib.request
+from typing import Any
+
+from slipstream_contract.errors import ContractError
+
+_ANSWER_S = 600.0
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the command and its options."""
+    parser = subparsers.add_parser("adapter", help="list, load and unload adapters")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:9000", help="of the gateway (%(default)s)"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="of the gateway, if it has keys")
+    parser.add_argument("--model", help="whose adapters they are, where there are several models")
+    acts = parser.add_subparsers(dest="act", metavar="ACT", required=True)
+    acts.add_parser("list", help="print a line for each: its name, its model, its directory")
+    load = acts.add_parser("load", help="load a directory as PEFT writes it")
+    load.add_argument("name", metavar="NAME")
+    load.add_argument("path", metavar="DIR", help="below compose --adapter-root")
+    unload = acts.add_parser("unload", help="discard a name; requests that run go on")
+    unload.add_argument("name", metavar="NAME")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do the act. Raises ContractError if the gateway refuses it, or cannot be reached."""
+    if args.act == "list":
+        for card in _ask(args, "/v1/models", None)["data"]:
+            if card["parent"] is not None and args.model in (None, card["parent"]):
+                print(f"{card['id']}  {card['parent']}  {card['root']}")
+        return 0
+    body = {"lora_name": args.name} | ({} if args.model is None else {"model": args.model})
+    if args.act == "load":
+        body["lora_path"] = args.path
+    print(_ask(args, f"/v1/{args.act}_lora_adapter", body))
+    return 0
+
+
+def _ask(args: argparse.Namespace, path: str, body: dict[str, str] | None) -> Any:
+    """Return the gateway's answer; with a body it is a POST."""
+    headers = {"content-type": "application/json"}
+    if args.api_key:
+        headers["authorization"] = f"Bearer {args.api_key}"
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{args.url.rstrip('/')}{path}", data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
+            return json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        raise ContractError(_message(error)) from None
+    except (OSError, ValueError) as error:
+        raise ContractError(f"{args.url} does not answer: {error}") from None
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.loads(error.read())["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{error.url}: {error.code} {error.reason}"
