@@ -42,7 +42,7 @@ class Bounds(NamedTuple):
         if kind is int:
             return limits.check_whole(label, value, int(self.least), int(self.most))
         if self.is_open and not self.has(value):
-            raise ContractError(f"{label} is {value:.7g}, not a number {self}")
+            raise ContractError(f"{label} is {limits.shown(value, self.has)}, not a number {self}")
         return limits.check_number(label, value, self.least, self.most)
 
 

@@ -4,7 +4,7 @@ What depends on a model, its engine checks itself. `limits_page` lists all bound
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from slipstream_contract.errors import ContractError, clip
 
@@ -64,11 +64,21 @@ def check_whole(field: str, value: int, low: int, high: int = INT32_MAX) -> int:
     return value
 
 
+def shown(value: float, is_served: Callable[[float], bool]) -> str:
+    """Return a number that is not served in seven digits, or in all where those would be served."""
+    text = f"{value:.7g}"
+    return repr(value) if is_served(float(text)) else text
+
+
 def check_number(field: str, value: float, low: float, high: float = math.inf) -> float:
     """Return the value if it is finite and in bounds. Raises ContractError."""
-    if not (math.isfinite(value) and low <= value <= high):
+
+    def is_served(number: float) -> bool:
+        return math.isfinite(number) and low <= number <= high
+
+    if not is_served(value):
         bounds = f"of at least {low:g}" if math.isinf(high) else f"from {low:g} to {high:g}"
-        raise ContractError(f"{field} is {value:.7g}, not a finite number {bounds}")
+        raise ContractError(f"{field} is {shown(value, is_served)}, not a finite number {bounds}")
     return value
 
 

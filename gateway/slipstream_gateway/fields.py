@@ -33,6 +33,7 @@ class Field(msgspec.Struct, frozen=True):
         schema: JSON schema of its values; empty: that of `kind`.
         neutral: of a refused one, values that ask for nothing, or for what happens anyway.
         is_required: whether null, or no field at all, is an error.
+        members: of an object, those that are read; any other has no effect. Empty: all are.
         at: the endpoints that have it, where a table is of several.
     """
 
@@ -43,6 +44,7 @@ class Field(msgspec.Struct, frozen=True):
     use: Use = Use.SERVED
     neutral: tuple[object, ...] = ()
     is_required: bool = False
+    members: tuple[str, ...] = ()
     at: str = ""
 
     def check(self, value: Any) -> None:
@@ -53,6 +55,14 @@ class Field(msgspec.Struct, frozen=True):
             message = f"{self.name} is {shown(value)}, which is not served: {self.help}"
             code = "unsupported_value" if self.neutral else "unsupported_parameter"
             raise ApiError(400, message, self.name, code)
+
+    def ignored(self, value: Any) -> list[str]:
+        """Return what of a value has no effect: the field, or members of an object."""
+        if self.use is Use.HARMLESS:
+            return [self.name]
+        if not (self.members and isinstance(value, dict)):
+            return []
+        return [f"{self.name}.{name}" for name in value if name not in self.members]
 
     def value_schema(self) -> dict[str, Any]:
         """Return the JSON schema of its values, null among them where it counts as no field."""
@@ -101,13 +111,15 @@ class Table(dict[str, Field]):
                 raise ApiError(400, message, name, "missing_required_parameter")
 
     def ignored(self, body: Mapping[str, Any]) -> list[str]:
-        """Return the fields of a checked body that have no effect, for the response's header."""
-        return [
-            name
-            for name, value in body.items()
-            if (field := self.get(name)) is None
-            or (field.use is Use.HARMLESS and value is not None)
-        ]
+        """Return what of a checked body has no effect, for the response's header."""
+        found: list[str] = []
+        for name, value in body.items():
+            field = self.get(name)
+            if field is None:
+                found.append(name)
+            elif value is not None:
+                found += field.ignored(value)
+        return found
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of a body, for the OpenAPI file."""

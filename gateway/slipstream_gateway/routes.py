@@ -107,6 +107,8 @@ class Routes:
     async def show_model(self, request: Request) -> Response:
         """Show one name."""
         name = request.path_params["name"]
+        if not name:
+            raise ApiError(404, "/v1/models/ is not served, /v1/models is", None, "not_found")
         return json_response(_card(self._models.find(name), name))
 
     async def load_adapter(self, request: Request) -> Response:

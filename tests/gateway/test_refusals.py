@@ -183,6 +183,7 @@ def test_models(gateway: Gateway):
 
 def test_paths_and_methods(gateway: Gateway):
     check(gateway.get("/v1/nothing"), 404)
+    check(gateway.get("/v1/models/"), 404)
     check(gateway.get("/v1/chat/completions"), 405)
     check(gateway.get("/tokenize"), 405)
     check(gateway.post("/v1/models", {}), 405)
@@ -194,6 +195,23 @@ def test_unknown_fields_are_named_in_a_header(gateway: Gateway):
     assert found.status == 200
     assert found.headers["x-slipstream-ignored"].startswith('"surprise", "b')
     assert "x-slipstream-ignored" not in gateway.complete(prompt="a", max_tokens=1).headers
+
+
+def test_unread_members_of_an_object_are_named_in_the_header(gateway: Gateway):
+    options = {"include_usage": True, "include_obfuscation": False}
+    form = {"type": "json_object", "strikt": True}
+    found = gateway.complete(
+        prompt="a", max_tokens=1, stream=True, stream_options=options, response_format=form
+    )
+    shown = found.headers["x-slipstream-ignored"]
+    assert shown == '"stream_options.include_obfuscation", "response_format.strikt"'
+
+
+def test_a_number_next_to_its_limit_is_shown_in_all_digits(gateway: Gateway):
+    for name, value in (("top_p", 1.0000001), ("presence_penalty", 2.0000001)):
+        message = check(gateway.complete(prompt="a", **{name: value}))["message"]
+        assert message.startswith(f"{name} is {value}, not a ")
+    assert check(gateway.complete(prompt="a", top_p=1.1))["message"].startswith("top_p is 1.1, ")
 
 
 def test_the_header_says_how_many_names_it_leaves_out(gateway: Gateway):

@@ -42,6 +42,7 @@ _OWN = (
         "stream_options",
         "`include_usage`: a last chunk with the usage; `continuous_usage_stats`: in every chunk",
         schema=values.STREAM_OPTIONS,
+        members=("include_usage", "continuous_usage_stats"),
     ),
     *(
         Field(
@@ -82,6 +83,7 @@ _OWN = (
         "response_format",
         "`text`, `json_object`, `json_schema`, or `structural_tag`; the answer always matches",
         schema=values.RESPONSE_FORMAT,
+        members=("type", "json_schema", "structures", "triggers", "format"),  # of all types
     ),
     Field(
         "structured_outputs",
