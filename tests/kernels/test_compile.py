@@ -86,6 +86,8 @@ def is_everyday(wanted: Variant) -> bool:
         kind = (defines["BITS"], defines["SCALE"], defines["PARTS"], defines["ZEROS"])
         shape = (defines.get("COLUMNS", "8"), defines.get("TILES", "8"))
         is_usual = kind in PACKED_KINDS
+        if defines.get("FP8") == "1":  # fewer registers than rows of 16 bits
+            return is_usual and shape == ("128", "1")
         widest = WIDEST_OF_SOURCE.get(wanted.source, WIDEST_PACKED)
         return is_one and is_usual and shape in widest
     if wanted.source == "gemm/sm90/skinny.cu":  # the same for every width of a tile

@@ -15,16 +15,18 @@ from fixtures.kernels.checking import (
     short,
     spread,
 )
-from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair
+from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair, quantized
+from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.gemm import linear as gemm_linear
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Around, Matrix
 from slipstream.kernels.gemm.packed import packed, packed_late
-from slipstream.kernels.gemm.sm90.packed_pipe import packed_pipe, pipe_scaled
+from slipstream.kernels.gemm.sm90.packed_pipe import packed_pipe, pipe_e4m3, pipe_scaled
 from slipstream.kernels.gemm.sm90.packed_stream import packed_stream, stream_late
 from slipstream.kernels.gemm.sm90.packed_wgmma import packed_wgmma
 from slipstream.kernels.gemm.unpacked import unpacked
-from slipstream.quant.matrix import Kind
+from slipstream.quant.forms import make_packed_e4m3
+from slipstream.quant.matrix import Kind, dequantise
 from torch.nn import functional
 
 pytestmark = [
@@ -151,6 +153,51 @@ def test_each_kernel_takes_all_rows(form: Form) -> None:
             case.kernel = kernel
             name = f"{kernel.__name__} {rows} x {shape}, {what}"
             judge.close(name, case.run(), case.expected(torch.float64), case.expected(case.x.dtype))
+            judge.repeats(name, case.run)
+    judge.verdict()
+
+
+@dataclass
+class E4m3Case(Case):
+    """A product whose rows are rounded to e4m3, by a kernel that takes them so."""
+
+    def __post_init__(self) -> None:
+        self.rounded = fp8.quantize(self.x)
+        self.x = self.rounded.values.to(torch.float64) * self.rounded.scales.double()[:, None]
+
+    def run(self) -> torch.Tensor:
+        residual = None if self.residual is None else spread(self.residual)
+        poison((len(self.x), len(self.weight) // (2 if self.gated else 1)), dtype=torch.bfloat16)
+        gate = "silu" if self.gated else ""
+        around = Around(bias=self.bias, gate=gate, residual=residual)
+        around = around._replace(rows=self.rounded.scales, groups=self.matrix.groups)
+        return pipe_e4m3(self.rounded.values, self.matrix.values, around)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="no Hopper"
+)
+@pytest.mark.parametrize("group", [32, 64, 128, 192, 1 << 20])
+@pytest.mark.parametrize("scale", [torch.bfloat16, torch.float16, torch.float32], ids=short)
+def test_rows_in_e4m3(group: int, scale: torch.dtype) -> None:
+    judge = Judge(f"packed for e4m3 by {group} {short(scale)}")
+    rows_of = (1, 8, 17, 40, 64, 100, 128, 129, 500)
+    for shape, rows in itertools.product([(37, 160), (2112, 1536), (4096, 4096)], rows_of):
+        quant = quantized(Form(group=group, scale=scale), *shape, "cuda")
+        matrix, weight = make_packed_e4m3(quant), dequantise(quant)
+        x = random(rows, shape[1], dtype=torch.bfloat16, seed=rows)
+        bias = random(shape[0], dtype=torch.bfloat16, seed=3)
+        residual = random(rows, shape[0], dtype=torch.bfloat16, seed=4)
+        found = {
+            "plain": E4m3Case(x, matrix, weight),
+            "bias, residual": E4m3Case(x, matrix, weight, bias, residual=residual),
+        }
+        if shape[0] % 32 == 0:
+            found["bias, gated"] = E4m3Case(x, matrix, weight, bias, gated=True)
+        for what, case in found.items():
+            name = f"{rows} x {shape}, {what}"
+            expected = case.expected(torch.float64)
+            judge.close(name, case.run(), expected, case.expected(torch.bfloat16))
             judge.repeats(name, case.run)
     judge.verdict()
 

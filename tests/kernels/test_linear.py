@@ -187,6 +187,7 @@ def test_another_architecture_has_what_is_not_hoppers() -> None:
         "stream_late": "needs sm_90a",
         "packed_pipe": "needs sm_90a",
         "pipe_scaled": "needs sm_90a",
+        "pipe_e4m3": "needs sm_90a",
         "packed_wgmma": "needs sm_90a",
         "unpacked": "takes packed weights",
         "torch": "runs on cpu",

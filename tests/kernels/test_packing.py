@@ -1,5 +1,6 @@
 """Weights in the order of the kernels: a thread reads those of its fragment, each exactly."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -7,11 +8,11 @@ import torch
 from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair, quantized
 from hypothesis import given
 from hypothesis import strategies as st
+from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.norm import rms_norm
-from slipstream.kernels.gemm import linear, packed, packing, unpacked
-from slipstream.kernels.gemm.op import Around, Spec, gemm, spec_of
+from slipstream.kernels.gemm import linear, packing, unpacked
+from slipstream.kernels.gemm.op import Around, gemm
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
-from slipstream.kernels.gemm.sm90 import packed_pipe, packed_stream, packed_wgmma
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Implementation, Target
 from slipstream.quant import forms
 from slipstream.quant.matrix import Kind, dequantise
@@ -155,6 +156,65 @@ def test_zeros_may_be_taken_from_sums(form: Form, dtype: torch.dtype) -> None:
     assert error < (1e-4 if dtype == torch.float16 else 2e-5)
 
 
+def test_threads_read_e4m3_exactly() -> None:
+    """What `decode_e4m3` of codes.cuh makes of a lane's words, in place of A of m64n8k32."""
+    matrix = quantized(Form(group=64), 21, 320)
+    made = forms.make_packed_e4m3(matrix)
+    assert made.groups is not None
+    sizes = made.groups.packing
+    assert torch.equal(packing.dense(made.values, made.groups), dequantise(matrix))
+    below = [0xD0, 0xCE, 0xCC, 0xCA, 0xC8, 0xC4, 0xC0, 0xB8]
+    above = [0x00, 0x38, 0x40, 0x44, 0x48, 0x4A, 0x4C, 0x4E]
+    table = torch.tensor(below + above, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    assert torch.equal(table, torch.arange(-8.0, 8.0))
+    read = torch.full((sizes.tiles * TILE, sizes.blocks * BLOCK), float("nan"))
+    words = made.values.view(sizes.tiles, sizes.blocks, 2, 32, 4).long()
+    for tile, block, step, lane in itertools.product(
+        range(sizes.tiles), range(sizes.blocks), range(STEPS), range(32)
+    ):
+        word = int(words[tile, block, step // 4, lane, step % 4]) & 0xFFFFFFFF
+        for nibble in range(8):
+            row = tile * TILE + lane // 4 + 8 * (nibble // 4)
+            column = block * BLOCK + step * 16 + lane % 4 * 4 + nibble % 4
+            read[row, column] = table[word >> 4 * nibble & 15]
+    assert torch.equal(
+        read[:21, :320] * matrix.scales.float().repeat_interleave(64, 1), dequantise(matrix)
+    )
+
+
+@pytest.mark.parametrize("has_more", [False, True], ids=["plain", "order, factors"])
+def test_rows_in_e4m3_are_rounded_behind_norm_order_and_factors(has_more: bool) -> None:
+    form = Form(group=64, has_order=has_more, has_factors=has_more)
+    matrix = quantized(form, 40, 256)
+    made, norm, x = forms.make_packed_e4m3(matrix), torch.rand(256) + 0.5, torch.randn(3, 256)
+    assert made.groups is not None
+    route = linear.Route(
+        linear.Path(quantises=True), Implementation("oracle", _without_arrangement, "cpu")
+    )
+    bias, residual = torch.randn(40).bfloat16(), torch.randn(3, 40).bfloat16()
+    around = Around(norm=norm.bfloat16(), eps=1e-5, bias=bias, residual=residual.clone())
+    y = linear.follow(route, x.bfloat16(), made, around)
+    if has_more:
+        rows = rms_norm(x.bfloat16(), norm.bfloat16(), 1e-5)
+        rounded = fp8.quantize(packing.arranged(rows, made.groups))
+    else:
+        rounded = fp8.norm_quantize(x.bfloat16(), norm.bfloat16(), 1e-5)
+    values = rounded.values.float() * rounded.scales[:, None]
+    weight = packing.dense(made.values, made.groups)
+    expected = (residual.float() + values @ weight.T + bias.float()).bfloat16()
+    torch.testing.assert_close(y.float(), expected.float(), rtol=0.01, atol=0.01)
+    exact = (x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * norm) @ dequantise(matrix).T
+    off = (y.float() - residual.float() - bias.float() - exact).norm() / exact.norm()
+    assert off < 0.06  # three bits of each number of a row
+
+
+def _without_arrangement(x: Tensor, weight: Tensor, around: Around) -> Tensor:
+    """The oracle, as a kernel for rows of e4m3: these come as codes lie."""
+    assert around.groups is not None
+    plain = around.groups._replace(order=None, factors=None)
+    return gemm.oracle(x, weight, around._replace(groups=plain))
+
+
 def test_floats_whose_scales_are_no_numbers_of_16_bits_are_dequantised() -> None:
     cuda, matrix = KNOWN["sm_90a"], quantized(FLOATS[1], 16, 64)
     found = forms.form_of(matrix, cuda, torch.float16)
@@ -168,12 +228,12 @@ def test_floats_whose_scales_are_no_numbers_of_16_bits_are_dequantised() -> None
     assert forms.form_of(matrix, CPU, torch.bfloat16) is None
 
 
-@given(st.sampled_from([4, 8]), st.integers(1, 50), st.integers(1, 40))
-def test_packing_has_an_inverse(bits: int, outputs: int, eighths: int) -> None:
-    inputs = 8 * eighths
+@given(st.sampled_from([4, 8]), st.integers(1, 50), st.integers(1, 40), st.booleans())
+def test_packing_has_an_inverse(bits: int, outputs: int, eighths: int, for_e4m3: bool) -> None:
+    inputs, for_e4m3 = 8 * eighths, for_e4m3 and bits == 4
     codes = torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.uint8)
-    values = packing.pack(codes, bits, packing.MIDDLE[bits])
-    made = Packing(bits, BLOCK, outputs, inputs, torch.float16, False)
+    values = packing.pack(codes, bits, packing.MIDDLE[bits], for_e4m3)
+    made = Packing(bits, BLOCK, outputs, inputs, torch.float16, False, for_e4m3=for_e4m3)
     assert values.shape == (made.tiles, made.blocks * TILE * BLOCK * bits // 32)
     assert torch.equal(packing.unpack(values, made), codes)
     full = packing.unpack(values, made._replace(outputs=made.tiles * TILE))
@@ -228,209 +288,6 @@ def test_parts_find_their_groups(part: int, multiple: int) -> None:
         inputs = part * (BLOCK // made.parts)
         assert part * made.group_factor >> 31 == inputs // group
         assert made.group_factor < 1 << 32
-
-
-# ---- how a product is divided ----
-
-PACKED_4 = Packing(4, 128, 4096, 4096, torch.bfloat16, False)
-
-
-@given(
-    st.integers(1, 32),
-    st.integers(1, 4000),
-    st.booleans(),
-    st.sampled_from([108, 132, 148]),
-    st.sampled_from([99, 163, 226]),
-    st.sampled_from(list(packed.packings(torch.float16))),
-)
-def test_tiles_fit_and_cover(
-    rows: int, tiles: int, gated: bool, sms: int, kib: int, made: Packing
-) -> None:
-    tiles += tiles % 2 if gated else 0
-    made = made._replace(outputs=tiles * TILE)
-    found = packed.tiling(rows, made, gated, sms, kib << 10)
-    if found is None:
-        assert kib < 226, "a Hopper takes all"
-        return
-    units = tiles // 2 if gated else tiles
-    assert found.columns >= rows
-    assert found.share * sms >= units > (found.share - 1) * sms  # none has two more than it needs
-    assert not gated or found.tiles % 2 == 0
-    assert found.slots >= 2
-    assert found.bytes <= kib << 10
-    wanted = packed._variant(torch.float16, made, found)
-    known = {_without_slots(each) for each in packed.variants()}
-    assert _without_slots(wanted) in known
-
-
-def _without_slots(variant: object) -> tuple[tuple[str, str], ...]:
-    return tuple(pair for pair in variant.defines if pair[0] != "SLOTS")  # type: ignore[attr-defined]
-
-
-@given(st.sampled_from(packed.TILES), st.integers(2, 6), st.integers(1, 9), st.integers(1, 3))
-def test_no_block_of_x_is_overwritten_before_it_is_read(
-    tiles: int, slots: int, blocks: int, passes: int
-) -> None:
-    """The walk of `Ahead` in packed.cu, beside that of the warp."""
-    x_slots = (slots - 1 + tiles - 1) // tiles + 1
-    walk = [(p, b, t) for p in range(passes) for b in range(blocks) for t in range(tiles)]
-    holds: dict[int, tuple[int, int]] = {}
-    begun: list[tuple[int, int]] = []
-
-    def copy(at: int) -> None:
-        if at < len(walk) and walk[at][2] == 0:
-            holds[len(begun) % x_slots] = walk[at][:2]
-            begun.append(walk[at][:2])
-
-    for at in range(slots - 1):
-        copy(at)
-    num_read = 0
-    for at, (p, b, t) in enumerate(walk):
-        if t == 0:
-            assert holds[num_read % x_slots] == (p, b)
-            num_read += 1
-        copy(at + slots - 1)
-
-
-@given(
-    st.integers(1, 128),
-    st.integers(1, 2000),
-    st.integers(1, 300),
-    st.sampled_from([114, 132]),
-    st.sampled_from(list(packed.packings(torch.float16))),
-)
-def test_divisions_for_wgmma(rows: int, tiles: int, blocks: int, sms: int, made: Packing) -> None:
-    made = made._replace(outputs=tiles * TILE, inputs=blocks * BLOCK)
-    found = packed_wgmma.tiling(rows, made, sms)
-    assert found == packed_wgmma.tiling(found.columns, made, sms)  # not by the rows themselves
-    assert found.columns >= rows
-    assert found.shares <= blocks
-    assert packed_wgmma.num_slots(made, found.columns, found.tiles) >= 3
-    assert packed_wgmma.num_bytes(made, found) <= packed_wgmma.MEMORY
-    wanted = packed_wgmma._variant(torch.float16, made, found.columns, found.tiles)
-    assert wanted in set(packed_wgmma.variants())
-
-
-@given(
-    st.integers(1, 16),
-    st.integers(1, 8000),
-    st.integers(1, 300),
-    st.booleans(),
-    st.sampled_from([114, 132]),
-    st.sampled_from(list(packed.packings(torch.float16))),
-)
-def test_divisions_for_streams(
-    rows: int, tiles: int, blocks: int, gated: bool, sms: int, made: Packing
-) -> None:
-    tiles += tiles % 2 if gated else 0
-    made = made._replace(outputs=tiles * TILE, inputs=blocks * BLOCK)
-    found = packed_stream.tiling(rows, made, gated, sms)
-    if found is None:
-        assert rows > 8
-        assert packed_stream.slot_bytes(made) > 32 << 10
-        return
-    units = tiles // 2 if gated else tiles
-    assert found.share * sms >= units > (found.share - 1) * sms
-    assert found.columns >= rows
-    assert not gated or found.tiles % 2 == 0
-    assert found.columns * found.tiles <= 32, "a thread finishes one output"
-    assert found.slots >= 2
-    pieces = -(-blocks // packed_stream.WARPS)
-    assert min(pieces, 2) <= found.x_slots <= pieces
-    assert packed_stream.ALONE <= found.bytes <= packed_stream.MEMORY
-    wanted = packed_stream._variant(torch.float16, made, found.columns, found.tiles, False)
-    assert wanted in STREAMS
-
-
-STREAMS = frozenset(packed_stream.variants())
-
-
-@given(st.integers(1, 300), st.sampled_from([16, 32, 64, 128, 192, 256, 4096]), st.booleans())
-def test_groups_of_a_piece_fit_its_slot(blocks: int, group: int, is_float: bool) -> None:
-    """The scales that `copy_piece` of packed_stream.cu copies are those that its warps read."""
-    inputs = blocks * BLOCK
-    size = packing.group_of(group, inputs, is_float or group == 16)
-    assert size is not None
-    made = Packing(4, size, TILE, inputs, torch.float16, False, group == 16)
-    for first in range(0, blocks, packed_stream.WARPS):
-        of_piece = range(first, min(first + packed_stream.WARPS, blocks))
-        parts = [block * made.parts + part for block in of_piece for part in range(made.parts)]
-        groups = [part * made.group_factor >> 31 for part in parts]
-        assert groups[0] == min(groups)
-        assert groups[-1] == max(groups) < made.groups
-        assert groups[-1] - groups[0] < packed_stream.WARPS * made.parts
-
-
-@given(
-    st.integers(1, 256),
-    st.integers(1, 2000),
-    st.integers(1, 300),
-    st.sampled_from([114, 132]),
-    st.sampled_from(list(packed.packings(torch.float16))),
-    st.booleans(),
-)
-def test_divisions_for_pipes(
-    rows: int, tiles: int, blocks: int, sms: int, made: Packing, scaled: bool
-) -> None:
-    made = made._replace(outputs=tiles * TILE, inputs=blocks * BLOCK)
-    scaled = scaled and not made.is_float and made.scale == torch.float16
-    found = packed_pipe.tiling(rows, made, scaled, sms)
-    assert found is not None
-    assert found == packed_pipe.tiling(min(rows, found.columns), made, scaled, sms)
-    assert found.columns >= min(rows, 128)
-    assert found.shares <= blocks
-    slots = packed_pipe.num_slots(made, found.columns, found.tiles)
-    assert slots >= 2
-    assert packed_pipe.num_bytes(made, found) <= packed_pipe.MEMORY
-    size = (found.columns, found.tiles)
-    assert packed_pipe._variant(torch.float16, made, size, scaled) in PIPES
-
-
-PIPES = frozenset(packed_pipe.variants())
-
-
-# ---- which kernels run ----
-
-
-def spec(rows: int, target: str = "sm_90a", made: Packing = PACKED_4, **around: object) -> Spec:
-    x = torch.empty(rows, made.inputs, dtype=torch.bfloat16, device="meta")
-    values = torch.empty(made.tiles, made.blocks * 256, dtype=torch.int32, device="meta")
-    groups = Groups(made, torch.empty(made.tiles, made.groups, 16, device="meta"))
-    return spec_of(x, values, Around(groups=groups, **around))._replace(target=KNOWN[target])
-
-
-@pytest.mark.parametrize(
-    ("target", "rows", "route"),
-    [
-        ("sm_90a", 1, "norm + GEMM packed_stream"),
-        ("sm_90a", 9, "norm + GEMM packed_pipe"),
-        ("sm_90a", 128, "norm + GEMM packed_pipe"),
-        ("sm_90a", 129, "norm + GEMM pipe_scaled"),
-        ("sm_90a", 256, "norm + GEMM pipe_scaled"),
-        ("sm_90a", 257, "norm + GEMM unpacked"),
-        ("sm_100a", 1, "norm + GEMM packed"),
-        ("sm_100a", 128, "norm + GEMM packed"),
-        ("sm_100a", 129, "norm + GEMM unpacked"),
-    ],
-)
-def test_routes(target: str, rows: int, route: str) -> None:
-    norm = torch.empty(PACKED_4.inputs, dtype=torch.bfloat16, device="meta")
-    for more in ({}, {"gate": "silu"}, {"bias": norm}):
-        chosen = linear.choose(spec(rows, target, norm=norm, **more))
-        assert f"{chosen.path} {chosen.gemm.name}" == route
-
-
-def test_gates_of_odd_sizes_follow_the_product() -> None:
-    chosen = linear.choose(spec(1, made=PACKED_4._replace(outputs=4080), gate="silu"))
-    assert (str(chosen.path), chosen.gemm.name) == ("GEMM + behind", "packed_stream")
-
-
-def test_nobody_else_takes_packed_weights() -> None:
-    taken = {answer.gemm.name for answer in linear.answers(spec(1)) if answer.refusal is None}
-    streams = {"packed_stream", "stream_late", "packed_pipe"}
-    assert taken == {"packed", "packed_late", "packed_wgmma", "unpacked"} | streams
-    nine = {answer.gemm.name for answer in linear.answers(spec(9)) if answer.refusal is None}
-    assert nine == {"packed", "packed_wgmma", "unpacked"} | streams
 
 
 def test_dense_is_the_definition() -> None:

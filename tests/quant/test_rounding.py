@@ -8,7 +8,7 @@ from fixtures.models.checkpoints import Driver, Generation, make_model, make_run
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.quant.matrix import dequantise
-from slipstream.quant.rounding import rounded4, rounded8
+from slipstream.quant.rounding import rounded4, rounded8, rounded_for_e4m3
 
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 150), st.integers(0, 99))
 
@@ -44,7 +44,25 @@ def test_4_bits_are_no_worse_than_the_whole_range(shape: tuple[int, int, int]) -
             assert off[row, part].pow(2).sum() <= plain.pow(2).sum() * 1.0001 + 1e-12
 
 
-@pytest.mark.parametrize(("scheme", "most"), [("int8", 0.03), ("int4", 0.5)])
+@given(SHAPES)
+def test_4_bits_without_zeros_are_no_worse_than_the_whole_range(
+    shape: tuple[int, int, int],
+) -> None:
+    weight = drawn(*shape)
+    made = rounded_for_e4m3(weight)
+    assert made.is_symmetric
+    assert made.for_e4m3
+    off = dequantise(made) - weight
+    assert (off[0] == 0).all()
+    for first in range(0, weight.shape[1], 128):
+        group, found = weight[1:, first : first + 128], off[1:, first : first + 128]
+        low, high = group.amin(1, keepdim=True), group.amax(1, keepdim=True)
+        step = torch.maximum(-low / 8, high / 7)
+        plain = (group / step).round().clamp(-8, 7) * step - group
+        assert (found.pow(2).sum(1) <= plain.pow(2).sum(1) * 1.0001 + 1e-12).all()
+
+
+@pytest.mark.parametrize(("scheme", "most"), [("int8", 0.03), ("int4", 0.5), ("w4a8", 0.5)])
 def test_a_model_is_served(scheme: str, most: float, tmp_path: Path) -> None:
     directory = save(make_model("gemma3", sliding_window=16), tmp_path)
     found = {}

@@ -45,6 +45,8 @@ def test_bytes_of_a_weight(checkpoint: Path) -> None:
         assert bytes_on(checkpoint, target, "int4") == packed4
         assert bytes_on(checkpoint, target, "int8") == rest + count + 2 * outputs
         assert bytes_on(checkpoint, target, "int4", load_format="random") == packed4
+    for target in ("sm_80", "sm_90a"):  # for rows of 16 bits, and of e4m3
+        assert bytes_on(checkpoint, target, "w4a8") == rest + count // 2 + count // 128 * 2
     assert bytes_on(checkpoint, "sm_90a", "fp8") == rest + count + 4 * outputs
     assert bytes_on(checkpoint, "cpu", "int4") == plain  # its zeros have no GEMM there
 

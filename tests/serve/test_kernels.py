@@ -79,7 +79,7 @@ def test_packed_weights_are_listed_as_such(
 ) -> None:
     config = EngineConfig(checkpoint=str(checkpoint), quantization="int4", dtype="bfloat16")
     for architecture, kind, chosen in (
-        ("sm_90a", "4 bits by 64, packed", ["packed", "packed_wgmma", "unpacked"]),
+        ("sm_90a", "4 bits by 64, packed", ["packed_stream", "packed_pipe", "pipe_scaled"]),
         ("sm_100a", "4 bits by 64, packed", ["packed", "packed", "unpacked"]),
         ("cpu", "bfloat16", ["torch"] * 3),
     ):

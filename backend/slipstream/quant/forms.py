@@ -103,17 +103,33 @@ def _takes_packed(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bo
     return is_linear and has_groups and matrix.inputs % _PIECE == 0
 
 
+def _takes_packed_e4m3(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
+    is_here = target.device == "cuda" and target.capability == (9, 0) and dtype == torch.bfloat16
+    fits = matrix.kind is Kind.W4 and matrix.is_symmetric and matrix.inputs % fp8.MULTIPLE == 0
+    fits = fits and matrix.inputs <= fp8.MAX_WIDTH and matrix.for_e4m3
+    return is_here and fits and _takes_packed(matrix, target, dtype)
+
+
+def make_packed_e4m3(matrix: QuantMatrix) -> Matrix:
+    """Put codes of 4 bits in the order of the kernel for rows of e4m3."""
+    return _make_packed(matrix, for_e4m3=True)
+
+
 def make_packed(matrix: QuantMatrix) -> Matrix:
-    """Put codes, scales and zeros in the order of the kernels."""
+    """Put codes, scales and zeros in the order of the kernels for rows of 16 bits."""
+    return _make_packed(matrix, for_e4m3=False)
+
+
+def _make_packed(matrix: QuantMatrix, for_e4m3: bool) -> Matrix:
     bits = _BITS[matrix.kind]
     offset = packing.MIDDLE[8] if bits == 8 else 0  # of codes that have a sign
     group = packing.group_of(matrix.group, matrix.inputs)
     assert group is not None, "the form was asked"
     zeros, scales = matrix.zeros, matrix.scales
     sizes = (matrix.outputs, matrix.inputs, scales.dtype, zeros is not None)
-    made = Packing(bits, group, *sizes)
+    made = Packing(bits, group, *sizes, for_e4m3=for_e4m3)
     unsigned = (codes_of(matrix).to(torch.int16) + offset).to(torch.uint8)
-    values = packing.pack(unsigned, bits, packing.MIDDLE[bits])
+    values = packing.pack(unsigned, bits, packing.MIDDLE[bits], for_e4m3)
     if zeros is not None:
         unsigned_zeros = (zeros.to(torch.int16) + offset).to(torch.uint8)
         zeros = packing.by_tile(unsigned_zeros, made, packing.MIDDLE[bits])
@@ -154,6 +170,7 @@ FORMS = (
     Form("e4m3 products, rows quantised by token", _takes_fp8, _make_fp8),
     Form("torch's product with 8 bits", _takes_int8, _make_int8),
     Form("torch's product with 4 bits", _takes_int4, _make_int4),
+    Form("kept packed, rows quantised by token", _takes_packed_e4m3, make_packed_e4m3),
     Form("kept packed, multiplied with 16-bit rows", _takes_packed, make_packed),
     *(
         Form("kept packed, multiplied with 16-bit rows", takes, partial(make_floats, of=dtype))

@@ -51,6 +51,7 @@ class QuantMatrix:
     table: Tensor | None = None  # [16] f32: of F4; None: e2m1
     order: Tensor | None = None  # [k] i64: code i belongs to input order[i]
     factors: Tensor | None = None  # [k] f32: inputs are multiplied by them first
+    for_e4m3: bool = False  # rows are to be rounded to e4m3, where a GEMM takes them so
 
     @property
     def outputs(self) -> int:
@@ -78,6 +79,7 @@ class QuantMatrix:
         size = "a row" if self.group >= self.inputs else f"{self.group} inputs"
         more = " with zeros" if self.zeros is not None else ""
         more += " with minimums" if self.minimums is not None else ""
+        more += " for rows in e4m3" if self.for_e4m3 else ""
         name = self.kind.value if self.table is None else "a table of 16"
         return f"{name} by {size}{more}"
 
@@ -154,12 +156,9 @@ def stack(parts: Sequence[QuantMatrix]) -> QuantMatrix | None:
 
 def _alike(one: QuantMatrix, other: QuantMatrix) -> bool:
     """Whether two can be one: zeros that only one has are another form."""
-    same = (one.kind, one.group, one.inputs, one.scales.dtype) == (
-        other.kind,
-        other.group,
-        other.inputs,
-        other.scales.dtype,
-    )
+    same = one.scales.dtype == other.scales.dtype
+    for name in ("kind", "group", "inputs", "for_e4m3"):
+        same = same and getattr(one, name) == getattr(other, name)
     names = ("zeros", "minimums", "outer")
     has = all((getattr(one, n) is None) == (getattr(other, n) is None) for n in names)
     shared = ("table", "order", "factors")

@@ -12,6 +12,7 @@ from torch import Tensor
 from slipstream.quant.matrix import Kind, QuantMatrix, halves
 
 GROUP = 64  # inputs of a group of 4 bits
+GROUP_FOR_E4M3 = 128  # without zeros
 _RANGES = torch.linspace(1.0, 0.5, 21).tolist()  # parts of a group's whole range
 _LEAST = 1e-30  # what counts as a range, so that zeros stay zeros
 _WEIGHTS = 1 << 22  # that are rounded at a time: what fp32 needs beside the result
@@ -51,6 +52,19 @@ def rounded4(weight: Tensor, group: int = GROUP) -> QuantMatrix:
     return QuantMatrix(Kind.W4, codes, scales, group, k, zeros=zeros)
 
 
+def rounded_for_e4m3(weight: Tensor, group: int = GROUP_FOR_E4M3) -> QuantMatrix:
+    """Return `[n, k]` in 4 bits without zeros, for rows in e4m3; the last group may be shorter."""
+    n, k = weight.shape
+    if weight.is_meta:
+        scales = weight.new_empty(n, -(-k // group))
+        codes = weight.new_empty(n, -(-k // 2), dtype=torch.uint8)
+        return QuantMatrix(Kind.W4, codes, scales, group, k, for_e4m3=True)
+    parts = [_rows4(part.float(), group, weight.dtype, has_zeros=False) for part in _some(weight)]
+    codes = torch.cat([halves(part.codes.flatten(1)[:, :k]) for part in parts])
+    scales = torch.cat([part.scale.squeeze(-1) for part in parts])
+    return QuantMatrix(Kind.W4, codes, scales, group, k, for_e4m3=True)
+
+
 def _some(weight: Tensor) -> tuple[Tensor, ...]:
     return torch.split(weight, max(1, _WEIGHTS // weight.shape[1]))
 
@@ -67,16 +81,19 @@ def _rows8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8), scales
 
 
-def _rows4(weight: Tensor, group: int, dtype: torch.dtype) -> _Rounded:
+def _rows4(weight: Tensor, group: int, dtype: torch.dtype, has_zeros: bool = True) -> _Rounded:
     n, k = weight.shape
     grouped = torch.nn.functional.pad(weight, (0, -k % group)).view(n, -1, group)
     low, high = (each.unsqueeze(-1) for each in torch.aminmax(grouped, dim=-1))
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
+    if not has_zeros:  # 8 steps below zero, 7 above
+        high = torch.maximum(-low / 8, high / 7) * 7
+        low = high * (-8 / 7)
     least, best = None, None
     for part in _RANGES:
         scale = _stored((high - low) * part / 15, dtype)
         step = scale.float()
-        zero = (-low * part / step).round().clamp(0, 15)
+        zero = (-low * part / step).round().clamp(0, 15) if has_zeros else torch.full_like(low, 8)
         codes = ((grouped / step).round() + zero).clamp(0, 15)
         off = ((codes - zero) * step - grouped).pow(2).sum(-1, keepdim=True)
         found = _Rounded(codes, scale, zero)

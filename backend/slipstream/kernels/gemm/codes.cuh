@@ -90,6 +90,26 @@ DEVICE void decode(u32 (&a)[4], const u32* words, u32 low, u32 high) {
   }
 }
 
+// Bytes of `low` and `high` by the nibbles of a selector.
+DEVICE u32 permute(u32 low, u32 high, u32 selector) {
+  u32 result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
+  return result;
+}
+// Codes of 4 bits less 8 as e4m3, four of the lower half of a word and four of its upper half. Their lower three bits
+// choose among eight bytes, once below zero and once from there on; the highest bit of each, spread over a byte, says which
+// is meant.
+DEVICE void decode_e4m3(u32 (&a)[2], u32 word) {
+  const u32 index = word & 0x77777777, shifted = word << 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const u32 selector = half == 0 ? index : index >> 16;
+    const u32 below = permute(0xcaccced0, 0xb8c0c4c8, selector), above = permute(0x44403800, 0x4e4c4a48, selector);
+    const u32 is_above = permute(word, shifted, half == 0 ? 0x9d8c : 0xbfae);
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(a[half]) : "r"(is_above), "r"(above), "r"(below));
+  }
+}
+
 // Of a pair of numbers by a pair of scales, each rounded.
 DEVICE u32 scaled_pair(u32 pair, u32 scales) { return fma_pairs(pair, scales, 0x80008000, T{}); }
 

@@ -15,6 +15,7 @@ from slipstream.kernels.elementwise.activation import GATES
 from slipstream.kernels.elementwise.fp8 import Quantized, Unscaled
 from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.gemm.op import ALIGNED, E4M3, PLAIN, Around, Matrix, Spec, gemm, spec_of
+from slipstream.kernels.gemm.packing import arranged
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import Implementation, target_of
 
@@ -57,7 +58,8 @@ _routes: dict[tuple[object, ...], Route] = {}
 def paths(spec: Spec) -> Iterator[tuple[Path, Spec]]:
     """Return all paths to a product, each with the spec that is left for the GEMM."""
     befores = [(Path(), spec)]
-    is_scaled = spec.weight == E4M3
+    is_packed = spec.packing is not None and spec.packing.for_e4m3  # whose kernels scale
+    is_scaled = spec.weight == E4M3 or is_packed
     if is_scaled and spec.x != E4M3:
         norms = spec.norm == "norm plus one"  # no kernel quantises such
         inner = spec._replace(x=E4M3, norm="", norm_aligned=True, scales="both", x_aligned=True)
@@ -70,10 +72,10 @@ def paths(spec: Spec) -> Iterator[tuple[Path, Spec]]:
     yield from befores
     for path, inner in befores:
         behind = path._replace(finishes=True, cost=path.cost + 1)
-        if inner.scales == "both":
+        if inner.scales == "both" and not is_packed:
             bare = inner._replace(scales="", bias=False, gate="", residual=False)
             yield behind, bare
-        elif inner.gate and not is_scaled:
+        elif inner.gate and (is_packed or not is_scaled):
             yield behind, inner._replace(gate="", residual=False)
 
 
@@ -145,6 +147,8 @@ def linear(x: Tensor, matrix: Matrix, around: Around = PLAIN) -> Tensor:
 def follow(route: Route, x: Operand, matrix: Matrix, around: Around) -> Tensor | Unscaled:
     """`multiply` by a route."""
     path, run = route.path, route.gemm.run
+    if path.quantises and matrix.groups is not None and not matrix.groups.is_plain:
+        x, around = _arranged(x, matrix, around)
     rows = _before(path, x, around)
     if isinstance(rows, Quantized) or matrix.scales is not None or matrix.groups is not None:
         around = _with_scales(rows, matrix, around)
@@ -157,6 +161,18 @@ def follow(route: Route, x: Operand, matrix: Matrix, around: Around) -> Tensor |
     if around.scales is not None:
         return Unscaled(run(values, matrix.values, PLAIN), around.scales)
     return _finish(run(values, matrix.values, around._replace(gate="", residual=None)), around)
+
+
+def _arranged(x: Operand, matrix: Matrix, around: Around) -> tuple[Operand, Around]:
+    """Compute what is quantised where inputs do not come as codes lie: the norm, then their order
+    and factors.
+    """
+    assert matrix.groups is not None, "weights are packed"
+    assert isinstance(x, Tensor), "who quantises for several asks for plain inputs"
+    path = Path(norms=around.norm is not None)
+    rows = _before(path, x, around)
+    assert isinstance(rows, Tensor), "it is not quantised yet"
+    return arranged(rows, matrix.groups), around._replace(norm=None, eps=0.0, addend=None)
 
 
 def _finish(y: Tensor, around: Around) -> Tensor:
@@ -188,5 +204,5 @@ def _before(path: Path, x: Operand, around: Around) -> Operand:
 def _with_scales(x: Operand, matrix: Matrix, around: Around) -> Around:
     """Say which scales the product has; the norm of quantised rows is computed."""
     if isinstance(x, Quantized):
-        return around._replace(norm=None, rows=x.scales, columns=matrix.scales)
+        around = around._replace(norm=None, rows=x.scales)
     return around._replace(columns=matrix.scales, groups=matrix.groups)

@@ -59,8 +59,8 @@ class Around(NamedTuple):
 
     @property
     def scales(self) -> Scales | None:
-        """Scales and bias that a product in e4m3 still needs; None without scales of rows."""
-        if self.rows is None:
+        """Scales and bias that a product in e4m3 by e4m3 still needs; None of any other."""
+        if self.rows is None or self.groups is not None:
             return None
         assert self.columns is not None, "e4m3 rows multiply e4m3 weights"
         return Scales(self.rows, self.columns, self.bias)
@@ -126,7 +126,8 @@ def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     Args:
         x: fp32, fp16, bf16 or e4m3.
         weight: of the type of `x`, e4m3, or packed.
-        around: the stages; a product of e4m3 by e4m3 is rounded to bf16 before its scales.
+        around: the stages; a product of e4m3 by e4m3 is rounded to bf16 before its scales, one by
+            packed weights is not.
     """
     y = x.float()
     if around.norm is not None:
@@ -140,6 +141,7 @@ def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     if around.scales is not None:
         y = scaled(y.to(dtype), *around.scales)
     else:
+        y = y if around.rows is None else y * around.rows[:, None]
         y = y if around.columns is None else y * around.columns
         y = y if around.bias is None else y + around.bias.float()
     if around.gate:

@@ -85,6 +85,8 @@ def type_refusal(spec: Spec) -> str | None:
     """Say why no kernel takes packed weights beside rows of this type; None: one may."""
     if spec.packing is None:
         return "takes packed weights"
+    if spec.packing.for_e4m3:
+        return "takes codes for rows of 16 bits"
     if spec.x not in DTYPES or spec.out != spec.x:
         return "takes rows of fp16 or bf16"
     if spec.packing.is_float and spec.packing.scale != spec.x:
@@ -98,12 +100,22 @@ def shared_refusal(spec: Spec, max_rows: int) -> str | None:
         return why
     if not 1 <= spec.rows <= max_rows:
         return f"takes 1 to {max_rows} rows"
+    return shape_refusal(spec, 8)
+
+
+def shape_refusal(spec: Spec, piece: int) -> str | None:
+    """Say why no kernel takes packed weights of such a shape or place; None: one may.
+
+    Args:
+        spec: of the GEMM.
+        piece: inputs in 16 bytes of x.
+    """
     if spec.gate not in ("", "silu"):
         return "gates by SiLU alone"
     if spec.gate and spec.outputs % (2 * TILE):
         return f"gates multiples of {2 * TILE} outputs"
-    if spec.inputs % 8:
-        return "takes multiples of 8 inputs"
+    if spec.inputs % piece:
+        return f"takes multiples of {piece} inputs"
     if not (spec.x_aligned and spec.x_pitch and spec.weight_aligned):
         return "takes what is aligned to 16 bytes"
     return None

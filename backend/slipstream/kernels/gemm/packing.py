@@ -9,6 +9,9 @@ of m16n8k16 of its eight k-steps: lane `4 g + t` has rows `g` and `g + 8`, input
 `2 t + 8` and `2 t + 9` of a step. A lane's word of 4 bits is a step; the first four nibbles are the
 first numbers of the four registers, the others their second ones. Of 8 bits two words are
 a step, two registers each: first numbers, second numbers.
+
+Codes of 4 bits for rows of e4m3 (`for_e4m3`) lie as the A fragments of m64n8k32 of four k-steps: a
+lane's word is half a step, its inputs `4 t` to `4 t + 3` of row `g`, then of row `g + 8`.
 """
 
 from typing import NamedTuple
@@ -39,10 +42,12 @@ class Packing(NamedTuple):
     scale: torch.dtype
     has_zeros: bool
     is_float: bool = False  # e2m1
+    for_e4m3: bool = False  # rows are e4m3; integers of 4 bits without zeros
 
     def __str__(self) -> str:
         size = "a row" if self.group >= self.inputs else str(self.group)
-        return f"{'e2m1' if self.is_float else f'{self.bits} bits'} by {size}, packed"
+        rows = " for e4m3" if self.for_e4m3 else ""
+        return f"{'e2m1' if self.is_float else f'{self.bits} bits'} by {size}, packed{rows}"
 
     @property
     def tiles(self) -> int:
@@ -79,6 +84,11 @@ class Groups(NamedTuple):
     order: Tensor | None = None  # [k] i64: code i is of input order[i]
     factors: Tensor | None = None  # [k]: inputs are multiplied by them first
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether inputs are taken as they come."""
+        return self.order is None and self.factors is None
+
 
 def group_of(group: int, inputs: int, is_float: bool = False) -> int | None:
     """Return the inputs of a group as a packing has them, of a whole row too; None: it has none."""
@@ -88,7 +98,7 @@ def group_of(group: int, inputs: int, is_float: bool = False) -> int | None:
     return group if is_part or group % _PARTS[2] == 0 else None
 
 
-def pack(codes: Tensor, bits: int, middle: int) -> Tensor:
+def pack(codes: Tensor, bits: int, middle: int, for_e4m3: bool = False) -> Tensor:
     """Put codes `[n, k]` u8 in order, `[tiles, blocks * words]` i32; `middle` is where none are."""
     n, k = codes.shape
     tiles, blocks = -(-n // TILE), -(-k // BLOCK)
@@ -99,7 +109,11 @@ def pack(codes: Tensor, bits: int, middle: int) -> Tensor:
     padded[:n, :k] = codes
     # tile, register's row, g | block, step, register's inputs, t, number
     apart = padded.view(tiles, 2, 8, blocks, 8, 2, 4, 2)
-    if bits == 4:
+    if for_e4m3:
+        nibbles = padded.view(tiles, 2, 8, blocks, 2, 4, 4, 4).permute(0, 3, 4, 2, 6, 5, 1, 7)
+        pairs = nibbles.reshape(tiles, -1, 2)
+        order = pairs[..., 0] | pairs[..., 1] << 4
+    elif bits == 4:
         nibbles = apart.view(tiles, 2, 8, blocks, 2, 4, 2, 4, 2).permute(0, 3, 4, 2, 7, 5, 8, 6, 1)
         pairs = nibbles.reshape(tiles, -1, 2)
         order = pairs[..., 0] | pairs[..., 1] << 4
@@ -114,6 +128,11 @@ def unpack(values: Tensor, packing: Packing) -> Tensor:
     order = values.contiguous().view(torch.uint8)
     if packing.bits == 4:
         nibbles = torch.stack([order & 15, order >> 4], -1)
+        if packing.for_e4m3:
+            lanes = nibbles.view(tiles, blocks, 2, 8, 4, 4, 2, 4)
+            apart = lanes.permute(0, 6, 3, 1, 2, 5, 4, 7)
+            codes = apart.reshape(tiles * TILE, blocks * BLOCK)
+            return codes[: packing.outputs, : packing.inputs]
         lanes = nibbles.view(tiles, blocks, 2, 8, 4, 4, 2, 2, 2)
         apart = lanes.permute(0, 8, 3, 1, 2, 5, 7, 4, 6)
     else:

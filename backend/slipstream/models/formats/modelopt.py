@@ -29,7 +29,8 @@ ALGORITHMS = {
     "MXFP4": "U8",
     "W4A8_MXFP4_FP8": "U8",
 }
-_INT4 = ("W4A16_AWQ", "INT4_AWQ", "W4A8_AWQ")
+_INT4_FOR_E4M3 = "W4A8_AWQ"
+_INT4 = ("W4A16_AWQ", "INT4_AWQ", _INT4_FOR_E4M3)
 _BLOCK = 128
 
 
@@ -101,7 +102,7 @@ class ModelOpt(Format):
             factors = module.take("pre_quant_scale", FLOATS, (inputs,)).float()
         read = _fp4 if is_4 and not is_integer else _by_dtype
         matrix = read(module, at, self.config, outputs, inputs)
-        return matrix if factors is None else replace(matrix, factors=factors)
+        return replace(matrix, factors=factors, for_e4m3=algorithm == _INT4_FOR_E4M3)
 
 
 def _group(at: Reader, config: Reader, default: int) -> int:

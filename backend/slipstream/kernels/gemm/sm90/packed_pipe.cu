@@ -6,7 +6,13 @@
 // Where several CTAs share out the inputs, they leave their sums to `packed_pipe_sum`, which adds them up in order.
 // For 64 rows by 128 inputs a warp issues about 60 instructions of the integer pipe, in 120 cycles, and 90 others; the
 // tensor cores multiply 4 * COLUMNS cycles.
-// -D ELEMENT (T), BITS, FLOATS, SCALE, PARTS, ZEROS, SCALED (codes.cuh), COLUMNS (16, 32, 64, 128, 256), TILES (1, 2)
+// Rows of e4m3 (FP8), which have a scale each, are multiplied twice as fast; codes, of 4 bits without zeros, lie otherwise
+// then (packing.py), and become e4m3 exactly by 90 instructions of the integer pipe.
+// -D ELEMENT (T: of `out`), BITS, FLOATS, SCALE, PARTS, ZEROS, SCALED (codes.cuh), FP8 (0, 1), COLUMNS (16, 32, 64, 128,
+// 256), TILES (1, 2)
+#ifndef FP8
+#define FP8 0
+#endif
 #include "gemm/codes.cuh"
 #include "runtime/fetch.cuh"
 #include "gemm/sm90/wgmma_fragments.cuh"
@@ -18,8 +24,17 @@ constexpr int CTA_ROWS = GROUPS * TILES * 64;
 constexpr int HALF_TILES = CTA_ROWS / 32;  // tiles of 16 rows of half a CTA: a gate's, say
 constexpr int TURNS = TILES * SUM_PARTS;   // of a block, a product each
 
-constexpr int CHUNK_BYTES = COLUMNS * 128;  // of x: 64 inputs
-constexpr int X_BYTES = 2 * CHUNK_BYTES;
+#if FP8
+using Input = E4m3;
+static_assert(BITS == 4 && !FLOATS && !ZEROS && !SCALED, "e4m3 has all integers up to 16");
+#else
+using Input = T;
+#endif
+constexpr int CHUNKS = FP8 ? 1 : 2;  // of x, of 128 bytes a row
+constexpr int CHUNK_BYTES = COLUMNS * 128;
+constexpr int X_BYTES = CHUNKS * CHUNK_BYTES;
+constexpr int STEPS_A_PRODUCT = FP8 ? 2 : 1;
+constexpr int PRODUCTS_A_SUM = STEPS_A_SUM / STEPS_A_PRODUCT;
 constexpr int HALF_CODES = HALF_TILES * CODE_BYTES;
 constexpr int HALF_SCALES = HALF_TILES * PARTS * SCALE_BYTES;
 constexpr int HALF_ZEROS = HALF_TILES * PARTS * ZERO_BYTES;
@@ -32,12 +47,13 @@ extern __shared__ __align__(1024) u8 shared_bytes[];
 struct Task {
   Codes weights;  // their groups alone: boxes bring them
   const TensorMap *scales, *zeros;
-  const float* factors;  // of the weights' rows, or null
+  const float *row_scales, *factors;  // of rows of x, of those of the weights, or null
   const T* bias;
   T* out;
   float* parts;  // where CTAs that share out the inputs leave their sums, or null: [share][row of x][row of the weights]
   i64 out_stride;
-  u32 num_rows, num_outputs, num_tiles;  // tiles of 16
+  u32 first_row, last_row, num_rows;  // of x: the CTA's, and all
+  u32 num_outputs, num_tiles;         // tiles of 16
   bool gated, adds, wide;                // wide: eights of outputs are aligned
   u32 first;       // of the CTA's tiles of 16; of a gate's, where its ups come in the second half of the CTA's
   int begin, end;  // of the CTA's blocks
@@ -78,10 +94,10 @@ DEVICE void copy_weights(const Task& task, const Shared& shared, const TensorMap
     copy_box(target + half * ZERO_PITCH, task.zeros, group * (ZERO_BYTES / 8), task.first_of_half(half), full, policy);
 }
 DEVICE void copy_x(const Task& task, const Shared& shared, const TensorMap* x, int block, int slot) {
-  barrier_expect(shared.full(slot), 2 * task.copied * 128);
+  barrier_expect(shared.full(slot), CHUNKS * task.copied * 128);
 #pragma unroll
-  for (int c = 0; c < 2; ++c)
-    copy_box(shared.x(slot) + c * CHUNK_BYTES, x, block * BLOCK_INPUTS + c * 64, 0, shared.full(slot));
+  for (int c = 0; c < CHUNKS; ++c)
+    copy_box(shared.x(slot) + c * CHUNK_BYTES, x, block * BLOCK_INPUTS + c * 64, task.first_row, shared.full(slot));
 }
 
 // ---- the warpgroups that multiply ----
@@ -92,7 +108,7 @@ DEVICE void sync_products() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "m
 DEVICE void clear_rest(const Task& task) {
   if (task.copied == COLUMNS) return;
   for (int slot = 0; slot < task.num_slots; ++slot)
-    for (int c = 0; c < 2; ++c)
+    for (int c = 0; c < CHUNKS; ++c)
       for (int i = task.copied * 128 + threadIdx.x * 16; i < CHUNK_BYTES; i += THREADS * 16)
         store<4>(reinterpret_cast<u32*>(shared_bytes + slot * SLOT_BYTES + c * CHUNK_BYTES + i), Pack<u32, 4>{});
   fence_async();
@@ -101,20 +117,29 @@ DEVICE void clear_rest(const Task& task) {
 
 // What is multiplied at once: fragments of a tile and a part of a block, and the scales of their sums.
 struct Fragments {
-  u32 a[STEPS_A_SUM][4];
+  u32 a[PRODUCTS_A_SUM][4];
   float scales[2];
 
+  DEVICE void decode_step(const Block& block, const u32* words, int i, int of_part) {
+    if constexpr (FP8) {
+      u32 rows[2];
+      decode_e4m3(rows, words[0]);
+      a[i / 2][i % 2 * 2] = rows[0], a[i / 2][i % 2 * 2 + 1] = rows[1];
+    } else {
+      decode(a[i], words, block.operand(of_part, 0), block.operand(of_part, 1));
+    }
+    if constexpr (SCALED) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) a[i][j] = scaled_pair(a[i][j], block.scale_pair(of_part, j % 2));
+    }
+  }
   DEVICE void decode_steps(const Block& block, int part) {
     Pack<u32, 4> quad;
 #pragma unroll
     for (int i = 0; i < STEPS_A_SUM; ++i) {
       const int step = part * STEPS_A_SUM + i, of_quad = step % STEPS_A_QUAD, of_part = step / STEPS_A_PART;
       if (i == 0 || of_quad == 0) quad = block.quad(step / STEPS_A_QUAD);
-      decode(a[i], quad.at + of_quad * (BITS / 4), block.operand(of_part, 0), block.operand(of_part, 1));
-      if constexpr (SCALED) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) a[i][j] = scaled_pair(a[i][j], block.scale_pair(of_part, j % 2));
-      }
+      decode_step(block, quad.at + of_quad * (BITS / 4), i, of_part);
     }
     scales[0] = block.scale(part, 0);
     scales[1] = block.scale(part, 1);
@@ -123,9 +148,9 @@ struct Fragments {
   DEVICE void start(float (&sums)[SUMS], u32 x, int part) const {
     products_begin();
 #pragma unroll
-    for (int i = 0; i < STEPS_A_SUM; ++i) {
-      const int step = part * STEPS_A_SUM + i;
-      multiply(sums, a[i], rows_descriptor(x + step / 4 * CHUNK_BYTES + step % 4 * 32), SCALES_NUMBERS || i > 0, T{});
+    for (int i = 0; i < PRODUCTS_A_SUM; ++i) {
+      const int step = part * PRODUCTS_A_SUM + i;
+      multiply(sums, a[i], rows_descriptor(x + step / 4 * CHUNK_BYTES + step % 4 * 32), SCALES_NUMBERS || i > 0, Input{});
     }
     products_commit();
   }
@@ -233,25 +258,28 @@ struct Eight {
 
 // What a row of x has of eight outputs, or of gates and their ups.
 struct Finish {
-  const float* factors;
+  const float *row_scales, *factors;
   const T* bias;
   T* out;
   i64 out_stride;
   u32 num_outputs;  // of `out`
   bool gated, adds, wide;
 
-  DEVICE void scale(Eight& values, u32 output) const {
+  DEVICE void scale(Eight& values, float row_scale, u32 output) const {
 #pragma unroll
     for (u32 i = 0; i < 8; ++i) {
       if (output % num_outputs + i >= num_outputs) break;
+      values.at[i] *= row_scale;
       if (factors != nullptr) values.at[i] *= factors[output + i];
       if (bias != nullptr) values.at[i] += to_float(bias[output + i]);
     }
   }
   DEVICE void store(u32 row, u32 output, Eight& values, Eight& ups) const {
-    if (factors != nullptr || bias != nullptr) scale(values, output);
+    const bool scales = row_scales != nullptr || factors != nullptr || bias != nullptr;
+    const float row_scale = row_scales != nullptr ? load_fresh<1>(row_scales + row).at[0] : 1.0f;
+    if (scales) scale(values, row_scale, output);
     if (gated) {
-      if (factors != nullptr || bias != nullptr) scale(ups, num_outputs + output);
+      if (scales) scale(ups, row_scale, num_outputs + output);
 #pragma unroll
       for (int i = 0; i < 8; ++i) values.at[i] = silu_fast(values.at[i]) * ups.at[i];
     }
@@ -289,13 +317,13 @@ DEVICE void store_sums(const Task& task, u32 share) {
   const float* places = reinterpret_cast<const float*>(shared_bytes);
   const u32 half = task.num_tiles * 8, outputs = task.gated ? half : task.num_outputs;
   const u32 eights = task.gated ? CTA_ROWS / 16 : CTA_ROWS / 8, end = task.gated ? half : task.num_tiles * 16;
-  const Finish finish{task.factors, task.bias, task.out, task.out_stride, outputs, task.gated, task.adds, task.wide};
-  for (u32 i = threadIdx.x; i < eights * task.num_rows; i += THREADS) {
-    const u32 unit = i % eights * 8, row = i / eights, output = task.first * 16 + unit;
+  const Finish finish{task.row_scales, task.factors, task.bias, task.out, task.out_stride, outputs, task.gated, task.adds, task.wide};
+  for (u32 i = threadIdx.x; i < eights * (task.last_row - task.first_row); i += THREADS) {
+    const u32 unit = i % eights * 8, place = i / eights, row = task.first_row + place, output = task.first * 16 + unit;
     if (output >= end) continue;
     Eight values, ups;
-    values.load(places + row * PITCH + unit);
-    if (task.gated) ups.load(places + row * PITCH + CTA_ROWS / 2 + unit);
+    values.load(places + place * PITCH + unit);
+    if (task.gated) ups.load(places + place * PITCH + CTA_ROWS / 2 + unit);
     if (task.parts == nullptr) {
       if (output < outputs) finish.store(row, output, values, ups);
       continue;
@@ -308,14 +336,16 @@ DEVICE void store_sums(const Task& task, u32 share) {
 
 extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
     packed_pipe(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap codes,
-                const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap zeros, const float* factors,
-                const T* bias, T* out, float* parts, i64 out_stride, i64 num_rows, i64 num_inputs, i64 num_outputs,
-                i64 num_tiles, i64 num_groups, i64 group_factor, i64 num_shares, i64 gated, i64 adds, i64 wide, i64 copied,
-                i64 num_slots) {
+                const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap zeros,
+                const float* row_scales, const float* factors, const T* bias, T* out, float* parts, i64 out_stride,
+                i64 num_rows, i64 num_inputs, i64 num_outputs, i64 num_tiles, i64 num_groups, i64 group_factor,
+                i64 num_shares, i64 gated, i64 adds, i64 wide, i64 copied, i64 num_slots, i64 row_tiles) {
   const u32 share = blockIdx.x % u32(num_shares), num_blocks = (num_inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
+  const u32 tile = blockIdx.x / u32(num_shares), first_row = tile % u32(row_tiles) * COLUMNS;
   const Task task{{nullptr, nullptr, nullptr, num_blocks, u32(num_groups), u32(group_factor)},
-                  &scales, &zeros, factors, bias, out, parts, out_stride, u32(num_rows), u32(num_outputs), u32(num_tiles),
-                  gated != 0, adds != 0, wide != 0, blockIdx.x / u32(num_shares) * HALF_TILES * (gated != 0 ? 1 : 2),
+                  &scales, &zeros, row_scales, factors, bias, out, parts, out_stride,
+                  first_row, min(first_row + COLUMNS, u32(num_rows)), u32(num_rows), u32(num_outputs), u32(num_tiles),
+                  gated != 0, adds != 0, wide != 0, tile / u32(row_tiles) * HALF_TILES * (gated != 0 ? 1 : 2),
                   int(share * num_blocks / u32(num_shares)), int((share + 1) * num_blocks / u32(num_shares)),
                   int(num_slots), int(copied)};
   const Shared shared(task);
@@ -344,8 +374,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
 
 // Adds up what the CTAs of `packed_pipe` left, share by share; a thread eight outputs of a row.
 extern "C" __global__ void __launch_bounds__(256)
-    packed_pipe_sum(const float* parts, const float* factors, const T* bias, T* out, i64 out_stride, i64 num_rows,
-                    i64 num_outputs, i64 num_tiles, i64 num_shares, i64 gated, i64 adds, i64 wide) {
+    packed_pipe_sum(const float* parts, const float* row_scales, const float* factors, const T* bias, T* out,
+                    i64 out_stride, i64 num_rows, i64 num_outputs, i64 num_tiles, i64 num_shares, i64 gated, i64 adds, i64 wide) {
   start_next();
   wait_for_previous();
   const u32 half = num_tiles * 8, outputs = gated != 0 ? half : num_outputs, eights = (outputs + 7) / 8;
@@ -365,6 +395,6 @@ extern "C" __global__ void __launch_bounds__(256)
       for (int j = 0; j < 4; ++j) ups.at[i + j] += of_ups.at[j];
     }
   }
-  const Finish finish{factors, bias, out, out_stride, outputs, gated != 0, adds != 0, wide != 0};
+  const Finish finish{row_scales, factors, bias, out, out_stride, outputs, gated != 0, adds != 0, wide != 0};
   finish.store(row, output, values, ups);
 }

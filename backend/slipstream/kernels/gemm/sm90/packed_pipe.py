@@ -6,7 +6,8 @@ multiprocessors; a second kernel then adds up their sums, always in the same ord
 
 `packed_pipe` scales sums of groups in fp32. `pipe_scaled` scales each weight, and rounds it to 16
 bits once, as a matrix that is dequantised; so it has sums for twice as many rows. Of e2m1, whose
-scaled numbers are exact, both are one.
+scaled numbers are exact, both are one. `pipe_e4m3` takes rows of e4m3, any number of them, and
+multiplies by their scales; integers of 4 bits are exact in e4m3.
 """
 
 import functools
@@ -18,14 +19,22 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm import packed_routes
-from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
-from slipstream.kernels.gemm.packed import DTYPES, defines, packings, shared_refusal
+from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Spec, gemm
+from slipstream.kernels.gemm.packed import (
+    DTYPES,
+    SCALES,
+    defines,
+    packings,
+    shape_refusal,
+    shared_refusal,
+)
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing, arranged
 from slipstream.kernels.runtime import jit, tensor_map
 
-MAX_ROWS, MAX_SCALED_ROWS = 128, 256
+MAX_ROWS, MAX_SCALED_ROWS, MAX_E4M3_ROWS = 128, 256, 1 << 16
 # Rows of x that a launch takes, with tiles of 64 weight rows of a warpgroup.
 SIZES = ((16, 1), (16, 2), (32, 1), (32, 2), (64, 1), (64, 2), (128, 1))
+E4M3_SIZES = SIZES
 SCALED_SIZES = ((64, 2), (128, 1), (128, 2), (256, 1))
 MEMORY = 226 << 10
 _GROUPS = 2  # warpgroups that multiply
@@ -58,7 +67,8 @@ def slot_bytes(packing: Packing, columns: int, tiles: int) -> int:
     codes = half * BLOCK * TILE * packing.bits // 8
     scales = half * packing.parts * TILE * packing.scale.itemsize
     zeros = -(-half * packing.parts * TILE // 128) * 128 if packing.has_zeros else 0
-    return -(-(columns * BLOCK * 2 + 2 * (codes + scales + zeros)) // 1024) * 1024
+    x = columns * BLOCK * (1 if packing.for_e4m3 else 2)
+    return -(-(x + 2 * (codes + scales + zeros)) // 1024) * 1024
 
 
 def num_slots(packing: Packing, columns: int, tiles: int) -> int:
@@ -75,25 +85,29 @@ def num_bytes(packing: Packing, division: Tiling) -> int:
     return max(ring, columns * (division.rows + 4) * 4)
 
 
-def _cycles(packing: Packing, division: Tiling, multiprocessors: int) -> float:
+def _cycles(packing: Packing, division: Tiling, row_tiles: int, multiprocessors: int) -> float:
     """Estimate how long it takes; only which of several takes less matters."""
     columns, tiles = division.columns, -(-packing.outputs // division.rows)
-    waves = -(-tiles * division.shares // multiprocessors)
-    codes, x = division.rows * 16 * packing.bits, columns * 256
-    multiplied = division.rows // 64 * max(4 * columns, _DECODE)
+    waves = -(-tiles * row_tiles * division.shares // multiprocessors)
+    a_number = 1 if packing.for_e4m3 else 2
+    codes, x = division.rows * 16 * packing.bits, columns * BLOCK * a_number
+    multiplied = division.rows // 64 * max(2 * columns * a_number, _DECODE)
     a_block = max((codes + x) / _CACHE, multiplied)
     cycles = waves * (_LAUNCH + -(-packing.blocks // division.shares) * a_block)
     memory = codes * tiles * packing.blocks / _MEMORY / multiprocessors
     cycles = max(cycles, _LAUNCH + memory)
     if division.shares > 1:
-        moved = 8 * division.shares * columns * packing.outputs
+        moved = 8 * division.shares * columns * row_tiles * packing.outputs
         cycles += _SUM + moved / _CACHE / multiprocessors
     return float(cycles)
 
 
 @functools.cache
 def tiling(num_rows: int, packing: Packing, scaled: bool, multiprocessors: int) -> Tiling | None:
-    """Divide a GEMM; by how many rows of `SIZES` it takes, and not by the rows themselves."""
+    """Divide a GEMM; by how many rows of `SIZES` it takes, and not by the rows themselves.
+
+    More rows than the largest size has are as many tiles of that size.
+    """
     sizes = _sizes(packing, scaled)
     columns = next((c for c, _ in sizes if num_rows <= c), sizes[-1][0])
     shares = range(1, min(_MOST_SHARES, packing.blocks) + 1)
@@ -102,10 +116,16 @@ def tiling(num_rows: int, packing: Packing, scaled: bool, multiprocessors: int) 
         for (c, tiles), share in itertools.product(sizes, shares)
         if c == columns and num_slots(packing, c, tiles) >= _FEWEST_SLOTS
     ]
-    return min(found, key=lambda each: _cycles(packing, each, multiprocessors), default=None)
+    row_tiles = -(-num_rows // columns)
+    cycles = functools.partial(
+        _cycles, packing, row_tiles=row_tiles, multiprocessors=multiprocessors
+    )
+    return min(found, key=cycles, default=None)
 
 
 def _sizes(packing: Packing, scaled: bool) -> tuple[tuple[int, int], ...]:
+    if packing.for_e4m3:
+        return E4M3_SIZES
     if packing.is_float:
         return (*SIZES, *(each for each in SCALED_SIZES if each not in SIZES))
     return SCALED_SIZES if scaled else SIZES
@@ -127,6 +147,20 @@ def takes_scaled(spec: Spec) -> str | None:
     return None if spec.rows > SIZES[0][0] else f"takes {SIZES[0][0] + 1} rows at least"
 
 
+def takes_e4m3(spec: Spec) -> str | None:
+    """Say why rows of e4m3 are not multiplied; None: they are."""
+    packing = spec.packing
+    if packing is None or not packing.for_e4m3:
+        return "takes codes packed for rows of e4m3"
+    if spec.x != E4M3 or spec.scales != "both" or spec.out != torch.bfloat16:
+        return "takes rows of e4m3 with scales, for a model in bf16"
+    if not 1 <= spec.rows <= MAX_E4M3_ROWS:
+        return f"takes 1 to {MAX_E4M3_ROWS} rows"
+    if spec.norm or (why := shape_refusal(spec, 16)) is not None:
+        return "has no norm" if spec.norm else why
+    return None
+
+
 def _refusal(spec: Spec, most: int, scaled: bool) -> str | None:
     if (why := shared_refusal(spec, most)) is not None:
         return why
@@ -146,12 +180,17 @@ def _variant(
         COLUMNS=size[0],
         TILES=size[1],
         **({"SCALED": 1} if scaled else {}),
+        **({"FP8": 1} if packing.for_e4m3 else {}),
     )
 
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     kinds = ((dtype, packing) for dtype in DTYPES for packing in packings(dtype))
+    for scale, group in itertools.product(SCALES, (32, 64, 128)):
+        made = Packing(4, group, 4096, 4096, scale, False, for_e4m3=True)
+        for size in E4M3_SIZES:
+            yield _variant(torch.bfloat16, made, size, scaled=False)
     for (dtype, packing), scaled in itertools.product(kinds, (False, True)):
         if scaled and (packing.is_float or packing.scale != dtype):
             continue
@@ -176,6 +215,20 @@ def pipe_scaled(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     return _multiply(x, weight, around, scaled=True)
 
 
+@gemm.implementation(
+    "pipe_e4m3", "cuda", "sm_90a", takes=takes_e4m3, cost=packed_routes.cost("pipe_e4m3")
+)
+def pipe_e4m3(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+    """`packed_pipe` with rows of e4m3 and their scales."""
+    assert around.groups is not None, "weights are packed"
+    return _multiply(
+        x,
+        weight,
+        around._replace(groups=around.groups._replace(order=None, factors=None)),
+        scaled=False,
+    )
+
+
 def _multiply(x: Tensor, weight: Tensor, around: Around, scaled: bool) -> Tensor:
     groups, y = around.groups, around.residual
     assert groups is not None, "weights are packed"
@@ -183,15 +236,14 @@ def _multiply(x: Tensor, weight: Tensor, around: Around, scaled: bool) -> Tensor
     x = arranged(x, groups)
     if y is None:
         outputs = packing.outputs // (2 if around.gate else 1)
-        y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
+        dtype = torch.bfloat16 if packing.for_e4m3 else x.dtype
+        y = torch.empty((len(x), outputs), dtype=dtype, device=x.device)
     jit.require(y.stride(1) == 1, "packed_pipe: rows of the residual must be contiguous")
     multiprocessors = jit.num_multiprocessors(x.get_device())
     division = tiling(len(x), packing, scaled, multiprocessors)
     jit.require(division is not None, "packed_pipe: no room in shared memory for {}", packing)
     assert division is not None
-    for first in range(0, len(x), division.columns):
-        part = slice(first, first + division.columns)
-        _launch(x[part], weight, around, y[part], division, scaled)
+    _launch(x, weight, around, y, division, scaled)
     return y
 
 
@@ -219,8 +271,10 @@ def _launch(
     groups = around.groups
     assert groups is not None, "weights are packed"
     packing, rows, outputs = groups.packing, len(x), y.shape[1]
-    variant = _variant(x.dtype, packing, (division.columns, division.tiles), scaled)
-    shares, copied = division.shares, -(-rows // 8) * 8
+    variant = _variant(y.dtype, packing, (division.columns, division.tiles), scaled)
+    shares, copied = division.shares, min(-(-rows // 8) * 8, division.columns)
+    row_tiles = -(-rows // division.columns)
+    row_scales = 0 if around.rows is None else around.rows
     size = (shares, rows, packing.tiles * TILE)
     parts = torch.empty(size, dtype=torch.float32, device=x.device) if shares > 1 else 0
     factors = 0 if around.columns is None else around.columns
@@ -231,10 +285,11 @@ def _launch(
     jit.launch(
         variant,
         "packed_pipe",
-        (-(-packing.outputs // division.rows) * shares,),
+        (-(-packing.outputs // division.rows) * row_tiles * shares,),
         _GROUPS * 128 + 128,
         tensor_map.boxes(x, rows, x.shape[1], copied, x.stride(0)),
         *_maps(weight, groups, division.tiles),
+        row_scales,
         factors,
         bias,
         y,
@@ -249,10 +304,11 @@ def _launch(
         *ends,
         copied,
         num_slots(packing, division.columns, division.tiles),
+        row_tiles,
         shared_memory=num_bytes(packing, division),
         overlaps=True,
     )
     if shares > 1:
         grid = (-(-rows * -(-outputs // 8) // 256),)
-        given = (parts, factors, bias, y, *sizes, *ends)
+        given = (parts, row_scales, factors, bias, y, *sizes, *ends)
         jit.launch(variant, "packed_pipe_sum", grid, 256, *given, overlaps=True)
