@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from slipstream import __version__, launch, wire
+from slipstream.engine.adapters import AdapterStore
 from slipstream.engine.loop import EngineLoop, read_config
 from slipstream_contract.vocab import TokenBytes
 from slipstream_runtime.admission import Load
@@ -67,6 +68,7 @@ class PacedEngine:
         """`letter_ids` are the token ids of `LETTERS`."""
         assert len(letter_ids) == len(LETTERS)
         self.num_steps = 0
+        self.adapters = AdapterStore()
         self._letter_ids = letter_ids
         self._step_s = step_s
         self._journal = journal.open("ab", buffering=0)
