@@ -338,7 +338,7 @@ def test_attention_is_refused_by_name_where_nothing_has_it(
     family: str, settings: dict[str, object], why: str, tmp_path: Path
 ) -> None:
     sizes = {"moe_intermediate_size": 64, "num_experts_per_tok": 2, "n_routed_experts": 4}
-    own = sizes if family == "deepseek_v2" else {"intermediate_size": 64}
+    own = {"intermediate_size": 64} | (sizes if family == "deepseek_v2" else {})
     save(make_model(family, **own), tmp_path)
     config = EngineConfig(checkpoint=str(tmp_path), **settings)
     with pytest.raises(ConfigError, match=why):

@@ -154,7 +154,7 @@ class PagedCuda(AttentionBackend):
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
         """Return why there are no kernels for `spec`, or None."""
-        return super().supports(spec) or _no_heads(spec) or _no_stream(spec) or _no_scores(spec)
+        return super().supports(spec) or _no_scores(spec) or _no_heads(spec) or _no_stream(spec)
 
     @classmethod
     def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> AttentionKernels:
