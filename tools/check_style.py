@@ -95,10 +95,18 @@ class Finding:
         return f"{self.path}:{self.line}: {self.rule.name}: {self.text!r}: {self.rule.instead}"
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield a module's statements at all depths, and the module; expressions are passed over."""
+    yield tree
+    for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for part in getattr(tree, name, ()):
+            yield from statements(part)
+
+
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield line and text of every docstring."""
     holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, holders) and (text := ast.get_docstring(node, clean=False)) is not None:
             yield node.body[0].lineno, text
 
@@ -121,14 +129,14 @@ def cuda_prose(source: str) -> Iterator[tuple[int, str]]:
 
 def defined(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield line and name of every function and class."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield line and name of every module, and of what is taken from it, that is imported."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -170,7 +178,7 @@ def in_product(path: str, source: str) -> Iterator[Finding]:
 
 def python_functions(source: str) -> Iterator[tuple[int, str, int]]:
     """Yield line, name and number of lines of every function, without its decorators."""
-    for node in ast.walk(ast.parse(source)):
+    for node in statements(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name, (node.end_lineno or node.lineno) - node.lineno + 1
 

@@ -22,6 +22,19 @@ def test_of_minutes(): pass
 @pytest.mark.gpu
 def test_on_a_gpu(): pass
 
+@pytest.mark.parametrize("n", [
+    pytest.param(0, marks=pytest.mark.slow, id="a"),
+    pytest.param(1, id="b"),
+    pytest.param(2, marks=pytest.mark.rest, id="c"),
+])
+def test_of_named(n): pass
+
+@pytest.mark.parametrize("n", [pytest.param({0}, marks=pytest.mark.slow), {1}])
+def test_of_numbered(n): pass
+
+@pytest.mark.parametrize("n", [pytest.param(0, marks=pytest.mark.slow)], ids=["a"])
+def test_of_none(n): pass
+
 drawn = 0
 
 @settings(max_examples=123, database=None)
@@ -50,6 +63,10 @@ def test_how_many_of_a_machine():
 MARKERS = "[pytest]\nmarkers =\n  gpu: g\n  slow: s\n  rest: r\n"
 BOTH = {"test_property", "runTest"}
 QUICK = {"test_plain", "test_small_property", "test_how_many", "test_how_many_of_a_machine"}
+QUICK |= {"test_of_named[b]", "test_of_numbered[n1]"}
+REST = {"test_product", "test_of_named[c]"}
+ELSEWHERE = {"test_of_minutes", "test_on_a_gpu", "test_of_named[a]", "test_of_numbered[n0]"}
+ELSEWHERE |= {"test_of_none[a]"}
 
 
 def run(pytester: pytest.Pytester, *args: str) -> tuple[set[str], str]:
@@ -70,9 +87,9 @@ def test_each_test_runs_in_one_tier_and_long_properties_in_both(pytester: pytest
     assert f"drawn {tiers.QUICK_EXAMPLES}\n" in output
     assert f"machine {tiers.QUICK_EXAMPLES}\n" in output
     rest, _ = run(pytester, "--tier", "rest")
-    assert rest == {"test_product"} | BOTH
+    assert rest == REST | BOTH
     every, output = run(pytester)
-    assert len(every) == len(QUICK | BOTH) + 3
+    assert every == QUICK | REST | ELSEWHERE | BOTH
     assert "drawn 123\n" in output
 
 
@@ -116,7 +133,9 @@ def test_durations_are_of_each_file_and_each_long_test(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = pytester.path / "durations.json"
-    file.write_text(json.dumps({"rest": {"total": [1, 2.0, 3.0]}}))
+    rest = {"total": [1, 2.0, 3.0]}
+    known = {"total": [2, 9.0, 9.0], "test_other.py": [1, 4.0, 5.0], "test_gone.py": [1, 5.0, 4.0]}
+    file.write_text(json.dumps({"rest": rest, "quick": known}))
     monkeypatch.setattr(durations, "FILE", file)
     monkeypatch.setattr(durations, "SINGLE_S", 0.1)
     pytester.makepyfile(
@@ -128,12 +147,17 @@ def test_durations_are_of_each_file_and_each_long_test(
             subprocess.run([sys.executable, "-c", code], check=True)
         """
     )
-    plugins = ("-p", "fixtures.tiers", "-p", "fixtures.durations")
-    pytester.runpytest_inprocess(*plugins, "--record-durations", "--tier", "quick")
-    tiers = json.loads(file.read_text())
-    assert tiers["rest"] == {"total": [1, 2.0, 3.0]}
     name = "test_durations_are_of_each_file_and_each_long_test.py"
-    assert set(tiers["quick"]) == {"total", name, f"{name}::test_busy"}
+    pytester.makepyfile(test_other="def test_other(): pass")
+    options = ("-p", "fixtures.tiers", "-p", "fixtures.durations", "--record-durations")
+    for part in (("-k", "busy"), (f"{name}::test_busy",)):
+        assert pytester.runpytest_inprocess(*options, *part).ret == pytest.ExitCode.USAGE_ERROR
+    pytester.runpytest_inprocess(*options, "--tier", "quick", name)
+    tiers = json.loads(file.read_text())
+    assert tiers["rest"] == rest
+    assert set(tiers["quick"]) == {"total", name, f"{name}::test_busy", "test_other.py"}
+    assert tiers["quick"]["test_other.py"] == known["test_other.py"]
+    assert tiers["quick"]["total"][0] == 3
     number, clock_s, processors_s = tiers["quick"][name]
     assert number == 2
     assert min(clock_s, processors_s) >= 0.2  # the kernel counts in hundredths
