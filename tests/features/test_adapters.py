@@ -6,20 +6,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.features import answers
 from fixtures.features.house import House
+from fixtures.features.pairing import cases
+from fixtures.features.table import body_of
 from fixtures.models.adapters import write_adapter
+from fixtures.tiers import quick_of
 from slipstream_contract.errors import Code, ContractError
 
 LAYERS = range(7)
 
 
-def write(folder: Path, seed: int) -> Path:
+def write(folder: Path, seed: int, size: float = 1.0) -> Path:
     """An adapter of the default model which changes what it says."""
     rng = torch.Generator().manual_seed(seed)
     pairs = {
         f"model.layers.{i}.self_attn.v_proj": (
             torch.randn(4, 256, generator=rng) / 16,
-            torch.randn(128, 4, generator=rng),
+            torch.randn(128, 4, generator=rng) * size,
         )
         for i in LAYERS
     }
@@ -30,7 +34,8 @@ def write(folder: Path, seed: int) -> Path:
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("adapters")
     first, _ = write(folder / "one", 1), write(folder / "two", 2)
-    made = House(folder, adapters=f"first={first}", adapter_root=str(folder))
+    zero = write(folder / "zero", 3, size=0)
+    made = House(folder, adapters=f"first={first},zero={zero}", adapter_root=str(folder))
     yield made
     made.close()
 
@@ -54,17 +59,21 @@ def test_a_name_chooses_what_is_said(house: House) -> None:
 
 def test_adapters_come_and_go_by_messages(house: House) -> None:
     connection = house._bridge.connection
-    with pytest.raises(ContractError, match="'second' is not loaded; those that are: first") as no:
+    with pytest.raises(
+        ContractError, match="'second' is not loaded; those that are: first, zero"
+    ) as no:
         text_of(house, "second")
     assert no.value.code is Code.NOT_FOUND
     connection.load_adapter("second", "two", 60)
-    assert [(each.name, each.rank) for each in connection.adapters] == [("first", 4), ("second", 4)]
+    assert [(each.name, each.rank) for each in connection.adapters] == [
+        *(("first", 4), ("second", 4), ("zero", 4))
+    ]
     second = text_of(house, "second")
     assert second != text_of(house, "first")
     connection.load_adapter("second", "one", 60)
     assert text_of(house, "second") == text_of(house, "first") != second
     connection.unload_adapter("second", 60)
-    assert [each.name for each in connection.adapters] == ["first"]
+    assert [each.name for each in connection.adapters] == ["first", "zero"]
     for change, why in (
         (lambda: connection.load_adapter("x", "..", 60), "not below adapter_root"),
         (lambda: connection.load_adapter("x", "three", 60), "no such directory"),
@@ -75,3 +84,24 @@ def test_adapters_come_and_go_by_messages(house: House) -> None:
     ):
         with pytest.raises(ContractError, match=why):
             change()
+
+
+CASES = cases("vllm_model")
+
+
+@pytest.mark.parametrize("names", quick_of(CASES[::8], CASES[::32]), ids="-".join)
+def test_an_adapter_beside_every_other_feature(house: House, names: tuple[str, ...]) -> None:
+    """One that adds nothing changes no answer; with one that does, all else holds."""
+    body = body_of("vllm_model", names)
+    sampling = json.loads(body.get("sampling_parameters", "{}"))
+
+    def ask(adapter: str) -> answers.Answer:
+        chosen = {"sampling_parameters": json.dumps(sampling | {"lora_name": adapter})}
+        responses = house.ask("vllm_model", body | chosen)
+        found = answers.read("vllm_model", names, responses)
+        answers.check("vllm_model", names, found, responses)
+        return found
+
+    plain, zero, other = map(ask, ("", "zero", "first"))
+    assert (zero.texts, zero.num_tokens) == (plain.texts, plain.num_tokens)
+    assert len(other.texts) == len(plain.texts)
