@@ -14,6 +14,7 @@ from fixtures.models.adapters import (
     write_adapter,
 )
 from fixtures.models.checkpoints import Asker, make_model, make_runner, random_prompts, save
+from msgspec.structs import replace
 from slipstream.engine.adapters import AdapterStore
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
@@ -21,6 +22,7 @@ from slipstream.runner.model_runner import ModelRunner
 from slipstream.wire import Submit
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.ids import pack
+from slipstream_contract.log_probs import LogProbs
 from slipstream_contract.lora import LoraTask
 from slipstream_contract.sampling import SamplingParams
 
@@ -58,8 +60,10 @@ class House:
         for name in names:
             self.store.load(name, str(self.folder / name))
 
-    def submit(self, prompt: list[int], adapter: str | LoraTask) -> int:
-        submit, sampling = self.asker.engine.submit, GREEDY
+    def submit(
+        self, prompt: list[int], adapter: str | LoraTask, sampling: SamplingParams = GREEDY
+    ) -> int:
+        submit = self.asker.engine.submit
         chosen = {"adapter" if isinstance(adapter, str) else "task": adapter}
 
         def with_adapter(bridge: bytes, message: Submit) -> None:
@@ -232,3 +236,27 @@ def test_a_client_numbers_adapters_and_sends_their_weights_once(house: House) ->
             assert house.asker.answers[asked, 0].token_ids == house.expected(prompt, name)
     with pytest.raises(ContractError, match=f"LoRA task {2**63} not found in cache"):
         house.submit(prompt, LoraTask(2**63))  # there was room for one
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_a_changed_head_beside_values_of_a_prompt(tmp_path: Path, is_fixed: bool) -> None:
+    house = House(tmp_path, deterministic=is_fixed)
+    rng = torch.Generator().manual_seed(3)
+    head = {"lm_head": (torch.randn(4, 64, generator=rng), torch.randn(1009, 4, generator=rng))}
+    house.pairs["head"] = head
+    write_adapter(tmp_path / "head", head, 4, lora_alpha=1)
+    RANKS["head"] = 32  # of alpha 8: the scaling of rank 4 with alpha 1
+    house.load("head", "a")
+    prompts = random_prompts([9, 13, 6])
+    asked = replace(GREEDY, values=LogProbs(prompt=1))
+    numbers = [
+        house.submit(prompts[0], "head"),
+        house.submit(prompts[1], "", asked),
+        house.submit(prompts[2], "a", asked),
+    ]
+    house.asker.drain()
+    found = [house.asker.answers[number, 0].token_ids for number in numbers]
+    assert found == [house.expected(*each) for each in zip(prompts, ("head", "", "a"), strict=True)]
+    assert found[0] != house.expected(prompts[0], "")
+    with pytest.raises(ContractError, match=r"prompt_logprobs .* not implemented for an adapter"):
+        house.submit(prompts[0], "head", asked)

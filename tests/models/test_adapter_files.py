@@ -31,9 +31,11 @@ def runner(base: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> M
     return make_runner(save(base, tmp_path_factory.mktemp("base")))
 
 
-@pytest.mark.parametrize("name", ["rooted", "some"])
+@pytest.mark.parametrize("name", ["rooted", "some", "magnitudes", "ends", "saved"])
 def test_logits_are_those_of_peft(runner: ModelRunner, name: str) -> None:
-    """Patterns of ranks and alphas, rank-stabilised; some modules of some layers."""
+    """Patterns of ranks and alphas, rank-stabilised; some modules of some layers; DoRA; terms of
+    head and embedding, and whole ones.
+    """
     recorded = load_file(PEFT / "logits.safetensors")
     number = runner.adapters.add(runner.adapters.read(str(PEFT / name)))
     ids = recorded["ids"].tolist()

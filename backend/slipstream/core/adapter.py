@@ -11,5 +11,6 @@ class Adapter:
     digest: bytes  # 16 bytes, of tensors and scalings: what is computed with it has it in its key
     rank: int
     num_bytes: int
+    changes_head: bool = False
     num_users: int = 0  # requests that have not ended
     num_names: int = 0  # that point to it

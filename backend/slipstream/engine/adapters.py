@@ -28,6 +28,7 @@ class ReadWeights(Protocol):
     digest: bytes
     rank: int
     num_bytes: int
+    changes_head: bool
 
 
 class Holder(Protocol):
@@ -109,7 +110,16 @@ class AdapterStore:
 
     def choose(self, message: Submit) -> Adapter | None:
         """Return the adapter of a request, by name or by number. Raises ContractError."""
-        return self.find(message.adapter) if message.task is None else self._of_task(message.task)
+        found = self.find(message.adapter) if message.task is None else self._of_task(message.task)
+        values = message.sampling.values
+        if found is None or values is None or not found.changes_head:
+            return found
+        if values.prompt is not None or values.context_logits:
+            raise ContractError(
+                "prompt_logprobs and return_context_logits are not implemented for an adapter "
+                "that changes the head (lm_head)"
+            )
+        return found
 
     def _of_task(self, task: LoraTask) -> Adapter:
         """Return the adapter that a client has numbered, after its weights were taken if it sends
@@ -250,7 +260,8 @@ class AdapterStore:
         adapter = self._adapters.get(weights.digest)
         if adapter is None:
             number = self._holder.add(weights)
-            adapter = Adapter(number, weights.digest, weights.rank, weights.num_bytes)
+            facts = (weights.digest, weights.rank, weights.num_bytes, weights.changes_head)
+            adapter = Adapter(number, *facts)
             self._adapters[weights.digest] = adapter
         return adapter
 

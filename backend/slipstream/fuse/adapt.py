@@ -2,12 +2,15 @@
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from slipstream.fuse.places import Gated, NormedAdd
 from slipstream.fuse.rewrite import Place, fused, layers_of, places_of
 from slipstream.layers.adapted import (
     AdaptedGatedLinear,
     AdaptedLinearAdd,
     AdaptedNormLinear,
+    AdaptedRows,
     Delta,
     StepGroups,
 )
@@ -19,6 +22,9 @@ from slipstream.layers.mlp import TwoStepMLP
 _OF_KEPT = ("o_proj", "gate_proj", "up_proj", "down_proj")  # behind the attention of a block
 
 
+HEAD, EMBEDDING = "lm_head", "model.embed_tokens"  # the decoder's names
+
+
 class AdaptedPlace(NamedTuple):
     """A place that adapters can add terms to: matrices with the same inputs, stacked."""
 
@@ -26,6 +32,8 @@ class AdaptedPlace(NamedTuple):
     parts: tuple[str, ...]  # the decoder's names of the matrices
     sizes: tuple[int, ...]  # outputs of each
     inputs: int
+    linear: Linear | None = None  # None: the embedding
+    weight: Tensor | None = None  # of head or embedding
 
 
 def adapt(decoder: Decoder, groups: StepGroups) -> list[AdaptedPlace]:
@@ -43,9 +51,25 @@ def adapt(decoder: Decoder, groups: StepGroups) -> list[AdaptedPlace]:
                 continue
             parts = tuple(f"{prefix}.{part}" for part in stacked.names)
             which = "kept" if is_last and stacked.names[0] in _OF_KEPT else "tokens"
-            delta = Delta(parts[0], groups, which, place.linear.is_sliced)
+            delta = Delta(parts[0], place.linear, groups, which)
             setattr(layer, name, _adapted(place, delta))
-            found.append(AdaptedPlace(parts[0], parts, stacked.outputs, stacked.inputs))
+            sizes = (stacked.outputs, stacked.inputs)
+            found.append(AdaptedPlace(parts[0], parts, *sizes, place.linear))
+    found += _ends(decoder, groups)
+    return found
+
+
+def _ends(decoder: Decoder, groups: StepGroups) -> list[AdaptedPlace]:
+    """Make the head and the embedding ready; one whose rows are scaled is left as it is."""
+    head, weight = decoder.head, decoder.head.weight
+    outputs, inputs = weight.shape
+    delta = Delta(HEAD, head.product.linear, groups, "head")
+    head.product = _norm_linear(head.product, delta)
+    found = [AdaptedPlace(HEAD, (HEAD,), (outputs,), inputs, head.product.linear, weight)]
+    if not decoder.embedding.is_scaled:
+        decoder.embedding.adapt = AdaptedRows(EMBEDDING, groups)
+        rows = decoder.embedding.weight
+        found.append(AdaptedPlace(EMBEDDING, (EMBEDDING,), (len(rows),), rows.shape[1], None, rows))
     return found
 
 

@@ -17,18 +17,34 @@ from slipstream.kernels.elementwise.activation import GATES
 from slipstream.kernels.elementwise.fp8 import Quantized
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
-from slipstream.kernels.lora.add import add
-from slipstream.layers.linear import GatedLinear, LinearAdd, NormLinear
+from slipstream.kernels.lora.add import add, times
+from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 
 
 class Term(NamedTuple):
-    """A low-rank term of some outputs of a linear layer."""
+    """A low-rank term of some outputs of a linear layer, or what takes their place.
+
+    With a `gain` the product itself is added so many times more (DoRA's magnitudes). Without `a`,
+    `b` is a whole matrix that takes the place of the layer's (`modules_to_save`).
+    """
 
     first: int  # output
-    a: Tensor  # [r, inputs]
-    b: Tensor  # [outputs, r], times the adapter's scaling
+    a: Tensor | None  # [r, inputs]
+    b: Tensor  # [outputs, r], times the adapter's scaling; [outputs, inputs] without `a`
+    gain: Tensor | None = None  # [outputs] f32
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(x.nbytes for x in (self.a, self.b, self.gain) if x is not None)
+
+    def to(self, device: torch.device) -> "Term":
+        """Return it on a device."""
+        a, b, gain = (None if x is None else x.to(device) for x in self[1:])
+        assert b is not None, "it always has that"
+        return Term(self.first, a, b, gain)
 
 
 Terms = Mapping[str, Sequence[Term]]  # of an adapter, by the places' names
@@ -45,17 +61,18 @@ class StepGroups:
     """The groups of the step that runs; none where no row has an adapter.
 
     `tokens` are of all its tokens, `kept` of those that the last block goes on with behind its
-    attention, `head` of the rows that the head is called for.
+    attention, `sampled` of the rows that are sampled; `head` of those that the head sees now.
     """
 
     def __init__(self) -> None:
         self.tokens: Sequence[Group] = ()
         self.kept: Sequence[Group] = ()
+        self.sampled: Sequence[Group] = ()
         self.head: Sequence[Group] = ()
 
     def clear(self) -> None:
         """End the step."""
-        self.tokens = self.kept = self.head = ()
+        self.tokens = self.kept = self.sampled = self.head = ()
 
 
 class Delta:
@@ -63,13 +80,14 @@ class Delta:
 
     Args:
         name: of the place.
+        linear: its layer.
         groups: of the step.
         which: the field of `groups` whose rows the place sees.
-        is_fixed: whether a row's bits may not depend on other rows.
     """
 
-    def __init__(self, name: str, groups: StepGroups, which: str, is_fixed: bool) -> None:
-        self.name, self.is_fixed = name, is_fixed
+    def __init__(self, name: str, linear: Linear, groups: StepGroups, which: str) -> None:
+        self.name, self.is_fixed = name, linear.is_sliced
+        self._linear = linear
         self._groups, self._which = groups, which
 
     def groups(self) -> list[Group]:
@@ -81,7 +99,21 @@ class Delta:
         """Add the terms of rows `x [n, inputs]` to `y [n, outputs]`, in place."""
         for group in groups:
             for term in group.terms[self.name]:
+                if term.a is None:
+                    here = slice(term.first, term.first + len(term.b))
+                    whole = times(x[group.rows], term.b, self.is_fixed)
+                    y[group.rows, here] = whole.to(y.dtype)
+                    continue
+                if term.gain is not None:
+                    self._add_gain(y, x, group.rows, term)
                 add(y, x, group.rows, term.a, term.b, term.first, self.is_fixed)
+
+    def _add_gain(self, y: Tensor, x: Tensor, rows: Tensor, term: Term) -> None:
+        """Add what the layer's product, without its bias, gains by magnitudes."""
+        assert term.gain is not None, "checked"
+        here = slice(term.first, term.first + len(term.gain))
+        product = self._linear.product_of(x[rows])[:, here]
+        y[rows, here] = (y[rows, here].float() + product.float() * term.gain).to(y.dtype)
 
 
 class AdaptedNormLinear(NormLinear):
@@ -179,3 +211,30 @@ def _plain(x: Operand, dtype: torch.dtype) -> Tensor:
         return (x.values.float() * x.scales[:, None]).to(dtype)
     assert isinstance(x, Tensor)
     return x
+
+
+class AdaptedRows:
+    """What adapters add to rows of the embedding, or put in their place.
+
+    The term's A is `[vocabulary, r]` and its B `[hidden, r]`; without A, its B is
+    `[vocabulary, hidden]`.
+    """
+
+    def __init__(self, name: str, groups: StepGroups) -> None:
+        self._name, self._groups = name, groups
+
+    def __call__(self, token_ids: Tensor, rows: Tensor) -> Tensor:
+        """Return the rows `[n, hidden]` of `token_ids [n] i64` as adapters have them."""
+        groups = [each for each in self._groups.tokens if each.terms.get(self._name)]
+        if not groups:
+            return rows
+        rows = rows.clone()
+        for group in groups:
+            ids = token_ids[group.rows]
+            for term in group.terms[self._name]:
+                if term.a is None:
+                    rows[group.rows] = term.b[ids]
+                else:
+                    change = (term.a[ids].float()[:, None] * term.b.float()).sum(-1)
+                    rows[group.rows] = (rows[group.rows].float() + change).to(rows.dtype)
+        return rows

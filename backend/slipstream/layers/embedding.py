@@ -1,6 +1,7 @@
 """Token embedding, and the same matrix (or its own) as the head that gives logits."""
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -58,10 +59,18 @@ class Embedding:
         self._scale = float(torch.tensor(scale, dtype=weight.dtype))
         self._positions = positions
         self._norm = norm
+        self.adapt: Callable[[Tensor, Tensor], Tensor] | None = None  # of ids and their rows
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether rows are multiplied by a number."""
+        return self._scale != 1.0
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """`[n] i64`, of tokens and of their positions, `-> [n, hidden]`."""
         rows = functional.embedding(token_ids, self.weight)
+        if self.adapt is not None:
+            rows = self.adapt(token_ids, rows)
         if self._scale != 1.0:
             rows = rows * self._scale
         if self._positions is not None:

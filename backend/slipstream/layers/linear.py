@@ -8,6 +8,7 @@ into GEMMs that fuse the stages around them; stages that it cannot fuse run in t
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from slipstream import quant
@@ -17,7 +18,7 @@ from slipstream.kernels.gemm.linear import Operand
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
-from slipstream.layers.sliced import sliced
+from slipstream.layers.sliced import ROWS, sliced
 from slipstream.layers.source import WeightSource
 from slipstream.quant.scheme import Scheme
 
@@ -87,6 +88,13 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """`[n, in] -> [n, out]`."""
         return self._product(x)
+
+    def product_of(self, x: Tensor) -> Tensor:
+        """`x W^T` alone, `[n, in] -> [n, out]`, of any number of rows."""
+        if not self.is_sliced:
+            return self.scheme.matmul(x, self.weights, None)
+        padded = torch.cat([x, x.new_zeros(-len(x) % ROWS, x.shape[1])])
+        return sliced(lambda rows: self.scheme.matmul(rows, self.weights, None))(padded)[: len(x)]
 
     def _multiply(self, x: Tensor) -> Tensor:
         y = self.scheme.matmul(x, self.weights, self.bias)

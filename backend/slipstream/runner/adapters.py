@@ -14,7 +14,7 @@ from torch import Tensor
 from slipstream.core.batch import Batch
 from slipstream.errors import ConfigError
 from slipstream.fuse.adapt import adapt
-from slipstream.layers.adapted import Group, StepGroups, Term, Terms
+from slipstream.layers.adapted import Group, StepGroups, Terms
 from slipstream.layers.decoder import Decoder, StepDecoder
 from slipstream.models.adapters.legacy import read_task
 from slipstream.models.adapters.read import AdapterWeights, read_adapter
@@ -42,7 +42,9 @@ class Adapters:
         self._lock = threading.Lock()
         self._targets: Targets | None = None
         if isinstance(model, Decoder):
-            self._targets = Targets(adapt(model, self._groups), plan.model.tensors)
+            self._targets = Targets(
+                adapt(model, self._groups), plan.model.tensors, plan.dtype, plan.device
+            )
 
     def read(self, path: str) -> AdapterWeights:
         """Read and check a PEFT directory. Raises `CheckpointError` or `ConfigError`."""
@@ -62,7 +64,7 @@ class Adapters:
         """Copy an adapter to the device; return its number."""
         number = next(self._numbers)
         self._loaded[number] = {
-            place: tuple(Term(t.first, t.a.to(self._device), t.b.to(self._device)) for t in terms)
+            place: tuple(term.to(self._device) for term in terms)
             for place, terms in weights.terms.items()
         }
         return number
@@ -100,10 +102,25 @@ class Adapters:
         groups = self._groups
         groups.tokens = self._grouped(tokens, active)
         groups.kept = self._grouped(kept, active) if has_kept else groups.tokens
+        groups.sampled = groups.kept
+        if keeps_all:  # the head is called for parts of prompts, and then for samples
+            groups.sampled = self._grouped(tokens[arrays.sample_rows], active)
+        else:
+            groups.head = groups.sampled
         try:
             yield
         finally:
             groups.clear()
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Have the head add terms to rows that are sampled, in a step that keeps all tokens."""
+        groups = self._groups
+        before, groups.head = groups.head, groups.sampled
+        try:
+            yield
+        finally:
+            groups.head = before
 
     def _grouped(self, numbers: Int64s, active: Active) -> list[Group]:
         """Group rows by their adapters."""

@@ -359,7 +359,8 @@ class ModelRunner:
         )
         logits = hidden.new_empty((0, self.vocab_size))
         if shape.num_samples:
-            logits = self._model.logits(Residual(hidden[inputs.sample_rows]))
+            with self.adapters.sampling():
+                logits = self._model.logits(Residual(hidden[inputs.sample_rows]))
             self._sample(logits, inputs)
         return logits
 

@@ -30,12 +30,15 @@ def add(
     y[rows, here] = (y[rows, here].float() + term).to(y.dtype)
 
 
+def times(x: Tensor, w: Tensor, is_fixed: bool) -> Tensor:
+    """Return `x w^T` in fp32; fixed: by GEMMs of `ROWS` rows each."""
+    x, w, count = x.float(), w.float(), len(x)
+    if not is_fixed:
+        return functional.linear(x, w)
+    x = torch.cat([x, x.new_zeros(-count % ROWS, x.shape[1])])
+    return torch.cat([functional.linear(each, w) for each in torch.split(x, ROWS)])[:count]
+
+
 def _term(x: Tensor, a: Tensor, b: Tensor, is_fixed: bool) -> Tensor:
     """Return `x a^T b^T` in fp32; fixed: by GEMMs of `ROWS` rows each."""
-    a, b, count = a.float(), b.float(), len(x)
-    x = x.float()
-    if not is_fixed:
-        return functional.linear(functional.linear(x, a), b)
-    x = torch.cat([x, x.new_zeros(-count % ROWS, x.shape[1])])
-    parts = [functional.linear(functional.linear(each, a), b) for each in torch.split(x, ROWS)]
-    return torch.cat(parts)[:count]
+    return times(times(x, a, is_fixed), b, is_fixed)

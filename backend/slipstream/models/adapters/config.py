@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 
 FILE = "adapter_config.json"
 MAX_RANK = 512
+WHOLE = ("lm_head", "embed_tokens")
 _MAX_PATTERNS = 4096
 _MAX_PATTERN = 512  # characters
 
@@ -48,6 +49,8 @@ class LoraConfig:
     by_root: bool  # alpha over the root of the rank
     ranks: Mapping[str, int]  # regex of modules -> rank; the first that matches counts
     alphas: Mapping[str, float]
+    has_magnitudes: bool = False  # DoRA (Liu et al., 2024)
+    whole: tuple[str, ...] = ()  # modules that come as whole matrices
 
     def rank_of(self, module: str) -> int:
         """Return the rank that a module must have."""
@@ -92,6 +95,8 @@ def read_config(directory: Path) -> LoraConfig:
         config.flag("use_rslora", default=False),
         {key: int(value) for key, value in _patterns(config, "rank_pattern").items()},
         _patterns(config, "alpha_pattern"),
+        config.flag("use_dora", default=False),
+        _whole(config),
     )
 
 
@@ -101,9 +106,14 @@ def _refuse_others(config: Reader) -> None:
         if key in _HARMLESS or key in _READ or value in _NOTHING:
             continue
         raise config.refusal(key, "is not implemented")
-    for key in ("use_dora", "modules_to_save"):
-        if config.get(key) not in _NOTHING:
-            raise config.refusal(key, "is not implemented")
+
+
+def _whole(config: Reader) -> tuple[str, ...]:
+    """Read the modules that come as whole matrices: head and embedding may."""
+    names = config.get("modules_to_save") or []
+    if not isinstance(names, list) or any(name not in WHOLE for name in names):
+        raise config.refusal("modules_to_save", f"is not implemented; {' and '.join(WHOLE)} are")
+    return tuple(names)
 
 
 def _patterns(config: Reader, key: str) -> dict[str, float]:

@@ -1,32 +1,29 @@
-"""Read a PEFT directory: `A` and `B` of each module, as terms of the decoder's places.
+"""Read a PEFT directory: what it has of each module, as terms of the decoder's places.
 
-Tensors have the checkpoint's names of modules, `base_model.model.MODULE.lora_A.weight`. What the
-decoder changes of a checkpoint's matrices as it loads them, it changes of an adapter's: rows of B
-(q, k and v that lie in one matrix, pairs that rotate), or columns of A (padded heads).
+What the decoder changes of a checkpoint's matrices as it loads them, it changes of an adapter's:
+rows of B (q, k and v that lie in one matrix, pairs that rotate), or columns of A (padded heads).
 """
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-import numpy as np
 import torch
 from slipstream_contract.errors import clip
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.fuse.adapt import EMBEDDING, HEAD
 from slipstream.layers.adapted import Term
-from slipstream.models.adapters.config import MAX_RANK, LoraConfig, read_config
+from slipstream.models.adapters.config import read_config
+from slipstream.models.adapters.stored import Stored, stored_modules
 from slipstream.models.adapters.targets import Part, Targets
-from slipstream.models.entries import TensorEntry
 from slipstream.models.files import tensor_entries
 
 FILE = "adapter_model.safetensors"
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.(weight|bias)")
 _DIGEST_BYTES = 16
+_MOST_APART = 0.01  # of the largest value: how far a stored base may be from ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,117 +33,123 @@ class AdapterWeights:
     terms: Mapping[str, tuple[Term, ...]]
     digest: bytes  # of tensors and scalings
     rank: int  # the largest
-    num_bytes: int
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(term.num_bytes for found in self.terms.values() for term in found)
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
-    """The stored tensors of a module."""
-
-    module: str
-    a: Tensor  # [r, inputs], as stored
-    b: Tensor  # [outputs, r]
-    scale: float
+    @property
+    def changes_head(self) -> bool:
+        """Whether logits of the same states are others."""
+        return HEAD in self.terms
 
 
 def read_adapter(directory: Path, targets: Targets, dtype: torch.dtype) -> AdapterWeights:
     """Read and check an adapter; raises `CheckpointError` (file, tensor or key, value)."""
-    config = read_config(directory)
-    entries = tensor_entries(directory, FILE)
+    config, path = read_config(directory), directory / FILE
     digest = blake2b(digest_size=_DIGEST_BYTES)
     terms: dict[str, list[Term]] = {}
     rank = 0
-    for pair in _pairs(entries, config, directory / FILE):
-        digest.update(f"{pair.module} {pair.scale!r}".encode())
-        for x in (pair.a, pair.b):
+    for stored in stored_modules(tensor_entries(directory, FILE), config, path):
+        digest.update(f"{stored.module} {stored.scale!r}".encode())
+        for x in stored.tensors():
             digest.update(f" {x.dtype} {tuple(x.shape)} ".encode())
             digest.update(x.view(torch.uint8).numpy().data)
-        rank = max(rank, len(pair.a))
-        b = pair.b.float() * pair.scale
-        for part in _parts(targets, pair, directory / FILE):
-            term = _term(part, pair, b, directory / FILE)
-            terms.setdefault(part.place, []).append(
-                Term(part.first, *(x.to(dtype).contiguous() for x in term))
-            )
+        rank = max(rank, stored.rank)
+        for part in _parts(targets, stored, path):
+            terms.setdefault(part.place, []).append(_term(part, stored, dtype, path))
     if not terms:
-        raise CheckpointError(f"{directory / FILE}: it has no tensors: an adapter of nothing")
-    check_range(terms, dtype, directory / FILE)
-    num_bytes = sum(t.a.nbytes + t.b.nbytes for found in terms.values() for t in found)
+        raise CheckpointError(f"{path}: it has no tensors: an adapter of nothing")
+    check_range(terms, dtype, path)
     made = {place: joined(found) for place, found in terms.items()}
-    return AdapterWeights(made, digest.digest(), rank, num_bytes)
+    return AdapterWeights(made, digest.digest(), rank)
 
 
-def _pairs(entries: Mapping[str, TensorEntry], config: LoraConfig, path: Path) -> Iterator[_Pair]:
-    """Yield what the file has of each module, by their names."""
-    found: dict[str, dict[str, TensorEntry]] = {}
-    for name, entry in entries.items():
-        match = _NAME.fullmatch(name)
-        if match is None:
-            raise CheckpointError(f"{path}: tensor {clip(name, 128)} is none of a LoRA's")
-        if entry.dtype not in _DTYPES:
-            raise CheckpointError(f"{path}: tensor {name} is {entry.dtype}: not implemented")
-        found.setdefault(match[1], {})[f"{match[2]}.{match[3]}"] = entry
-    memory = torch.from_numpy(np.fromfile(path, np.uint8))
-    for module, own in sorted(found.items()):
-        if (extra := own.keys() - {"A.weight", "B.weight"}) and any(
-            _tensor(memory, own[key]).count_nonzero() for key in extra
-        ):
-            raise CheckpointError(f"{path}: {module} has a bias (lora_bias): not implemented")
-        for key in ("A.weight", "B.weight"):
-            if key not in own:
-                raise CheckpointError(f"{path}: tensor {module}.lora_{key} is missing")
-        a, b = (_tensor(memory, own[key]) for key in ("A.weight", "B.weight"))
-        if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-            shapes = f"{list(a.shape)} and {list(b.shape)}"
-            raise CheckpointError(f"{path}: {module}: A and B are {shapes}: no rank fits both")
-        rank, wanted = len(a), config.rank_of(module)
-        if rank != wanted or not 1 <= rank <= MAX_RANK:
-            raise CheckpointError(
-                f"{path}: {module} has rank {rank}, but adapter_config.json says {wanted} "
-                f"(1 to {MAX_RANK} are served)"
-            )
-        yield _Pair(module, a, b, config.scale_of(module, rank))
-
-
-def _tensor(memory: Tensor, entry: TensorEntry) -> Tensor:
-    part = memory[entry.begin : entry.end].clone()  # aligned
-    return part.view(_DTYPES[entry.dtype]).view(entry.shape)
-
-
-def _parts(targets: Targets, pair: _Pair, path: Path) -> list[Part]:
-    parts = targets.parts(pair.module)
-    if not parts:
+def _parts(targets: Targets, stored: Stored, path: Path) -> list[Part]:
+    parts = targets.parts(stored.module)
+    is_embedding = bool(parts) and parts[0].place == EMBEDDING
+    is_end = bool(parts) and parts[0].place in (EMBEDDING, HEAD)
+    if not parts or (stored.whole is not None and not is_end):
         raise CheckpointError(
-            f"{path}: module {clip(pair.module, 128)} is none that adapters change here: "
+            f"{path}: module {clip(stored.module, 128)} is none that adapters change here: "
             f"{targets.kinds} of the {targets.num_layers} layers are"
         )
+    if stored.whole is None and stored.is_rows != is_embedding:
+        kind = "an embedding" if is_embedding else "no embedding"
+        raise CheckpointError(f"{path}: module {stored.module} is {kind}, its tensors are not so")
+    if stored.magnitude is not None and is_embedding:
+        raise CheckpointError(f"{path}: {stored.module}: magnitudes (use_dora) of an embedding")
     return parts
 
 
-def _term(part: Part, pair: _Pair, b: Tensor, path: Path) -> tuple[Tensor, Tensor]:
-    """Return A and B of a part of a module, as the decoder has its matrix."""
-    try:
-        a, b = part.of_a(pair.a), part.of_b(b)
-    except (RuntimeError, IndexError):  # a view of other sizes
-        a, b = pair.a, b[:0]
-    rank = len(pair.a)
-    if a.shape != (rank, part.inputs) or b.shape != (part.outputs, rank):
+def _term(part: Part, stored: Stored, dtype: torch.dtype, path: Path) -> Term:
+    """Return a part of a module as the decoder has its matrix."""
+    where = f"{path}: {stored.module}"
+    if stored.whole is not None:
+        _check_whole(part, stored.whole, where)
+        return Term(part.first, None, stored.whole.to(dtype))
+    assert stored.a is not None
+    assert stored.b is not None
+    if stored.base is not None:
+        _check_whole(part, stored.base, where)
+        ours = part.weight
+        far = None if ours is None else (stored.base.float() - ours.float().cpu()).abs().max()
+        if ours is None or far is None or far > _MOST_APART * ours.abs().max():
+            raise CheckpointError(f"{where}: base_layer.weight is not the model's matrix")
+    b = stored.b.float() * stored.scale
+    if stored.is_rows:
+        if stored.a.shape[1] != part.outputs or len(b) != part.inputs:
+            raise _misshapen(part, stored, where)
+        return Term(0, stored.a.t().to(dtype).contiguous(), b.to(dtype))
+    a, b = _sides(part, stored, b, where)
+    gain = None
+    if stored.magnitude is not None:
+        size = part.of_b(stored.magnitude.float()[:, None])[:, 0]
+        gain = size / part.norms(a.float(), b)
+        b, gain = b * gain[:, None], gain - 1.0
+    return Term(part.first, a.to(dtype).contiguous(), b.to(dtype).contiguous(), gain)
+
+
+def _check_whole(part: Part, matrix: Tensor, where: str) -> None:
+    if tuple(matrix.shape) != (part.outputs, part.inputs):
         raise CheckpointError(
-            f"{path}: {pair.module}: A is {list(pair.a.shape)} and B {list(pair.b.shape)}, which "
-            f"give no {part.outputs} outputs of {part.inputs} inputs"
+            f"{where}: the matrix is {list(matrix.shape)}, the model's "
+            f"{[part.outputs, part.inputs]}: a vocabulary that grew is not implemented"
         )
+
+
+def _misshapen(part: Part, stored: Stored, where: str) -> CheckpointError:
+    assert stored.a is not None
+    assert stored.b is not None
+    return CheckpointError(
+        f"{where}: A is {list(stored.a.shape)} and B {list(stored.b.shape)}, which give no "
+        f"{part.outputs} outputs of {part.inputs} inputs"
+    )
+
+
+def _sides(part: Part, stored: Stored, b: Tensor, where: str) -> tuple[Tensor, Tensor]:
+    """Return A and B of a part."""
+    assert stored.a is not None
+    try:
+        a, b = part.of_a(stored.a), part.of_b(b)
+    except (RuntimeError, IndexError):  # a view of other sizes
+        a, b = stored.a, b[:0]
+    if a.shape != (stored.rank, part.inputs) or b.shape != (part.outputs, stored.rank):
+        raise _misshapen(part, stored, where)
     return a, b
 
 
 def check_range(terms: Mapping[str, list[Term]], dtype: torch.dtype, path: Path | str) -> None:
     """Refuse numbers that are not finite in the model's dtype."""
     for place, found in terms.items():
-        for name, x in (pair for term in found for pair in (("A", term.a), ("B", term.b))):
-            if not x.isfinite().all():
-                raise CheckpointError(
-                    f"{path}: {place}: {name}, times the scaling, holds NaN, infinity or values "
-                    f"beyond {str(dtype).removeprefix('torch.')}"
-                )
+        for term in found:
+            for name, x in (("A", term.a), ("B", term.b), ("magnitude", term.gain)):
+                if x is not None and not x.isfinite().all():
+                    raise CheckpointError(
+                        f"{path}: {place}: {name}, times the scaling, holds NaN, infinity or "
+                        f"values beyond {str(dtype).removeprefix('torch.')}"
+                    )
 
 
 def joined(terms: list[Term]) -> tuple[Term, ...]:
@@ -154,9 +157,17 @@ def joined(terms: list[Term]) -> tuple[Term, ...]:
     out: list[Term] = []
     for term in sorted(terms, key=lambda term: term.first):
         last = out[-1] if out else None
-        is_next = last is not None and last.first + len(last.b) == term.first
-        if last is not None and is_next and torch.equal(last.a, term.a):
-            out[-1] = Term(last.first, last.a, torch.cat([last.b, term.b]))
+        if last is not None and _continues(last, term):
+            gain = None
+            if last.gain is not None and term.gain is not None:
+                gain = torch.cat([last.gain, term.gain])
+            out[-1] = Term(last.first, last.a, torch.cat([last.b, term.b]), gain)
         else:
             out.append(term)
     return tuple(out)
+
+
+def _continues(last: Term, term: Term) -> bool:
+    if last.a is None or term.a is None or last.first + len(last.b) != term.first:
+        return False
+    return (last.gain is None) == (term.gain is None) and torch.equal(last.a, term.a)

@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from slipstream.fuse.adapt import AdaptedPlace
+from slipstream.layers.linear import Linear
 from slipstream.models.axes import TensorNames
 
 _OF_INPUTS = ("o_proj",)  # layers of whose matrices inputs are arranged, not outputs
+_COLUMNS = 1024  # of a matrix that are looked at together
 _WRAPPED = "language_model."  # in the names of adapters that were trained in a larger model
 
 
@@ -22,6 +25,26 @@ class Part:
     inputs: int
     name: str  # the decoder's
     names: TensorNames
+    linear: Linear | None  # None: the embedding
+    weight: Tensor | None  # of head or embedding
+    dtype: torch.dtype  # of rows that the layer multiplies
+    device: torch.device
+
+    def norms(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the length of each row of the matrix with `b a` added, `[outputs]` f32.
+
+        The matrix is what the layer multiplies by, dequantised where it is quantised.
+        """
+        assert self.linear is not None, "magnitudes are of linear layers"
+        here = slice(self.first, self.first + self.outputs)
+        total = torch.zeros(self.outputs, dtype=torch.float64)
+        for begin in range(0, self.inputs, _COLUMNS):
+            end = min(begin + _COLUMNS, self.inputs)
+            unit = torch.zeros(end - begin, self.inputs, dtype=self.dtype, device=self.device)
+            unit[:, begin:end].fill_diagonal_(1)
+            columns = self.linear.product_of(unit)[:, here].float().cpu()
+            total += (columns + (b @ a[:, begin:end]).t()).double().square().sum(0)
+        return total.sqrt().float()
 
     def of_a(self, a: Tensor) -> Tensor:
         """Return A of the part, `[r, inputs]`, of the module's."""
@@ -49,15 +72,23 @@ class Part:
 class Targets:
     """All parts, by the names of modules."""
 
-    def __init__(self, places: Sequence[AdaptedPlace], names: TensorNames) -> None:
-        """Take the places of a decoder and the family's names of tensors."""
+    def __init__(
+        self,
+        places: Sequence[AdaptedPlace],
+        names: TensorNames,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Take the places of a decoder, the family's names of tensors, and those of rows."""
         self._parts: dict[str, list[Part]] = {}
         self._by_name: dict[str, Part] = {}  # the decoder's
         self._optional = names.optional
         for place in places:
             first = 0
             for name, outputs in zip(place.parts, place.sizes, strict=True):
-                part = Part(place.name, first, outputs, place.inputs, name, names)
+                sizes = (place.name, first, outputs, place.inputs)
+                own = (place.linear, place.weight, dtype, device)
+                part = Part(*sizes, name, names, *own)
                 stored = names.stored(f"{name}.weight").removesuffix(".weight")
                 self._parts.setdefault(stored, []).append(part)
                 self._by_name[name] = part
