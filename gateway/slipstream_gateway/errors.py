@@ -24,6 +24,7 @@ _CODES = {429: "rate_limit_exceeded", 503: "service_unavailable", 504: "deadline
 _RETRY = re.compile(r"retry_after_ms: (\d+)")
 _FIELD = re.compile(r"(\w+)(?: or (\w+))?")  # such as `embedding_bias or logit_bias: ...`
 _GUIDE = "the guide is refused"
+_ADAPTER = "adapter "
 _GUIDES = ("response_format", *sorted(VLLM_NAMES), "tools")  # fields that make one
 _DOWN_MS = 1000  # an engine that is down is back after some time like this, or longer
 
@@ -64,6 +65,8 @@ def api_error(error: ContractError, fields: Container[str] = ()) -> ApiError:
     word = _FIELD.match(error.message)
     named = () if word is None else word.groups()
     names = _GUIDES if error.message.startswith(_GUIDE) else named
+    if error.message.startswith(_ADAPTER):  # by its own field, or by its name as a model
+        names = ("lora_name", "model")
     param = next((name for name in names if name and name in fields), None)
     retry_ms = None
     if status in (429, 503):

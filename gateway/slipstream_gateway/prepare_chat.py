@@ -163,6 +163,12 @@ def _template(
 ) -> ChatTemplate | ForeignTemplate:
     source = read_text(body, "chat_template")
     if source is None:
+        if not text.can_chat:
+            message = (
+                "messages: the checkpoint has no chat template; the server's option "
+                "--chat-template gives it one, and /v1/completions needs none"
+            )
+            raise ApiError(400, message, "messages", "no_chat_template")
         return text.chat
     if not has_request_templates:
         message = "chat_template: this server does not run templates of requests"

@@ -174,6 +174,7 @@ def test_models(gateway: Gateway):
     assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert MODEL in error["message"]
     assert check(gateway.get("/v1/models/gpt-4"), 404)["code"] == "model_not_found"
+    assert check(gateway.complete(prompt="a", lora_name="zz"), 404)["param"] == "lora_name"
     cards = gateway.get("/v1/models").json["data"]
     assert [card["id"] for card in cards] == [MODEL, "ensemble"]
     for card in cards:

@@ -3,12 +3,18 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fixtures.gateway.served import Gateway, serving
 from slipstream_contract.errors import ContractError
+from slipstream_gateway.errors import ApiError
 from slipstream_gateway.foreign import ForeignTemplate
+from slipstream_gateway.parsing.detect import choose
+from slipstream_gateway.parsing.format import AddedTokens
+from slipstream_gateway.prepare_chat import prepare_chat
 
+SMALL = {"defaults": {}, "max_model_len": 100}
 MESSAGES = [{"role": "user", "content": "import os"}]
 
 
@@ -42,6 +48,13 @@ def test_what_wants_all_memory_is_refused():
 def test_what_leaves_the_sandbox_or_fails_is_refused(source: str):
     with pytest.raises(ContractError, match="chat_template"):
         ForeignTemplate(source, {}).render(MESSAGES)
+
+
+def test_a_model_without_a_template_says_what_helps():
+    text = SimpleNamespace(can_chat=False, answers=choose(None, AddedTokens()), **SMALL)
+    with pytest.raises(ApiError, match="--chat-template gives it one") as caught:
+        prepare_chat({"messages": MESSAGES}, text, has_request_templates=False)
+    assert (caught.value.status, caught.value.param) == (400, "messages")
 
 
 def test_templates_of_operator_and_request(open_to_templates: Gateway):
