@@ -1,0 +1,93 @@
+"""Kubernetes' autoscaler as published, and the chart's rule: in time, and without flapping."""
+
+import importlib
+import math
+from itertools import pairwise
+
+import pytest
+import yaml
+from fixtures.scripts import scripts
+from slipstream_serve.server import repository_root
+
+NAMES = ("shapes", "workloads", "limits", "step_times", "traces", "replicas", "autoscaling")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bench():
+    with scripts(repository_root() / "benchmarks", NAMES):
+        yield
+
+
+def module():
+    return importlib.import_module("autoscaling")
+
+
+@pytest.mark.parametrize(
+    ("value", "target", "ready", "unready", "replicas"),
+    [
+        (8, 4, 1, 0, 2),
+        (9, 4, 1, 0, 3),
+        (4.3, 4, 1, 0, 1),  # within a tenth
+        (4.5, 4, 1, 0, 2),
+        (0, 4, 3, 0, 0),  # the minimum is another's
+        (20, 4, 4, 0, 5),
+        (14.6, 4, 4, 0, 4),
+        (12, 4, 2, 1, 3),  # the one that starts is enough
+        (20, 4, 2, 1, 5),
+        (9, 4, 2, 1, 3),  # without it more, with it fewer: nothing
+        (2, 4, 2, 1, 1),
+        (50, 4, 0, 2, 2),  # nothing is known
+    ],
+)
+def test_what_one_metric_wants(value, target, ready, unready, replicas):
+    assert module().wanted(value, target, ready, unready) == replicas
+
+
+def test_policies_bound_a_change_and_a_window_delays_it():
+    a = module()
+    rule = a.Rule({"waiting": 1.0}, 1, 20, 0.0, 60.0, (2, 100, 60.0), (1, 120.0))
+    scaler, count, counts = a.Autoscaler(rule), 1, []
+    for sync in range(40):
+        now_s = 15.0 * sync
+        load = 100.0 if now_s < 180 else 0.0
+        count = scaler.decide(now_s, {"waiting": load}, count, 0)
+        counts.append(count)
+    assert counts[:13:4] == [3, 6, 12, 12]  # two more, then doubled each minute; then it falls
+    assert counts[8] == 12
+    ups = counts.index(20) if 20 in counts else 8
+    assert ups >= 8
+    falls = [15.0 * at for at in range(1, 40) if counts[at] < counts[at - 1]]
+    assert falls[0] >= 180 + 60 - 15
+    assert all(later - sooner >= 120 for sooner, later in pairwise(falls))
+
+
+def test_the_chart_says_what_is_simulated():
+    a = module()
+    values = yaml.safe_load(a.VALUES.read_text())
+    rule = a.rule_of(values)
+    assert rule.targets == {"waiting": 4.0, "running": 64.0, "kv": 0.7}
+    assert (rule.minimum, rule.up_window, rule.down_window) == (1, 30.0, 300.0)
+    assert a.number("1500m") == 1.5
+
+
+@pytest.mark.rest
+def test_the_chart_scales_in_time_and_does_not_flap():
+    """One replica serves some 31 requests a second; a pod takes a minute to start."""
+    a = module()
+    rule = a.rule_of(yaml.safe_load(a.VALUES.read_text()))
+
+    def run(load, seconds, first, rule=rule):
+        return a.simulate(rule, a.arrivals(load, seconds, 1), seconds, 60.0, first)
+
+    steady = run(a.steady(50.0), 600, 2)
+    assert steady.turns() == 0
+    assert len(steady.changes) <= 1
+    assert steady.percentile(99) < 1000
+    ramp = run(a.ramp(20.0, 70.0, 60.0, 360.0), 540, 1)
+    assert ramp.turns() == 0
+    assert ramp.counts[-1][1] >= 3
+    assert ramp.percentile(90) < 1000
+    assert ramp.percentile(99, since_s=420) < 1000
+    assert math.isfinite(ramp.mean_replicas())
+    queue = a.Rule({"waiting": 4.0}, down_window=60.0, down=(1, 60.0))
+    assert run(a.steady(50.0), 600, 2, queue).turns() > 1  # what the other metrics are there for

@@ -1,0 +1,111 @@
+"""The simulator of a cluster: near the engine itself, and right where the answer is known."""
+
+import importlib
+import statistics
+from itertools import pairwise
+
+import pytest
+from fixtures.scripts import scripts
+from slipstream_serve.server import repository_root
+
+NAMES = (
+    "shapes",
+    "workloads",
+    "limits",
+    "step_times",
+    "traces",
+    "simulated",
+    "replicas",
+    "cluster",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bench():
+    with scripts(repository_root() / "benchmarks", NAMES):
+        yield
+
+
+def module(name: str):
+    return importlib.import_module(name)
+
+
+def alone(rate: float, seed: int) -> tuple[list[object], object]:
+    """A trace on one replica: its requests, and the trace."""
+    replicas, traces = module("replicas"), module("traces")
+    trace = traces.trace("poisson", rate, seed)
+    (replica,) = replicas.make(replicas.Shaped())
+    requests = [replicas.Request(each) for each in trace.arrivals]
+    for request in requests:
+        replica.submit(request)
+    replica.advance(1e9)
+    assert (replica.load, replica.used, replica.context) == (0, 0, 0)
+    return requests, trace
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("rate", [8.0, 28.0])
+def test_a_replica_is_near_the_real_engine_over_the_same_steps(rate):
+    simulated, step_times = module("simulated"), module("step_times")
+    scheduler = importlib.import_module("slipstream.engine.scheduler")
+    requests, trace = alone(rate, 1)
+    limits = scheduler.Limits(simulated.MAX_ROWS, 2048)
+    answers = simulated.slipstream(trace, step_times.times_of("8b"), limits)
+    first = [1e3 * (each.first_s - each.arrival.due_s) for each in requests]
+    theirs = answers.first_ms()
+    assert statistics.median(first) == pytest.approx(statistics.median(theirs), rel=0.3)
+    cut = [statistics.quantiles(each, n=10)[-1] for each in (first, theirs)]
+    assert cut[0] == pytest.approx(cut[1], rel=0.4)
+    whole = sum(each.end_s - each.first_s for each in requests)
+    assert whole == pytest.approx(sum(t[-1] - t[0] for t in answers.times), rel=0.1)
+
+
+def test_every_request_gets_its_tokens_in_order_and_no_step_is_free():
+    requests, trace = alone(20.0, 4)
+    for request in requests:
+        assert request.arrival.due_s < request.first_s <= request.end_s
+    busy = sum(each.num_output for each in trace.arrivals)
+    assert max(each.end_s for each in requests) > busy / 256 * 0.005
+
+
+def test_a_prefix_is_found_where_it_was_and_evicted_when_room_is_needed():
+    replicas, traces = module("replicas"), module("traces")
+    (replica,) = replicas.make(replicas.Shaped())
+    turns = [traces.Arrival(0.0, 1000, 10), traces.Arrival(5.0, 1500, 10)]
+    requests = [replicas.Request(each, "chat", n) for each, n in zip(turns, (0, 1010), strict=True)]
+    for request in requests:
+        replica.submit(request)
+        replica.advance(request.arrival.due_s + 4)
+    assert [each.num_cached for each in requests] == [0, 1010]
+    replica.kv_tokens = 2000
+    other = replicas.Request(traces.Arrival(10.0, 1200, 10), "other")
+    again = replicas.Request(traces.Arrival(20.0, 1500, 10), "chat", 1010)
+    for request in (other, again):
+        replica.submit(request)
+        replica.advance(request.arrival.due_s + 4)
+    assert again.num_cached == 0
+
+
+def test_policies_do_what_they_are_named_for():
+    cluster, replicas = module("cluster"), module("replicas")
+    figures = {}
+    for policy in cluster.POLICIES:
+        router = cluster.Router(policy, [replicas.make(replicas.Shaped())[0] for _ in range(4)], 1)
+        requests = cluster.chats(40.0, 8.0, 120, 2)
+        cluster.run(router, requests)
+        figures[policy] = cluster.served(policy, 4, router, requests)
+    assert figures["prefix"].found > 2 * figures["least"].found
+    assert figures["least"].busiest < figures["random"].busiest
+    assert figures["prefix"].first_p99 < figures["random"].first_p99
+
+
+def test_ranks_of_tensors_are_faster_and_less_than_n_times_and_stages_hold_more():
+    replicas = module("replicas")
+    times = [
+        replicas.rank_times(replicas.Shaped(tensor=n)).step_ms(32, 8000, []) for n in (1, 2, 4)
+    ]
+    for one, two in pairwise(times):
+        assert one / 2 < two < one
+    one, two = (replicas.Shaped(pipeline=n) for n in (1, 2))
+    assert len(replicas.make(two)) == 2
+    assert 2 * two.kv_tokens() > 2 * one.kv_tokens()
