@@ -52,10 +52,10 @@ format: install  ## apply the format and the safe fixes
 test: check      ## the checks and the quick tests, the real server included: 8 minutes at most
 	@$(PYTEST) --tier quick $(BESIDE) $(PYTEST_ARGS)
 
-# Servers and clocks are tested one after another. 5: PYTEST_ARGS leave none of a kind.
+# Servers whose tests measure clocks are tested one after another. 5: PYTEST_ARGS leave none of a kind.
 test-rest: install ## what make test leaves out and needs no GPU: products, soaks, faults
-	@$(PYTEST) --tier rest -m "not triton" $(BESIDE) $(PYTEST_ARGS); status=$$?; \
-	$(PYTEST) --tier rest -m triton $(PYTEST_ARGS); servers=$$?; \
+	@$(PYTEST) --tier rest -m "not triton or beside" $(BESIDE) $(PYTEST_ARGS); status=$$?; \
+	$(PYTEST) --tier rest -m "triton and not beside" $(PYTEST_ARGS); servers=$$?; \
 	[ $$servers -ne 5 ] || servers=$$status; [ $$status -ne 5 ] || status=$$servers; \
 	exit $$((status > servers ? status : servers))
 

@@ -9,6 +9,7 @@ from fixtures.bridge.texts import TEXT
 from fixtures.features import answers
 from fixtures.features.house import House
 from fixtures.features.table import LENGTH, MODELS, body_of
+from fixtures.tiers import quick_of
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.tensors import LLMAPI
 
@@ -17,7 +18,7 @@ PLACES = "slipstream.core.processors:SoftLength,fixtures.engine.processors:Odd"
 GREEDY = ["greedy"]
 
 
-@pytest.fixture(scope="module", params=["none", "lookup"])
+@pytest.fixture(scope="module", params=quick_of(["none", "lookup"], ["lookup"]))
 def house(request, tmp_path_factory) -> Iterator[House]:
     options = {"thinking_end": MARK, "logits_processors": PLACES, "speculation": request.param}
     house = House(tmp_path_factory.mktemp("house"), **options)

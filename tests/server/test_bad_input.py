@@ -10,7 +10,7 @@ import tritonclient.grpc as grpcclient
 from fixtures.server.support import CHECKPOINT, PROMPT, TEXT_MODELS, RequestError, compose
 from slipstream_serve.triton import Endpoints, ServeError, TritonServer
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.beside]
 
 TOKENS = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 4}
 

@@ -10,7 +10,7 @@ from fixtures.server.support import CHECKPOINT, Client, RequestError, serving, t
 from slipstream_client.cli import main
 from slipstream_serve.server import server_directory
 
-pytestmark = [pytest.mark.triton, pytest.mark.rest]
+pytestmark = [pytest.mark.triton, pytest.mark.rest, pytest.mark.beside]
 
 PROMPT = "def read(self, path):\n    return self.path\n" * 3
 IDS = TEXT.encode(PROMPT)

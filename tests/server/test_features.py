@@ -19,7 +19,7 @@ from slipstream_client.cli import main
 from slipstream_contract.tensors import LLMAPI
 from slipstream_serve.server import server_directory
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.beside]
 
 CASES = [(model, names) for model in MODELS for names in cases(model)]
 SAMPLE = [(model, cases(model)[place]) for model in MODELS for place in (0, -1)]

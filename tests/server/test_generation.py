@@ -10,7 +10,7 @@ import tritonclient.grpc as grpcclient
 from fixtures.server.support import PROMPT, TEXT_MODELS, RequestError, text
 from tritonclient.utils import InferenceServerException
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.beside]
 
 PROMPTS = [
     f"def {name}(self, {argument}):\n    "

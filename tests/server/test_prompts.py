@@ -27,7 +27,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from tritonclient.utils import InferenceServerException
 
-pytestmark = [pytest.mark.triton, pytest.mark.rest]
+pytestmark = [pytest.mark.triton, pytest.mark.rest, pytest.mark.beside]
 
 BEGINNING = "<|endoftext|>"
 NAME = "add_special_tokens"

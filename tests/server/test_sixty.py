@@ -27,7 +27,7 @@ from fixtures.server.support import Client, RequestError
 from fixtures.tiers import quick_of
 from tritonclient.grpc import service_pb2 as messages
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.beside]
 
 
 def canaries(client: Client) -> dict[str, str]:
