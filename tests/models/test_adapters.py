@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from fixtures.models.adapters import (
     draw_pairs,
     merged,
@@ -67,3 +68,27 @@ def test_each_target_alone_and_all_in_one_batch_match_merged_weights(
             check_against(model, row, TOLERANCE)
     for row in (rows[0], rows[-1]):
         check_against(model, row, TOLERANCE)
+
+
+@pytest.mark.parametrize("quantization", quick_of(("int8", "int4", "fp8"), ("int4",)))
+def test_a_term_adds_the_same_to_a_base_in_fewer_bits(quantization: str, tmp_path: Path) -> None:
+    """By the quantised model with merged terms: nothing is rounded but the base."""
+    model = make_model("llama", hidden_size=128, intermediate_size=256)
+    runner = make_runner(save(model, tmp_path / "base"), quantization=quantization)
+    pairs = draw_pairs(model, targets_of(model), 8, size=0.3)
+    number = load(runner, write_adapter(tmp_path / "adapter", pairs, 8))
+    base, own = generate(runner, [0, number], chunk=64)
+    with torch.no_grad():
+        tokens = torch.tensor([own.tokens[: len(own.prompt)]])
+        with merged(model, pairs, scale_of(8)):
+            wanted = model(tokens).logits[0, -1]
+        plain = model(tokens).logits[0, -1]
+    error = (base.logits[0] - _of(model, base)).norm() / _of(model, base).norm()
+    assert (own.logits[0] - wanted).norm() / wanted.norm() < 2 * error + 0.02
+    assert (own.logits[0] - plain).norm() / plain.norm() > 3 * error
+
+
+def _of(model: torch.nn.Module, row: Generation) -> torch.Tensor:
+    """Logits behind a prompt."""
+    with torch.no_grad():
+        return model(torch.tensor([row.prompt])).logits[0, -1]

@@ -40,25 +40,25 @@ class Adapters:
         self._numbers = itertools.count(1)
         self._read: dict[int, AdapterWeights] = {}
         self._lock = threading.Lock()
-        self._targets: Targets | None = None
+        self.targets: Targets | None = None  # None: this model serves no adapters
         if isinstance(model, Decoder):
-            self._targets = Targets(
+            self.targets = Targets(
                 adapt(model, self._groups), plan.model.tensors, plan.dtype, plan.device
             )
 
     def read(self, path: str) -> AdapterWeights:
         """Read and check a PEFT directory. Raises `CheckpointError` or `ConfigError`."""
-        if self._targets is None:
+        if self.targets is None:
             raise ConfigError("backend_model = 'transformers' serves no adapters")
         with torch.inference_mode():
-            return read_adapter(Path(path), self._targets, self._dtype)
+            return read_adapter(Path(path), self.targets, self._dtype)
 
     def read_task(self, task: LoraTask) -> AdapterWeights:
         """Read and check weights of a request. Raises `CheckpointError` or `ConfigError`."""
-        if self._targets is None:
+        if self.targets is None:
             raise ConfigError("backend_model = 'transformers' serves no adapters")
         with torch.inference_mode():
-            return read_task(task, self._targets, self._dtype)
+            return read_task(task, self.targets, self._dtype)
 
     def add(self, weights: AdapterWeights) -> int:
         """Copy an adapter to the device; return its number."""

@@ -1,6 +1,6 @@
 """The matrices of a decoder that adapters can change, by the checkpoint's names of modules."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,6 +93,10 @@ class Targets:
                 self._parts.setdefault(stored, []).append(part)
                 self._by_name[name] = part
                 first += outputs
+
+    def all(self) -> Iterator[Part]:
+        """Yield all parts."""
+        yield from self._by_name.values()
 
     def of_decoder(self, layer: int, name: str) -> Part | None:
         """Return the part that is a layer's matrix by the decoder's name; None: there is none."""

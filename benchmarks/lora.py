@@ -1,0 +1,114 @@
+"""Time steps with adapters beside steps without: `python benchmarks/lora.py`.
+
+For each row of the table: milliseconds of a step of the 8B shape in bf16 (random weights), by the
+median of steps that are launched one after another and awaited, with adapters of rank 16 on all
+linear layers. A step with adapters runs without CUDA graphs; so the first figure is given with and
+without them. The last line is the table as JSON.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from shapes import write_config
+from slipstream.config import EngineConfig
+from slipstream.core.batch import Batch, Row
+from slipstream.layers.adapted import Term
+from slipstream.models.adapters.read import AdapterWeights
+from slipstream.models.adapters.targets import Targets
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.plan import resolve
+from slipstream_contract.ids import pack
+from slipstream_contract.sampling import SamplingParams
+
+CASES = ((1, 1, 1), (32, 1, 8), (128, 1, 8), (128, 1, 128), (1, 2048, 1))
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+CONTEXT = 128  # tokens before those of a decode
+
+
+def draw(targets: Targets, rank: int, dtype: torch.dtype, seed: int) -> AdapterWeights:
+    """An adapter of all linear layers of blocks."""
+    rng = torch.Generator().manual_seed(seed)
+    terms: dict[str, tuple[Term, ...]] = {}
+    for part in targets.all():
+        if ".layers." not in part.place:
+            continue
+        a = torch.randn(rank, part.inputs, generator=rng).to(dtype) * part.inputs**-0.5
+        b = torch.randn(part.outputs, rank, generator=rng).to(dtype) * 0.01
+        terms[part.place] = (*terms.get(part.place, ()), Term(part.first, a, b))
+    return AdapterWeights(terms, seed.to_bytes(16), rank)
+
+
+def batch_of(runner: ModelRunner, num_rows: int, num_tokens: int, adapters: list[int]) -> Batch:
+    """Rows of one token behind `CONTEXT`, or of a prompt; adapters by turns."""
+    start = CONTEXT if num_tokens == 1 else 0
+    size = -(-(start + num_tokens) // runner.block_size)
+    rows = []
+    for i in range(num_rows):
+        tables = ([*range(i * size, (i + 1) * size)],)
+        adapter = adapters[i % len(adapters)] if adapters else 0
+        ids = pack([1] * num_tokens)
+        rows.append(Row(i, i, ids, start, tables, True, GREEDY, 0, 1, adapter=adapter))
+    return Batch(tuple(rows), num_rows if num_tokens == 1 else 0)
+
+
+def median_ms(runner: ModelRunner, batch: Batch, repeat: int) -> float:
+    """The median time of a step, after two that do not count."""
+    times = []
+    for _ in range(repeat + 2):
+        begin = time.perf_counter()
+        runner.run(batch)
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times[2:])
+
+
+def measure(shape: str, rank: int, repeat: int, cuda_graphs: bool) -> list[dict[str, object]]:
+    """The rows of the table."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
+        write_config(shape, Path(folder))
+        config = EngineConfig(
+            checkpoint=folder,
+            load_format="random",
+            kv_cache_tokens=65_536,
+            cuda_graphs=cuda_graphs,
+        )
+        plan = resolve(config)
+        runner = ModelRunner(plan)
+    targets = runner.adapters.targets
+    numbers = [runner.adapters.add(draw(targets, rank, plan.dtype, seed)) for seed in range(128)]
+    rows: list[dict[str, object]] = []
+    for num_rows, num_tokens, num_adapters in CASES:
+        base = median_ms(runner, batch_of(runner, num_rows, num_tokens, []), repeat)
+        chosen = numbers[:num_adapters]
+        own = median_ms(runner, batch_of(runner, num_rows, num_tokens, chosen), repeat)
+        row = {"rows": num_rows, "tokens": num_tokens, "adapters": num_adapters}
+        rows.append(row | {"graphs": cuda_graphs, "base_ms": base, "ms": own})
+        print(
+            f"{num_rows:4} rows of {num_tokens:4}, {num_adapters:3} adapters: {own:8.3f} ms, "
+            f"without {base:8.3f} ms{' by graphs' if cuda_graphs else ''} ({own / base - 1:+.1%})",
+            flush=True,
+        )
+    return rows
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--repeat", type=int, default=20)
+    args = parser.parse_args()
+    rows = [
+        row
+        for graphs in (True, False)
+        for row in measure(args.shape, args.rank, args.repeat, graphs)
+    ]
+    print(json.dumps({"shape": args.shape, "rank": args.rank, "table": rows}))
+
+
+if __name__ == "__main__":
+    main()
