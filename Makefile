@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields pairs attention compose-check figures draft clean loc
+.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots sanitize-cpu perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields pairs attention compose-check figures draft clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -103,6 +103,11 @@ browser: install ## a headless Chromium for the tests of the page: on PATH, or D
 
 screenshots: install ## the pictures of docs/images: the chat page with the model of `make chat` (ARGS="--url ...")
 	@$(BIN)/python load/screenshots.py $(ARGS)
+
+sanitize-cpu: install ## the tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+	@SLIPSTREAM_CPU_FLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" \
+	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
+	$(PYTEST) -p no:cacheprovider tests/kernels/test_cpu_gemm.py tests/kernels/test_cpu_attention.py $(PYTEST_ARGS)
 
 perf: install    ## perf_analyzer on the default repository; report in benchmarks/out/
 	@$(BIN)/python load/run_perf.py $(PERF_ARGS)

@@ -257,7 +257,14 @@ def install(target: Wanted) -> None:
             sys.exit(1)  # it has printed why
     shutil.rmtree(temporary, ignore_errors=True)
     STAMP.write_text(digest(target))
+    build_kernels()
     say(f"installed in {time.monotonic() - began:.0f} s")
+
+
+def build_kernels() -> None:
+    """Build the CPU kernels if a compiler is there; what is there already is left as it is."""
+    command = [str(VENV / "bin" / "python"), "-m", "slipstream.kernels.cpu.build"]
+    subprocess.run(command, check=False, cwd=ROOT, env=clean_environment())
 
 
 def main() -> int:

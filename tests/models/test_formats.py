@@ -16,6 +16,7 @@ from fixtures.tiers import quick_of
 from safetensors.torch import load_file
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
+from slipstream.kernels.cpu.native import library
 from slipstream.models.axes import TensorNames
 from slipstream.models.check import check_tensors
 from slipstream.models.weights import FileSource
@@ -98,7 +99,7 @@ def test_a_model_computes_what_transformers_computes_with_these_weights(
     generation = Generation(ids, 1)
     with caplog.at_level(logging.INFO):
         Driver(runner, keep_logits=True).finish([generation], chunk=23)
-    assert (generation.logits[0] - want).abs().max() <= 1e-4 * want.abs().max()
+    assert (generation.logits[0] - want).abs().max() <= 5e-4 * want.abs().max()
 
 
 def test_the_start_says_how_weights_are_multiplied(
@@ -112,15 +113,19 @@ def test_the_start_says_how_weights_are_multiplied(
             caplog.clear()
             outputs[dtype] = last_logits(tmp_path / "int8", dtype=dtype)
         outputs[dtype, "said"] = [line for line in caplog.messages if line.startswith("weights")]
-    assert outputs["float32", "said"] == [
-        "weights of 8 bits by a row: dequantised to float32 as they are loaded, which takes its "
-        "memory and rounds them once; no GEMM here takes them as they are (8)"
-    ]
+    said = "multiplied as they are by the CPU kernels"
+    if library() is None:
+        said = (
+            "dequantised to float32 as they are loaded, which takes its memory and rounds them "
+            "once; no GEMM here takes them as they are"
+        )
+    assert outputs["float32", "said"] == [f"weights of 8 bits by a row: {said} (8)"]
     assert outputs["bfloat16", "said"] == [
         "weights of 8 bits by a row: torch's product with 8 bits (8)"
     ]
     plain = last_logits(tmp_path / "int8", quantization="none")
-    assert all(map(torch.equal, plain, outputs["float32"]))
+    for got, want in zip(outputs["float32"], plain, strict=True):
+        assert (got - want).abs().max() <= 5e-4 * want.abs().max()
     for got, want in zip(outputs["bfloat16"], plain, strict=True):
         assert (got - want).abs().max() < 0.05 * want.abs().max()
 

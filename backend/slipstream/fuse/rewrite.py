@@ -10,6 +10,7 @@ from slipstream.fuse.places import (
     NormedAdd,
 )
 from slipstream.fuse.slices import SlicedGatedLinear, SlicedLinearAdd, SlicedNormLinear
+from slipstream.fuse.whole import whole_blocks
 from slipstream.layers.decoder import Decoder
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 
@@ -25,6 +26,7 @@ def rewrite(decoder: Decoder) -> Decoder:
         feeds = readers[0] if len(readers) == 1 else None
         for name, place in found.items():
             setattr(layer, name, fused(place, feeds))
+    decoder.whole = whole_blocks(decoder)
     return decoder
 
 

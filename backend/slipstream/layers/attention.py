@@ -214,6 +214,12 @@ class Attention:
         self.changed = changed._replace(sinks=sinks)
         self._rotates_early = qk_norms is not None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but the rotation's norms comes between projection, attention and sum."""
+        is_early = self._early_norms is not None or self._most is not None
+        return not is_early and self.static is None and not self.changed.changes
+
     def __call__(
         self, norm: RowNorm, residual: Residual, inputs: AttentionInputs, cache: Tensor
     ) -> None:

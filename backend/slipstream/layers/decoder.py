@@ -74,8 +74,23 @@ class StepDecoder(Protocol):
         """Return the logits of states, `[n, hidden] -> [n, vocab]`."""
 
 
+class Whole(Protocol):
+    """All blocks of a decoder in one call."""
+
+    def run(
+        self,
+        blocks: Sequence[AnyBlock],
+        x: Tensor,
+        inputs: Sequence[AttentionInputs],
+        caches: Sequence[Tensor],
+    ) -> Tensor | None:
+        """Return the sum behind `blocks`, of `x [n, hidden]`; None, and `x` as it was: not so."""
+
+
 class Decoder:
-    """Embedding, blocks, final norm and head."""
+    """Embedding, blocks, final norm and head; `whole` are the blocks in one, where they can be."""
+
+    whole: Whole | None = None
 
     def __init__(
         self, embedding: Embedding, blocks: Sequence[AnyBlock], norm: RowNorm, head: Head
@@ -110,7 +125,12 @@ class Decoder:
         `inputs[i]` and `caches[i]` are layer i's; a cache is
         `[num_blocks, num_kv_heads, 2, block_size, head_size]`. All but the last want all rows.
         """
-        residual = Residual(self.embedding(token_ids, inputs[0].rows.positions))
+        rows = self.embedding(token_ids, inputs[0].rows.positions)
+        if self.whole is not None:
+            found = self.whole.run(self.blocks, rows, inputs, caches)
+            if found is not None:
+                return Residual(found)
+        residual = Residual(rows)
         for block, where, cache in zip(self.blocks, inputs, caches, strict=True):
             block(residual, where, cache)
         return residual

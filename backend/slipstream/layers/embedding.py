@@ -16,6 +16,7 @@ from slipstream.layers.linear import Linear, NormLinear
 from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
+from slipstream.quant.forms import make_tiles, takes_tiles
 from slipstream.quant.matrix import write
 
 _log = logging.getLogger(__name__)
@@ -79,16 +80,23 @@ class Embedding:
 
 
 class Head:
-    """Logits of every token id: `weight [vocab, hidden]`, which is never quantised.
+    """Logits of every token id: `weight [vocab, hidden]`, which is never quantised here.
 
-    A bias is added to the product; then come a scale and a cap.
+    A bias is added to the product; then come a scale and a cap. `matrix` is the same weights as
+    the checkpoint has them quantised, where a GEMM takes them so.
     """
 
     def __init__(
-        self, weight: Tensor, is_sliced: bool, bias: Tensor | None = None, ends: Ends = PLAIN
+        self,
+        weight: Tensor,
+        is_sliced: bool,
+        bias: Tensor | None = None,
+        ends: Ends = PLAIN,
+        matrix: Matrix | None = None,
     ) -> None:
         self.weight = weight
-        self.product = NormLinear(Linear(quant.named("none"), Matrix(weight), bias, is_sliced))
+        own = Matrix(weight) if matrix is None else matrix
+        self.product = NormLinear(Linear(quant.named("none"), own, bias, is_sliced))
         self._scale, self._cap = ends.logit_scale, ends.logit_cap
 
     def __call__(self, norm: RowNorm, residual: Residual) -> Tensor:
@@ -126,7 +134,9 @@ def embedding_and_head(
     embedding = Embedding(below_weight, ends.scale, _positions(w, dims, ends), norm)
     bias = above.tensor("bias", dims.vocab_size) if ends.head_bias else None
     if is_one:
-        return embedding, Head(below_weight, w.deterministic, bias, ends)
+        name = "lm_head" if source is above else "model.embed_tokens"
+        matrix = _as_stored(w, name, dims)
+        return embedding, Head(below_weight, w.deterministic, bias, ends, matrix)
     weight = _head_weight(w, above, dims)
     # Where only shapes are checked there are no numbers to compare.
     if is_tied and (weight.is_meta or torch.equal(weight, below_weight)):
@@ -137,6 +147,17 @@ def embedding_and_head(
             "model.embed_tokens.weight: each is used as it is"
         )
     return embedding, Head(weight, w.deterministic, bias, ends)
+
+
+def _as_stored(w: WeightSource, name: str, dims: Dims) -> Matrix | None:
+    """Read the head's matrix as it is stored, if it is quantised and the CPU kernels take it so."""
+    if w.quantization == "none":
+        return None
+    found = w.quantized(name, dims.vocab_size, dims.hidden_size)
+    if found is None or not takes_tiles(found, w.target, w.dtype):
+        return None
+    w.note(f"the head's weights of {found}: multiplied as they are by the CPU kernels")
+    return make_tiles(found)
 
 
 def _positions(w: WeightSource, dims: Dims, ends: Ends) -> Tensor | None:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.cpu.native import library
 from slipstream.kernels.elementwise import fp8
-from slipstream.kernels.gemm import packing
+from slipstream.kernels.gemm import cpu_packing, packing
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.gemm.packing import Groups, Packing
 from slipstream.kernels.runtime.registry import Target
@@ -166,7 +167,43 @@ def make_floats(matrix: QuantMatrix, of: torch.dtype) -> Matrix:
     return Matrix(values, factors if matrix.outer is None else factors * matrix.outer, groups)
 
 
+def takes_tiles(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
+    """Return whether the processor's kernels take weights as they are."""
+    if matrix.kind not in _BITS or target.device != "cpu" or dtype != torch.float32:
+        return False
+    fits = cpu_packing.takes_group(matrix.group, matrix.inputs) and matrix.table is None
+    return fits and library() is not None
+
+
+def make_tiles(matrix: QuantMatrix) -> Matrix:
+    """Put codes, scales and minimums in the order of the processor's kernels.
+
+    Zeros become minimums. Scales stay fp16 if all are so and none would be rounded; else fp32.
+    """
+    bits, scales, minimums = _BITS[matrix.kind], matrix.scales, matrix.minimums
+    own = [each for each in (scales, minimums) if each is not None]
+    halves = all(each.dtype == torch.float16 for each in own) and matrix.outer is None
+    scales = scales.float()
+    zeros = cpu_packing.MIDDLE[bits] if matrix.zeros is None else matrix.zeros.float()
+    if matrix.zeros is not None or minimums is not None:
+        minimums = -zeros * scales + (0 if minimums is None else minimums.float())
+    if matrix.outer is not None:
+        scales = scales * matrix.outer[:, None]
+        minimums = None if minimums is None else minimums * matrix.outer[:, None]
+    if minimums is not None and halves and not minimums.is_meta:
+        halves = torch.equal(minimums.half().float(), minimums)
+    has = minimums is not None
+    sizes = (matrix.outputs, matrix.inputs)
+    made = cpu_packing.packing_of(bits, matrix.group, *sizes, halves, has)
+    values = cpu_packing.pack(codes_of(matrix).view(torch.uint8), bits)
+    tiled = [None if x is None else cpu_packing.by_tile(x, made.scale) for x in (scales, minimums)]
+    assert tiled[0] is not None, "there are scales"
+    order, factors = matrix.order, matrix.factors
+    return Matrix(values, groups=Groups(made, tiled[0], None, order, factors, tiled[1]))
+
+
 FORMS = (
+    Form("multiplied as they are by the CPU kernels", takes_tiles, make_tiles),
     Form("e4m3 products, rows quantised by token", _takes_fp8, _make_fp8),
     Form("torch's product with 8 bits", _takes_int8, _make_int8),
     Form("torch's product with 4 bits", _takes_int4, _make_int4),

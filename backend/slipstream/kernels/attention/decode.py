@@ -105,7 +105,10 @@ def plan_decode(call: PlanCall) -> Tensor:
     return torch.empty(0, dtype=torch.int32, device=call.lengths.device)
 
 
-@op("q[s,hq,d]:T, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, lengths[s]:i32, plan[_]:i32")
+@op(
+    "q[s,hq,d]:T, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, lengths[s]:i32, plan[_]:i32",
+    package=__package__,
+)
 @takes(DecodeCall)
 def decode_attention(call: DecodeCall) -> Tensor:
     """`softmax(q K^T * scale) V` over the first `lengths[s]` cached tokens; `[s, hq, d]`.

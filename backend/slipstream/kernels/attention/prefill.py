@@ -61,7 +61,9 @@ class SinkRows(NamedTuple):
 
 
 @op(
-    "q[n,hq,d]:T, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, query_starts[s1]:i32, lengths[s]:i32"
+    "q[n,hq,d]:T, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, query_starts[s1]:i32, "
+    "lengths[s]:i32",
+    package=__package__,
 )
 @takes(PrefillCall)
 def prefill_attention(call: PrefillCall) -> Tensor:

@@ -51,7 +51,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @op(
     "q[n,hq,d]:T, k[n,h,d]:T, v[n,h,d]:T, cos_sin[_,d]:f32, positions[n]:i64, slots[n]:i64, "
-    "cache[_,h,2,_,_]:any"
+    "cache[_,h,2,_,_]:any",
+    package=__package__,
 )
 def rope_and_cache(
     q: Tensor,

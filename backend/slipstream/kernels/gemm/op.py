@@ -21,6 +21,7 @@ from torch.nn import functional
 from slipstream.kernels.elementwise.activation import GATES
 from slipstream.kernels.elementwise.fp8 import E4M3 as E4M3
 from slipstream.kernels.elementwise.scales import Scales, scaled
+from slipstream.kernels.gemm import cpu_packing
 from slipstream.kernels.gemm.packing import Groups, Packing, arranged, dense
 from slipstream.kernels.runtime.op import op
 from slipstream.kernels.runtime.registry import Target, target_of
@@ -136,7 +137,9 @@ def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     if around.groups is None:
         y = functional.linear(y, weight.float())
     else:
-        y = functional.linear(arranged(y, around.groups), dense(weight, around.groups))
+        is_tiled = around.groups.packing.layout == cpu_packing.LAYOUT
+        plain = (cpu_packing.dense if is_tiled else dense)(weight, around.groups)
+        y = functional.linear(arranged(y, around.groups), plain)
     dtype = torch.bfloat16 if x.dtype == E4M3 else x.dtype
     if around.scales is not None:
         y = scaled(y.to(dtype), *around.scales)

@@ -43,6 +43,7 @@ class Packing(NamedTuple):
     has_zeros: bool
     is_float: bool = False  # e2m1
     for_e4m3: bool = False  # rows are e4m3; integers of 4 bits without zeros
+    layout: str = "fragments"  # "tiles": as `cpu_packing.py` has it
 
     def __str__(self) -> str:
         size = "a row" if self.group >= self.inputs else str(self.group)
@@ -83,6 +84,7 @@ class Groups(NamedTuple):
     zeros: Tensor | None = None  # the same, u8
     order: Tensor | None = None  # [k] i64: code i is of input order[i]
     factors: Tensor | None = None  # [k]: inputs are multiplied by them first
+    minimums: Tensor | None = None  # as scales, in tiles alone: added to code * scale
 
     @property
     def is_plain(self) -> bool:

@@ -1,7 +1,8 @@
-"""Keep the blocks of GGUF's types that are a scale and codes: Q4_0 and Q8_0, by 32 inputs.
+"""Keep the blocks of GGUF's types that are scales and codes: Q4_0, Q4_1 and Q8_0, by 32 inputs.
 
-A block is an fp16, the scale, then its codes: of Q4_0 16 bytes, whose lower halves are the first 16
-of them and whose upper halves the others, with a zero of 8; of Q8_0 32 signed bytes.
+A block is an fp16, the scale, of Q4_1 another, the minimum, then its codes: of Q4_0 and Q4_1 16
+bytes, whose lower halves are the first 16 of them and whose upper halves the others, with a zero of
+8 in Q4_0; of Q8_0 32 signed bytes.
 """
 
 import torch
@@ -12,7 +13,7 @@ from slipstream.models.gguf.restore import rows_in_order
 from slipstream.models.gguf.types import QUANTISED
 from slipstream.quant.matrix import Kind, QuantMatrix, halves
 
-KEPT = ("Q4_0", "Q8_0")
+KEPT = ("Q4_0", "Q4_1", "Q8_0")
 
 
 def kept(entry: TensorEntry, blocks: Tensor) -> QuantMatrix:
@@ -25,9 +26,13 @@ def kept(entry: TensorEntry, blocks: Tensor) -> QuantMatrix:
     kind, (rows, inputs) = QUANTISED[entry.dtype], entry.shape
     each = rows_in_order(entry, blocks).reshape(rows, -1, kind.num_bytes)
     scales = each[..., :2].contiguous().view(torch.float16).squeeze(-1)
-    codes = each[..., 2:]
+    codes = each[..., 4 if entry.dtype == "Q4_1" else 2 :]
     if entry.dtype == "Q8_0":
         eight = codes.reshape(rows, inputs).view(torch.int8)
         return QuantMatrix(Kind.W8, eight, scales, kind.elements, inputs)
-    four = torch.cat([codes & 15, codes >> 4], -1).view(rows, inputs)
-    return QuantMatrix(Kind.W4, halves(four), scales, kind.elements, inputs)
+    four = halves(torch.cat([codes & 15, codes >> 4], -1).view(rows, inputs))
+    if entry.dtype == "Q4_0":
+        return QuantMatrix(Kind.W4, four, scales, kind.elements, inputs)
+    minimums = each[..., 2:4].contiguous().view(torch.float16).squeeze(-1)
+    zeros = torch.zeros_like(scales, dtype=torch.uint8)
+    return QuantMatrix(Kind.W4, four, scales, kind.elements, inputs, zeros, minimums)

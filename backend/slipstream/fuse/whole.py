@@ -1,0 +1,176 @@
+"""Blocks of a decoder as one call of the processor's kernels, where these have all that is in them.
+
+A block is checked once for its form, and once a step for stages that were added to its layers.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.fuse.places import FusedGatedLinear, FusedLinearAdd, FusedNormLinear
+from slipstream.fuse.slices import SlicedGatedLinear, SlicedLinearAdd, SlicedNormLinear
+from slipstream.kernels.attention.cpu import MOST_GROUP
+from slipstream.kernels.cpu.native import (
+    Cache,
+    Layer,
+    Product,
+    Rotation,
+    Step,
+    address,
+    library,
+    num_threads,
+)
+from slipstream.kernels.elementwise.rope_cpu import cache_struct
+from slipstream.kernels.gemm.cpu_packed import product_of
+from slipstream.kernels.gemm.cpu_packing import LAYOUT
+from slipstream.kernels.gemm.op import Around
+from slipstream.kernels.gemm.packing import TILE
+from slipstream.layers.attention import Attention, AttentionInputs
+from slipstream.layers.decoder import AnyBlock, Block, Decoder
+from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
+from slipstream.layers.mlp import GatedMLP
+from slipstream.layers.norm import Norm
+
+Place = NormLinear | GatedLinear | LinearAdd
+_SLICED = SlicedNormLinear | SlicedGatedLinear | SlicedLinearAdd
+
+
+class WholeBlocks:
+    """All blocks of a decoder; see `whole_blocks`, which makes it."""
+
+    def __init__(self, blocks: Sequence[AnyBlock], layers: Sequence[Layer]) -> None:
+        self._blocks = list(blocks)
+        self._layers = (Layer * len(layers))(*layers)
+        self._places = _all_places(blocks)
+        self._linears = [place.linear for place in self._places]
+
+    def run(
+        self,
+        blocks: Sequence[AnyBlock],
+        x: Tensor,
+        inputs: Sequence[AttentionInputs],
+        caches: Sequence[Tensor],
+    ) -> Tensor | None:
+        """Return the sum behind the blocks, `[n, hidden]` or the rows wanted; None: not done.
+
+        Args:
+            blocks: of the decoder, now.
+            x: rows of the embedding, changed in place.
+            inputs, caches: of each layer.
+        """
+        if blocks != self._blocks or _all_places(blocks) != self._places:
+            return None
+        if any(linear.stages for linear in self._linears):
+            return None
+        if not all(type(each) is AttentionInputs for each in inputs):
+            return None
+        if inputs[0].backend.spec.score_cap or not x.is_contiguous():
+            return None
+        steps = {id(each): _step(each) for each in inputs}
+        for layer, each, cache in zip(self._layers, inputs, caches, strict=True):
+            layer.step = ctypes.addressof(steps[id(each)])
+            if layer.cache.data != cache.data_ptr():
+                layer.cache = cache_struct(cache)
+        out, wanted = x, inputs[-1].wanted
+        if wanted is not None:
+            out = torch.empty(len(wanted), x.shape[1], dtype=x.dtype)
+        found = library()
+        assert found is not None, "the blocks were made for it"
+        sizes = len(x), out.data_ptr(), num_threads()
+        found.blocks(self._layers, len(self._layers), x.data_ptr(), *sizes)
+        return out
+
+
+def whole_blocks(decoder: Decoder) -> WholeBlocks | None:
+    """Return all blocks of a decoder in one; None where the kernels lack something of theirs."""
+    layers = [_layer(block) for block in decoder.blocks]
+    found = [layer for layer in layers if layer is not None]
+    if not found or len(found) < len(layers):
+        return None
+    return WholeBlocks(decoder.blocks, found)
+
+
+def _plain(place: object) -> object:
+    """Return a place without its slices, which these kernels do not need: rows are their own."""
+    return place._place if isinstance(place, _SLICED) else place
+
+
+def _all_places(blocks: Sequence[AnyBlock]) -> list[Place]:
+    """Return the places of blocks that were taken, as they are now: others may stand there."""
+    found: list[Place] = []
+    for block in blocks:
+        assert isinstance(block, Block), "the block was taken"
+        attention, mlp = block.attention, block.mlp
+        assert isinstance(attention, Attention), "the block was taken"
+        assert isinstance(mlp, GatedMLP), "the block was taken"
+        found += (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+    return found
+
+
+def _layer(block: AnyBlock) -> Layer | None:
+    """Return the structure of a block without its step and cache; None if it is not taken."""
+    norms = block.input_norm, block.mlp_norm
+    if type(block) is not Block or not all(type(norm) is Norm for norm in norms):
+        return None
+    attention, mlp = block.attention, block.mlp
+    if type(attention) is not Attention or type(mlp) is not GatedMLP or not attention.is_plain:
+        return None
+    places: list[Place] = [attention.qkv, attention.out, mlp.gate_up, mlp.down]
+    kinds = FusedNormLinear, FusedLinearAdd, FusedGatedLinear, FusedLinearAdd
+    plain = [_plain(place) for place in places]
+    if not all(type(place) is kind for place, kind in zip(plain, kinds, strict=True)):
+        return None
+    return _of_linears(attention, [place.linear for place in places], norms)
+
+
+def _of_linears(
+    attention: Attention, linears: Sequence[Linear], norms: tuple[object, object]
+) -> Layer | None:
+    q_width, kv_width, _ = attention.sizes
+    heads = q_width // attention.head_size
+    if attention.head_size % 2 or q_width > MOST_GROUP * kv_width:
+        return None
+    of = (norms[0], None, norms[1], None)
+    products = [
+        _product(linear, norm, gated=place == 2)
+        for place, (linear, norm) in enumerate(zip(linears, of, strict=True))
+    ]
+    found = [product for product in products if product is not None]
+    if len(found) < len(products):
+        return None
+    norms_of_heads = address(attention.q_norm), address(attention.k_norm)
+    where = attention.cos_sin.data_ptr(), *norms_of_heads, None, None
+    rotation = Rotation(*where, attention.eps, 0)
+    return Layer(*found, rotation, Cache(), None, heads, attention.scale)
+
+
+def _product(linear: Linear, norm: object, gated: bool) -> Product | None:
+    """Return the structure of a product; None where its weights are not the kernels' own."""
+    matrix = linear.matrix
+    groups = None if matrix is None else matrix.groups
+    if matrix is None or groups is None or groups.packing.layout != LAYOUT:
+        return None
+    if groups.order is not None or groups.factors is not None:
+        return None
+    if gated and groups.packing.outputs % (2 * TILE):
+        return None
+    around = Around(bias=linear.bias, gate="silu" if gated else "")
+    if isinstance(norm, Norm):
+        around = around._replace(norm=norm.weight, eps=norm.eps, plus_one=norm.plus_one)
+    return product_of(matrix.values, groups, around).contents
+
+
+def _step(inputs: AttentionInputs) -> Step:
+    """Return the structure of a step; its tensors are alive as long as `inputs`."""
+    rows, wanted = inputs.rows, inputs.wanted
+    tables = rows.block_tables
+    of = rows.positions, rows.slots, tables
+    assert all(x.stride(-1) == 1 or x.shape[-1] <= 1 for x in of), "columns are contiguous"
+    where = rows.positions.data_ptr(), rows.slots.data_ptr(), tables.data_ptr(), tables.stride(0)
+    lengths = rows.lengths.data_ptr(), rows.query_starts.data_ptr()
+    kept = address(wanted), 0 if wanted is None else len(wanted)
+    # A step of decodes alone may have chunks' starts that mean nothing.
+    count = len(rows.lengths) if rows.max_queries else rows.num_decodes
+    return Step(*where, *lengths, *kept, count, rows.num_decodes, inputs.window, 0)

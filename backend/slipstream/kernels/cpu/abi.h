@@ -1,0 +1,96 @@
+// What Python passes, by pointer: `native.py` has the same structures field by field.
+#pragma once
+
+#include <cstdint>
+
+namespace slipstream {
+
+// Weights of a linear layer, in tiles of 16 outputs and blocks of 32 inputs (packing.py). They are
+// `code * scale + minimum`; of 32 bits the codes are the weights, one input of 16 outputs at a time.
+struct Weights {
+    const uint8_t *codes;
+    const void *scales;    // [tile, group, 16]
+    const void *minimums;  // the same; null: `zero * scale`
+    int32_t bits;          // 4, 8 or 32
+    int32_t group;         // inputs that share a scale, a multiple of 32
+    int32_t outputs, inputs;
+    int32_t halves;  // whether scales and minimums are fp16, not fp32
+    float zero;      // what stands for all minimums
+    int32_t row_bits;  // of rows as whole numbers: 8 or 16
+    int32_t unused;
+};
+
+// A product with what is around it.
+struct Product {
+    Weights weights;
+    const float *norm;  // [inputs]: of the RMS norm of x; null: none
+    const float *bias;  // [outputs]; null: none
+    float eps;
+    float norm_offset;  // added to the norm's weight
+    int32_t gated;      // whether outputs are [gate | up], of which silu(gate) * up is left
+    int32_t unused;
+};
+
+// Layout of the paged cache (cache/kv_format.py).
+struct Cache {
+    void *data;  // [block, kv head, K or V, token in block, row]
+    int32_t format;
+    int32_t kv_heads, block_size, head_size;
+};
+
+enum Format { F32 = 0, FP8 = 1, INT8 = 2, INT4 = 3 };
+
+// Rotation of queries and keys, and their place in the cache.
+struct Rotation {
+    const float *cos_sin;  // [positions, head_size]
+    const float *q_norm, *k_norm;  // [head_size]: of each head, before it; null: none
+    const int64_t *positions, *slots;  // [n]
+    float eps;
+    int32_t unused;
+};
+
+// Sequences whose tokens attend: decodes, of a query each, then chunks.
+struct Sequences {
+    const int32_t *tables;  // [s, blocks]
+    int64_t table_stride;
+    const int32_t *lengths;  // [s]
+    const int32_t *starts;   // [s - num_decodes + 1], of chunks, from their first query on
+    int32_t count, num_decodes;
+    int32_t window;  // tokens that a query sees; 0: all
+    float scale;     // of scores
+};
+
+// The tokens of a step as a layer sees them; layers of one window and table share one.
+struct Step {
+    const int64_t *positions, *slots;  // [n]
+    const int32_t *tables;             // [s, blocks]
+    int64_t table_stride;
+    const int32_t *lengths, *starts;
+    const int64_t *wanted;  // [num_wanted]: rows that are kept behind attention; null: all
+    int64_t num_wanted;
+    int32_t count, num_decodes, window, unused;
+};
+
+// A pre-norm block of attention and a gated MLP.
+struct Layer {
+    Product qkv, out, gate_up, down;
+    Rotation rotation;  // without positions and slots
+    Cache cache;
+    const Step *step;
+    int32_t heads;
+    float scale;  // of scores
+};
+
+// The forms of the kernels, for an instruction set each.
+struct Kernels {
+    // `y [n, outputs or half]`, rows `y_stride` apart; adds to `y` if `adds`.
+    void (*product)(const Product &, const float *x, int64_t x_stride, int64_t n, float *y,
+                    int64_t y_stride, bool adds, int threads);
+    // Rotates q in place, writes k and v; rows are `stride` apart.
+    void (*rotate)(const Rotation &, const Cache &, float *q, const float *k, const float *v,
+                   int64_t stride, int64_t n, int heads, int threads);
+    void (*attend)(const Sequences &, const Cache &, const float *q, int64_t q_stride, int64_t n,
+                   int heads, float *out, int threads);
+};
+
+}  // namespace slipstream

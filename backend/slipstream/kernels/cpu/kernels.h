@@ -1,0 +1,12 @@
+// The table of kernels of one instruction set: the last line of its source.
+#pragma once
+
+#include "attention.h"
+
+#define JOIN(a, b) a##b
+#define TABLE(form) JOIN(kernels_, form)
+
+namespace slipstream {
+extern const Kernels TABLE(FORM);
+const Kernels TABLE(FORM) = {product, rotate, attend};
+}  // namespace slipstream

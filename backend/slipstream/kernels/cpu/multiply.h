@@ -1,0 +1,319 @@
+// Products of rows with weights in tiles of 16 outputs, for one instruction set.
+//
+// Rows become whole numbers of 16 bits, or of 8 beside weights of 4 bits, with a scale for each 32 of
+// them. Sums of 32 are exact, and come together in the order of the inputs: a row's
+// bits depend neither on other rows, nor on threads, nor on the instruction set.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "abi.h"
+#include "pool.h"
+
+namespace {
+
+using namespace slipstream;
+
+constexpr int TILE = 16, BLOCK = 32;
+constexpr int64_t CACHED = 96 << 10;  // bytes of rows that a pass over the weights reads again
+
+inline int64_t up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+inline float sum_of(F16 x) {
+    float parts[16];
+    store(parts, x);
+    for (int width = 8; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) parts[i] += parts[i + width];
+    return parts[0];
+}
+
+inline float largest_of(F16 x) {
+    float parts[16], most = 0.0f;
+    store(parts, x);
+    for (float part : parts) most = std::max(most, part);
+    return most;
+}
+
+// e ** x, to 2 units of the last place, of x up to 88; 0 below -87.
+inline F16 exponential(F16 x) {
+    x = larger(smaller(x, splat(88.0f)), splat(-87.0f));
+    const F16 n = rounded(x * splat(1.44269504f));
+    F16 r = fma(n, splat(-0.693359375f), x);
+    r = fma(n, splat(2.12194440e-4f), r);
+    F16 y = splat(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 0.5f})
+        y = fma(y, r, splat(c));
+    y = fma(y, r * r, r) + splat(1.0f);
+    return scaled(y, n);
+}
+
+inline F16 silu(F16 x) { return x / (splat(1.0f) + exponential(splat(0.0f) - x)); }
+
+// Up to 16 numbers; what is behind them is 0.
+inline F16 load_some(const float *p, int64_t count) {
+    if (count >= TILE) return load(p);
+    float parts[TILE] = {};
+    std::memcpy(parts, p, sizeof(float) * count);
+    return load(parts);
+}
+
+inline void store_some(float *p, F16 x, int64_t count) {
+    if (count >= TILE) return store(p, x);
+    float parts[TILE];
+    store(parts, x);
+    std::memcpy(p, parts, sizeof(float) * count);
+}
+
+inline float norm_factor(const float *x, int64_t count, float eps) {
+    F16 sum = splat(0.0f);
+    for (int64_t i = 0; i < count; i += TILE) {
+        const F16 part = load_some(x + i, count - i);
+        sum = fma(part, part, sum);
+    }
+    return 1.0f / std::sqrt(sum_of(sum) / static_cast<float>(count) + eps);
+}
+
+// Writes `count` numbers of a row behind its norm, zeros up to `padded`.
+inline void normalise(const Product &p, const float *x, float *y, int64_t padded) {
+    const int64_t count = p.weights.inputs;
+    const float factor = p.norm ? norm_factor(x, count, p.eps) : 1.0f;
+    for (int64_t i = 0; i < padded; i += TILE) {
+        F16 part = i < count ? load_some(x + i, count - i) : splat(0.0f);
+        if (p.norm && i < count) {
+            const F16 weight = load_some(p.norm + i, count - i) + splat(p.norm_offset);
+            part = part * splat(factor) * weight;
+        }
+        store(y + i, part);
+    }
+}
+
+// The kinds of GEMMs: codes of rows, the largest of them, bytes of a block of a tile's weights.
+struct Bits4Rows8 {
+    using Code = int8_t;
+    static constexpr float most = 127.0f;
+    static constexpr int64_t bytes = TILE * BLOCK / 2;
+    static constexpr int rows = ROWS_OF_CODES;
+};
+
+struct Bits4Rows16 {
+    using Code = int16_t;
+    static constexpr float most = 32767.0f;
+    static constexpr int64_t bytes = TILE * BLOCK / 2;
+    static constexpr int rows = ROWS_OF_CODES;
+};
+
+struct Bits8Rows16 {
+    using Code = int16_t;
+    static constexpr float most = 32767.0f;
+    static constexpr int64_t bytes = TILE * BLOCK;
+    static constexpr int rows = ROWS_OF_CODES;
+};
+
+struct Numbers {
+    using Code = float;
+    static constexpr int rows = ROWS_OF_NUMBERS;
+};
+
+// Rows as whole numbers: codes `[n, padded]`, and for each 32 a scale and scale * sum.
+template <class Kind>
+struct Rows {
+    const typename Kind::Code *codes;
+    const float *scales, *sums;
+    int64_t pitch, blocks;
+};
+
+template <class Kind>
+void quantise(const float *x, typename Kind::Code *codes, float *scales, float *sums,
+              int64_t blocks) {
+    constexpr float most = Kind::most;
+    F16 zeros = splat(0.0f);
+    for (int64_t b = 0; b < blocks; ++b) {
+        const F16 low = load(x + b * BLOCK), high = load(x + b * BLOCK + TILE);
+        zeros = fma(low + high, zeros, zeros);
+        const float range = largest_of(larger(absolute(low), absolute(high)));
+        const float inverse = range > 0.0f ? most / range : 0.0f;
+        const F16 factor = splat(std::isfinite(inverse) ? inverse : 0.0f);
+        const int32_t sum = store_codes(codes + b * BLOCK, low * factor, high * factor);
+        scales[b] = range / most;
+        sums[b] = scales[b] * static_cast<float>(sum);
+        if constexpr (std::is_same_v<Kind, Bits4Rows16>)  // `dot4` takes two even ones, two odd
+            for (int64_t i = b * BLOCK; i < (b + 1) * BLOCK; i += 4)
+                std::swap(codes[i + 1], codes[i + 2]);
+    }
+    if (sum_of(zeros) != 0.0f) scales[0] = sums[0] = NAN;  // as would be without codes
+}
+
+inline F16 load_scales(const void *p, int64_t at, bool halves) {
+    return halves ? load_halves(static_cast<const uint16_t *>(p) + at)
+                  : load(static_cast<const float *>(p) + at);
+}
+
+template <class Kind, int R>
+inline void dot(const uint8_t *w, const typename Kind::Code *x, int64_t pitch, I16 (&sum)[R]) {
+    if constexpr (Kind::bytes == TILE * BLOCK / 2)
+        dot4<R>(w, x, pitch, sum);
+    else
+        dot8<R>(w, x, pitch, sum);
+}
+
+// Multiplies R rows with a tile.
+template <class Kind, int R, bool HALVES, bool SHIFTED>
+inline void multiply(const Weights &w, int64_t tile, const Rows<Kind> &x, int64_t row,
+                     F16 (&out)[R]) {
+    constexpr int64_t bytes = Kind::bytes;
+    const uint8_t *codes = w.codes + tile * x.blocks * bytes;
+    const int64_t per_group = w.group / BLOCK;
+    const int64_t groups = (x.blocks + per_group - 1) / per_group;
+    const typename Kind::Code *rows = x.codes + row * x.pitch;
+    for (int r = 0; r < R; ++r) out[r] = splat(0.0f);
+    int64_t left = 0, at = (tile * groups - 1) * TILE;
+    F16 scale = splat(0.0f), minimum = splat(0.0f);
+    for (int64_t b = 0; b < x.blocks; ++b) {
+        if (left-- == 0) {
+            left = per_group - 1, at += TILE;
+            scale = load_scales(w.scales, at, HALVES);
+            if constexpr (SHIFTED)
+                minimum = w.minimums ? load_scales(w.minimums, at, HALVES) : scale * splat(w.zero);
+        }
+        I16 sums[R];
+        dot<Kind, R>(codes + b * bytes, rows + b * BLOCK, x.pitch, sums);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+            const int64_t place = (row + r) * x.blocks + b;
+            out[r] = fma(to_floats(sums[r]), scale * splat(x.scales[place]), out[r]);
+            if constexpr (SHIFTED) out[r] = fma(minimum, splat(x.sums[place]), out[r]);
+        }
+    }
+}
+
+// The same of fp32, as they are.
+template <int R>
+inline void multiply(const Weights &w, int64_t tile, const float *x, int64_t pitch, F16 (&out)[R]) {
+    const float *weights = reinterpret_cast<const float *>(w.codes) + tile * w.inputs * TILE;
+    for (int r = 0; r < R; ++r) out[r] = splat(0.0f);
+    for (int64_t k = 0; k < w.inputs; ++k) {
+        const F16 each = load(weights + k * TILE);
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) out[r] = fma(each, splat(x[r * pitch + k]), out[r]);
+    }
+}
+
+template <int R>
+inline void multiply_rows(const Weights &w, int64_t tile, const Rows<Numbers> &x, int64_t row,
+                          F16 (&out)[R]) {
+    multiply<R>(w, tile, x.codes + row * x.pitch, x.pitch, out);
+}
+
+template <int R, class Kind>
+inline void multiply_rows(const Weights &w, int64_t tile, const Rows<Kind> &x, int64_t row,
+                          F16 (&out)[R]) {
+    const bool shifted = w.minimums || w.zero != 0.0f;
+    if (w.halves && shifted) return multiply<Kind, R, true, true>(w, tile, x, row, out);
+    if (w.halves) return multiply<Kind, R, true, false>(w, tile, x, row, out);
+    if (shifted) return multiply<Kind, R, false, true>(w, tile, x, row, out);
+    multiply<Kind, R, false, false>(w, tile, x, row, out);
+}
+
+struct Output {
+    float *y;
+    int64_t stride;
+    bool adds;
+};
+
+template <int R, class Kind>
+inline void finish_tile(const Product &p, int64_t tile, const Rows<Kind> &x, int64_t row,
+                        const Output &out) {
+    const int64_t width = p.gated ? p.weights.outputs / 2 : p.weights.outputs;
+    const int64_t first = tile * TILE, count = std::min<int64_t>(TILE, width - first);
+    F16 sum[R];
+    multiply_rows<R>(p.weights, tile, x, row, sum);
+    if (p.bias) {
+        const F16 bias = load_some(p.bias + first, count);
+        for (int r = 0; r < R; ++r) sum[r] = sum[r] + bias;
+    }
+    if (p.gated) {
+        F16 up[R];
+        multiply_rows<R>(p.weights, tile + width / TILE, x, row, up);
+        const F16 bias = p.bias ? load_some(p.bias + width + first, count) : splat(0.0f);
+        for (int r = 0; r < R; ++r) sum[r] = silu(sum[r]) * (up[r] + bias);
+    }
+    for (int r = 0; r < R; ++r) {
+        float *y = out.y + (row + r) * out.stride + first;
+        store_some(y, out.adds ? load_some(y, count) + sum[r] : sum[r], count);
+    }
+}
+
+template <int R, class Kind>
+inline void finish_rows(const Product &p, int64_t tile, const Rows<Kind> &x, int64_t row,
+                        int64_t end, const Output &out) {
+    for (; row + R <= end; row += R) finish_tile<R>(p, tile, x, row, out);
+    if constexpr (R > 1) finish_rows<R / 2>(p, tile, x, row, end, out);
+}
+
+// All tiles of some rows at a time: so many that the cache holds them.
+template <int R, class Kind>
+void multiply_all(const Product &p, const Rows<Kind> &x, int64_t n, const Output &out,
+                  int threads) {
+    const int64_t width = p.gated ? p.weights.outputs / 2 : p.weights.outputs;
+    const int64_t tiles = (width + TILE - 1) / TILE;
+    const int64_t fit = std::max<int64_t>(R, CACHED / (x.pitch * sizeof(typename Kind::Code)) / R * R);
+    const int64_t passes = (n + fit - 1) / fit;
+    const int64_t grain = std::max<int64_t>(1, passes * tiles / (8 * threads));
+    parallel(threads, passes * tiles, grain, [&](int64_t first, int64_t last, int) {
+        for (int64_t i = first; i < last; ++i) {
+            const int64_t begin = i / tiles * fit;
+            finish_rows<R>(p, i % tiles, x, begin, std::min(n, begin + fit), out);
+        }
+    });
+}
+
+// Memory that grows and stays.
+template <class T>
+T *room(std::vector<T> &memory, int64_t size) {
+    if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
+    return memory.data();
+}
+
+template <class Kind>
+void product_of(const Product &p, const float *x, int64_t x_stride, int64_t n, const Output &out,
+                int threads) {
+    using Code = typename Kind::Code;
+    static std::vector<Code> codes;
+    static std::vector<float> factors;
+    const int64_t padded = up(p.weights.inputs, BLOCK), blocks = padded / BLOCK;
+    Code *to = room(codes, n * padded);
+    float *scales = room(factors, 2 * n * blocks), *sums = scales + n * blocks;
+    const int64_t grain = std::max<int64_t>(1, 4096 / padded);
+    parallel(threads, n, grain, [&](int64_t first, int64_t last, int) {
+        static thread_local std::vector<float> row;
+        for (int64_t i = first; i < last; ++i) {
+            if constexpr (std::is_same_v<Code, float>) {
+                normalise(p, x + i * x_stride, to + i * padded, padded);
+            } else {
+                float *y = room(row, padded);
+                normalise(p, x + i * x_stride, y, padded);
+                quantise<Kind>(y, to + i * padded, scales + i * blocks, sums + i * blocks, blocks);
+            }
+        }
+    });
+    multiply_all<Kind::rows>(p, Rows<Kind>{to, scales, sums, padded, blocks}, n, out, threads);
+}
+
+void product(const Product &p, const float *x, int64_t x_stride, int64_t n, float *y,
+             int64_t y_stride, bool adds, int threads) {
+    const Output out{y, y_stride, adds};
+    if (p.weights.bits == 4 && p.weights.row_bits == 8)
+        product_of<Bits4Rows8>(p, x, x_stride, n, out, threads);
+    else if (p.weights.bits == 4)
+        product_of<Bits4Rows16>(p, x, x_stride, n, out, threads);
+    else if (p.weights.bits == 8)
+        product_of<Bits8Rows16>(p, x, x_stride, n, out, threads);
+    else
+        product_of<Numbers>(p, x, x_stride, n, out, threads);
+}
+
+}  // namespace

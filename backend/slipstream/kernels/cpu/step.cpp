@@ -1,0 +1,127 @@
+// What Python calls: the choice of a form, single kernels, and the blocks of a step.
+#include <cpuid.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <vector>
+
+#include "abi.h"
+#include "pool.h"
+
+namespace slipstream {
+
+extern const Kernels kernels_avx2, kernels_avx512, kernels_vnni;
+
+namespace {
+
+enum Form { AVX2 = 1, AVX512 = 2, VNNI = 3 };
+
+std::mutex one_at_a_time;  // kernels keep their memory
+const Kernels *chosen = nullptr;
+
+uint64_t enabled_states() {
+    uint32_t low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return static_cast<uint64_t>(high) << 32 | low;
+}
+
+struct Blocks {
+    std::vector<float> qkv, heads, inner, kept, queries;
+
+    static float *room(std::vector<float> &memory, int64_t size) {
+        if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
+        return memory.data();
+    }
+};
+
+void keep(const float *from, int64_t stride, int64_t width, const int64_t *rows, int64_t count,
+          float *to) {
+    for (int64_t i = 0; i < count; ++i)
+        std::memcpy(to + i * width, from + rows[i] * stride, sizeof(float) * width);
+}
+
+// A block on `x [n, hidden]`; the rows that are left go to `out` if some are wanted.
+void run_block(const Layer &l, float *x, int64_t n, float *out, int threads, Blocks &memory) {
+    const int64_t hidden = l.qkv.weights.inputs, size = l.cache.head_size;
+    const int64_t width = l.qkv.weights.outputs, q_width = l.heads * size;
+    const int64_t kv_width = l.cache.kv_heads * size;
+    float *qkv = Blocks::room(memory.qkv, n * width);
+    chosen->product(l.qkv, x, hidden, n, qkv, width, false, threads);
+    const float *keys = qkv + q_width;
+    const Step &step = *l.step;
+    Rotation rotation = l.rotation;
+    rotation.positions = step.positions, rotation.slots = step.slots;
+    chosen->rotate(rotation, l.cache, qkv, keys, keys + kv_width, width, n, l.heads, threads);
+    const float *q = qkv;
+    int64_t q_stride = width;
+    if (step.wanted) {
+        n = step.num_wanted;
+        float *queries = Blocks::room(memory.queries, n * q_width);
+        keep(qkv, width, q_width, step.wanted, n, queries);
+        keep(x, hidden, hidden, step.wanted, n, out);
+        q = queries, q_stride = q_width, x = out;
+    }
+    float *heads = Blocks::room(memory.heads, n * q_width);
+    const Sequences sequences{step.tables, step.table_stride, step.lengths,     step.starts,
+                              step.count,  step.num_decodes,  step.window, l.scale};
+    chosen->attend(sequences, l.cache, q, q_stride, n, l.heads, heads, threads);
+    chosen->product(l.out, heads, q_width, n, x, hidden, true, threads);
+    const int64_t inner_width = l.down.weights.inputs;
+    float *inner = Blocks::room(memory.inner, n * inner_width);
+    chosen->product(l.gate_up, x, hidden, n, inner, inner_width, false, threads);
+    chosen->product(l.down, inner, inner_width, n, x, hidden, true, threads);
+}
+
+}  // namespace
+
+extern "C" {
+
+// The best form that this processor has: 0 if it has none.
+int slipstream_best_form() {
+    uint32_t a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
+    const bool fma = c >> 12 & 1, saves = c >> 27 & 1, halves = c >> 29 & 1;
+    if (!fma || !saves || !halves || (enabled_states() & 6) != 6) return 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b >> 5 & 1)) return 0;
+    const uint32_t wide = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
+    if ((b & wide) != wide || (enabled_states() & 0xe6) != 0xe6) return AVX2;
+    return c >> 11 & 1 ? VNNI : AVX512;
+}
+
+int slipstream_choose(int form) {
+    const Kernels *forms[] = {nullptr, &kernels_avx2, &kernels_avx512, &kernels_vnni};
+    if (form < AVX2 || form > VNNI || form > slipstream_best_form()) return -1;
+    chosen = forms[form];
+    return 0;
+}
+
+void slipstream_product(const Product *p, const float *x, int64_t x_stride, int64_t n, float *y,
+                        int64_t y_stride, int adds, int threads) {
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    chosen->product(*p, x, x_stride, n, y, y_stride, adds != 0, threads);
+}
+
+void slipstream_rotate(const Rotation *r, const Cache *cache, float *q, const float *k,
+                       const float *v, int64_t stride, int64_t n, int heads, int threads) {
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    chosen->rotate(*r, *cache, q, k, v, stride, n, heads, threads);
+}
+
+void slipstream_attend(const Sequences *of, const Cache *cache, const float *q, int64_t q_stride,
+                       int64_t n, int heads, float *out, int threads) {
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    chosen->attend(*of, *cache, q, q_stride, n, heads, out, threads);
+}
+
+// All blocks of a step on `x [n, hidden]`, in place; where the last keeps rows, they go to `out`.
+void slipstream_blocks(const Layer *layers, int count, float *x, int64_t n, float *out,
+                       int threads) {
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    static Blocks memory;
+    for (int i = 0; i < count; ++i) run_block(layers[i], x, n, out, threads, memory);
+}
+
+}  // extern "C"
+
+}  // namespace slipstream

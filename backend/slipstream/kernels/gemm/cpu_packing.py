@@ -1,0 +1,85 @@
+"""The order in which the processor's kernels read weights; pure torch, and its inverse.
+
+Weights lie in tiles of 16 outputs and blocks of 32 inputs. A block of 4 bits is 8 times 32 bytes,
+of four inputs each: byte `4 i + j` has input `j` of output `i` in its lower half, of output `8 + i`
+in its upper one. A block of 8 bits is 16 times 32 bytes, of two inputs each: byte `2 i + j` is
+input `j` of output `i`. They stand for `code * scale + minimum`.
+"""
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.gemm.packing import TILE, Groups, Packing
+
+BLOCK = 32
+LAYOUT = "tiles"  # of a `Packing`
+MIDDLE = {4: 8, 8: 0}  # the zero where there are no minimums
+
+
+def packing_of(
+    bits: int, group: int, outputs: int, inputs: int, halves: bool, mins: bool
+) -> Packing:
+    """Describe weights; a group of all inputs is one of as many blocks as they fill."""
+    if group >= inputs:
+        group = -(-inputs // BLOCK) * BLOCK
+    scale = torch.float16 if halves else torch.float32
+    return Packing(bits, group, outputs, inputs, scale, mins, layout=LAYOUT)
+
+
+def takes_group(group: int, inputs: int) -> bool:
+    """Return whether groups are whole blocks."""
+    return group >= inputs or group % BLOCK == 0
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Put codes `[n, k]` u8 in order, `[tiles, bytes]` u8; of 8 bits they are those of i8."""
+    n, k = codes.shape
+    tiles, blocks = -(-n // TILE), -(-k // BLOCK)
+    if codes.is_meta:
+        return codes.new_empty(tiles, blocks * TILE * BLOCK * bits // 8, dtype=torch.uint8)
+    padded = codes.new_zeros(tiles * TILE, blocks * BLOCK, dtype=torch.uint8)
+    padded[:n, :k] = codes
+    if bits == 4:
+        # tile, half, output | block, four, input
+        halves = padded.view(tiles, 2, 8, blocks, 8, 4).permute(0, 3, 4, 1, 2, 5)
+        return (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).reshape(tiles, -1).contiguous()
+    pairs = padded.view(tiles, TILE, blocks, 16, 2).permute(0, 2, 3, 1, 4)
+    return pairs.reshape(tiles, -1).contiguous()
+
+
+def unpack(values: Tensor, packing: Packing) -> Tensor:
+    """Return codes `[n, k]` u8: the inverse of `pack`."""
+    tiles, blocks = len(values), -(-packing.inputs // BLOCK)
+    if packing.bits == 4:
+        halves = torch.stack([values & 15, values >> 4], -1).view(tiles, blocks, 8, 8, 4, 2)
+        padded = halves.permute(0, 5, 3, 1, 2, 4)
+    else:
+        padded = values.view(tiles, blocks, 16, TILE, 2).permute(0, 3, 1, 2, 4)
+    codes = padded.reshape(tiles * TILE, blocks * BLOCK)
+    return codes[: packing.outputs, : packing.inputs]
+
+
+def by_tile(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Put numbers of groups, `[n, groups]`, in order: `[tiles, groups, 16]`."""
+    n, groups = values.shape
+    tiles = -(-n // TILE)
+    padded = torch.zeros(tiles * TILE, groups, dtype=dtype, device=values.device)
+    padded[:n] = values
+    return padded.view(tiles, TILE, groups).transpose(1, 2).contiguous()
+
+
+def by_row(values: Tensor, packing: Packing) -> Tensor:
+    """Return numbers of groups for each input, `[n, k]` fp32: the inverse of `by_tile`, spread."""
+    rows = values.float().transpose(1, 2).reshape(len(values) * TILE, -1)
+    return rows.repeat_interleave(packing.group, 1)[: packing.outputs, : packing.inputs]
+
+
+def dense(values: Tensor, groups: Groups) -> Tensor:
+    """Return the weights that packed codes stand for, `[n, k]` fp32, of inputs as they lie."""
+    packing = groups.packing
+    codes = unpack(values, packing)
+    numbers = (codes.view(torch.int8) if packing.bits == 8 else codes).float()
+    scales = by_row(groups.scales, packing)
+    if groups.minimums is None:
+        return (numbers - MIDDLE[packing.bits]) * scales
+    return numbers * scales + by_row(groups.minimums, packing)

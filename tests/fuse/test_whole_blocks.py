@@ -1,0 +1,77 @@
+"""All blocks in one call of the processor's kernels: what the layers compute one by one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.models.checkpoints import (
+    Driver,
+    Generation,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+)
+from slipstream.kernels.cache import kv_format
+from slipstream.kernels.cpu.native import library
+from slipstream.runner.model_runner import ModelRunner
+from torch import Tensor
+
+if library() is None:
+    pytest.skip("this machine has no C++ compiler or no AVX2", allow_module_level=True)
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+
+
+def generate(runner: ModelRunner) -> list[list[int]]:
+    """Greedy tokens of prompts that come in chunks beside decodes."""
+    generations = [Generation(prompt, 8) for prompt in random_prompts([37, 1, 90])]
+    Driver(runner).finish(generations, chunk=37)
+    return [generation.outputs for generation in generations]
+
+
+def one_by_one(runner: ModelRunner) -> None:
+    """Leave blocks to their layers."""
+    runner._model.whole = None
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+def test_blocks_in_one_are_those_one_by_one(
+    cache: str, deterministic: bool, tmp_path: Path
+) -> None:
+    directory = save(make_model("qwen3", **SIZES), tmp_path)
+    settings = {"quantization": "int4", "kv_cache_dtype": cache, "deterministic": deterministic}
+    settings |= {"block_size": 16}
+    whole, parts = (make_runner(directory, **settings) for _ in range(2))
+    assert whole._model.whole is not None
+    one_by_one(parts)
+    assert generate(whole) == generate(parts)
+    assert torch.equal(kv_format.read(whole._cache), kv_format.read(parts._cache))
+
+
+def test_a_stage_that_is_added_is_not_left_out(tmp_path: Path) -> None:
+    directory = save(make_model("llama", **SIZES), tmp_path)
+    plain, staged, apart = (make_runner(directory, quantization="int8") for _ in range(3))
+    one_by_one(apart)
+
+    def doubled(y: Tensor, x: Tensor) -> Tensor:
+        return y + y
+
+    for runner in (staged, apart):
+        runner._model.blocks[1].mlp.down.linear.add_stage("lora", doubled)
+    assert generate(staged) == generate(apart) != generate(plain)
+
+
+def test_a_block_in_the_place_of_another_is_run(tmp_path: Path) -> None:
+    directory = save(make_model("llama", **SIZES), tmp_path)
+    plain, changed = (make_runner(directory, quantization="int8") for _ in range(2))
+    model = changed._model
+    model.blocks = [model.blocks[0], model.blocks[0], *model.blocks[2:]]
+    assert generate(changed) != generate(plain)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt2"])
+def test_families_that_need_more_are_left_to_their_layers(family: str, tmp_path: Path) -> None:
+    runner = make_runner(save(make_model(family), tmp_path), quantization="int8")
+    assert runner._model.whole is None
