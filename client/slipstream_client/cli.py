@@ -17,6 +17,7 @@ from typing import NoReturn
 # name -> (module with add_parser(subparsers) and run(args) -> int, what it does)
 COMMANDS = {
     "compose": ("slipstream_compose.cli", "write a model repository for a checkpoint"),
+    "profile": ("slipstream_compose.profile", "choose how to serve a checkpoint on a GPU"),
     "serve": ("slipstream_serve.serve", "start a tritonserver on a model repository"),
     "drain": ("slipstream_serve.drain", "refuse new requests and wait for the running ones"),
     "gateway": ("slipstream_gateway.cli", "answer OpenAI's requests, beside a server or alone"),

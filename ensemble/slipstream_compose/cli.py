@@ -11,6 +11,7 @@ from slipstream_contract.errors import clip
 from slipstream_contract.log_probs import MODES
 from slipstream_runtime.processes import num_cores
 
+from slipstream_compose import profile
 from slipstream_compose.compose import (
     CONTRACT_HELP,
     INSTANCES_HELP,
@@ -93,6 +94,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     _add_precision(parser)
     _add_engine(parser)
+    profile.add_to_compose(parser)
     parser.add_argument("--model-name", metavar="NAME", help=help_of("model"))
     parser.add_argument(
         "--wiring",
@@ -210,6 +212,8 @@ def run(args: argparse.Namespace) -> int:
     )
     options = {name: getattr(args, name) for name in (*names, *others)}
     options["model"] = args.model_name
+    if args.profile:
+        print(profile.fill(options, args.checkpoint, args.profile, args.gpus))
     instances = dict(args.instances)
     cores = num_cores()
     contracts, name = args.contract, args.name

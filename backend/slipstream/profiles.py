@@ -1,0 +1,178 @@
+"""Choose how to serve a checkpoint on a GPU: precision, cache, tokens of a step, with their costs.
+
+Times are modelled, not measured: the least time in which a step's weights and cache can be read, or
+its GEMMs computed, plus what launches take and the part of the GEMMs that no read hides. The two
+constants are fitted to the recorded rows of an 8B shape on H100 and H200
+(`benchmarks/results/step-*.json`), which the model meets within 15 %.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.kernels.runtime.registry import Target
+from slipstream.runner.matrices import weight_bytes
+from slipstream.runner.plan import Plan, settle
+
+GOALS = ("latency", "throughput")
+CONTEXT = 2048  # tokens of a sequence, on which goals are judged
+_ROOM = 0.9  # of a GPU's memory, for weights and cache
+_WORKSPACE = 2_000_000_000  # bytes
+_LAUNCH_S = 9e-6  # of each layer
+_UNHIDDEN = 0.65  # of the time of the GEMMs
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU: bytes, bytes read and operations a second of 16 bits and of fp8 (0: it has none)."""
+
+    name: str
+    memory: float
+    read: float
+    bf16: float
+    fp8: float
+    target: Target
+    is_measured: bool = False  # else nine tenths of what is published
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("H100", 80e9, 3.11e12, 790e12, 1480e12, Target("cuda", "sm_90a", 132), True),
+        Card("H200", 141e9, 4.707e12, 790e12, 1480e12, Target("cuda", "sm_90a", 132), True),
+        Card("A100", 80e9, 1.83e12, 250e12, 0.0, Target("cuda", "sm_80", 108)),
+        Card("L40S", 48e9, 0.78e12, 290e12, 580e12, Target("cuda", "sm_89", 142)),
+    )
+}
+_PRECISIONS = ("auto", "fp8", "int8", "int4")
+_CACHES = ("auto", "fp8")
+
+
+def cards_here() -> list[str]:
+    """List the GPUs of this machine that are in `CARDS`, by their names. Raises ConfigError."""
+    if not torch.cuda.is_available():
+        return []
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    known = [next((card for card in CARDS if card in name), None) for name in names]
+    if None in known:
+        unknown = names[known.index(None)]
+        raise ConfigError(f"gpus: {unknown!r} is none of {', '.join(CARDS)}; name the nearest")
+    return [name for name in known if name is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A way to serve a checkpoint on a card, and what it costs.
+
+    Attributes:
+        weight_bytes: of all weights as the card keeps them.
+        cache_tokens: that fit beside them; below `CONTEXT` nothing is served.
+        token_bytes: of a token in the cache.
+        one_ms: a step of one sequence of `CONTEXT` tokens.
+        rows, many_ms: the most such sequences at once, and a step of them.
+        refused: why it cannot serve; empty: it can.
+    """
+
+    quantization: str
+    kv_cache_dtype: str
+    weight_bytes: int = 0
+    cache_tokens: int = 0
+    token_bytes: float = 0.0
+    one_ms: float = 0.0
+    rows: int = 0
+    many_ms: float = 0.0
+    refused: str = ""
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens a second of the card, full."""
+        return 1e3 * self.rows / self.many_ms if self.rows else 0.0
+
+    def options(self, goal: str) -> dict[str, object]:
+        """Return the engine's options: what is not the default of `slipstream compose`."""
+        budget = 2048 if goal == "latency" else 4096
+        found: dict[str, object] = {"max_num_batched_tokens": budget}
+        if self.quantization != "auto":
+            found["quantization"] = self.quantization
+        if self.kv_cache_dtype != "auto":
+            found["kv_cache_dtype"] = self.kv_cache_dtype
+        return found
+
+
+class StepModel:
+    """Times of decode steps of a plan on a card, in ms."""
+
+    def __init__(self, plan: Plan, card: Card, weights: int) -> None:
+        dims, model = plan.model.dims, plan.model
+        head = dims.vocab_size * dims.hidden_size
+        self._card = card
+        self._layers = dims.num_layers
+        self._read = weights - (0 if model.ties_embeddings else head * plan.dtype.itemsize)
+        is_fp8 = plan.config.quantization == "fp8" and card.fp8 > 0
+        self._rate = card.fp8 if is_fp8 else card.bf16
+        self._elements, self._head = plan.block_elements, head
+        self.token_bytes = plan.block_bytes * plan.window.num_tables / plan.block_size
+
+    def step_ms(self, rows: int, context: int) -> float:
+        """Return the time of a step that gives `rows` sequences of `context` tokens one each."""
+        card = self._card
+        read_s = (self._read + rows * context * self.token_bytes) / card.read
+        gemms_s = 2 * rows * (self._elements / self._rate + self._head / card.bf16)
+        unhidden_s = self._layers * _LAUNCH_S + _UNHIDDEN * gemms_s
+        return 1e3 * (max(read_s, gemms_s) + unhidden_s)
+
+
+def profile_of(config: EngineConfig, card: Card) -> Profile:
+    """Return what a configuration costs on a card. Raises `CheckpointError`."""
+    kept = (config.quantization, config.kv_cache_dtype)
+    if "fp8" in kept and not card.fp8:
+        return Profile(*kept, refused=f"{card.name} has no fp8")
+    try:
+        plan = settle(config, torch.device("cuda", 0))
+        weights = weight_bytes(config, plan.model, plan.dtype, card.target)
+    except ConfigError as error:
+        return Profile(*kept, refused=str(error))
+    model = StepModel(plan, card, weights)
+    room = max(0.0, _ROOM * card.memory - weights - _WORKSPACE)
+    tokens = int(room / model.token_bytes)
+    context = min(CONTEXT, plan.max_model_len)
+    rows = min(plan.max_num_seqs, tokens // context)
+    refused = "" if rows else f"{weights / 1e9:.1f} GB of weights leave no room for a sequence"
+    one, many = (model.step_ms(n, context) for n in (1, max(1, rows)))
+    return Profile(*kept, weights, tokens, model.token_bytes, one, rows, many, refused)
+
+
+def profiles(config: EngineConfig, card: Card) -> list[Profile]:
+    """Return every profile of a checkpoint on a card. Raises `CheckpointError`."""
+    return [
+        profile_of(
+            msgspec.structs.replace(config, quantization=weights, kv_cache_dtype=cache), card
+        )
+        for weights in _PRECISIONS
+        for cache in _CACHES
+    ]
+
+
+def select(found: Sequence[Profile], goal: str) -> Profile:
+    """Return the best profile that keeps accuracy: as stored, then fp8; fewer bits if they must.
+
+    `latency`: the least time of a step of one sequence; `throughput`: the most tokens a second.
+    What is within 3 % counts as equal, and then the fewest changes win. Raises ConfigError.
+    """
+    if goal not in GOALS:
+        raise ConfigError(f"goal = {goal!r} is not one of {', '.join(GOALS)}")
+    served = [each for each in found if not each.refused]
+    good = [each for each in served if each.quantization in ("auto", "fp8")] or served
+    if not good:
+        raise ConfigError(f"no profile serves it: {found[0].refused}")
+
+    def merit(each: Profile) -> float:
+        return 1 / each.one_ms if goal == "latency" else each.tokens_s
+
+    best = max(map(merit, good))
+    near = [each for each in good if merit(each) >= 0.97 * best]
+    return min(near, key=lambda e: (e.quantization != "auto") + (e.kv_cache_dtype != "auto"))

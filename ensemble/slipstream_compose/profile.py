@@ -1,0 +1,128 @@
+"""`slipstream profile`: which precision, cache and tokens of a step serve a checkpoint best.
+
+Nothing is loaded: shapes of the checkpoint and figures of the GPU say what each profile costs.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.profiles import (
+    CARDS,
+    CONTEXT,
+    GOALS,
+    Card,
+    Profile,
+    cards_here,
+    profiles,
+    select,
+)
+
+AUTO = "auto"  # of `compose --profile`: throughput
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare `slipstream profile`."""
+    parser = subparsers.add_parser("profile", help="choose how to serve a checkpoint on a GPU")
+    parser.add_argument("verb", choices=("list", "select"), help="print all, or choose one")
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="PATH")
+    add_gpus(parser)
+    parser.add_argument("--goal", choices=GOALS, default="throughput", help="(%(default)s)")
+
+
+def add_to_compose(parser: argparse.ArgumentParser) -> None:
+    """Declare what `slipstream compose` takes of a profile."""
+    goals = (AUTO, *GOALS)
+    text = "choose precision, cache and tokens of a step by a goal, where no option says otherwise"
+    parser.add_argument("--profile", choices=goals, help=f"{text}; auto: throughput")
+    add_gpus(parser)
+
+
+def add_gpus(parser: argparse.ArgumentParser) -> None:
+    """Declare the GPUs to choose for."""
+    parser.add_argument(
+        "--gpus",
+        nargs="+",
+        choices=CARDS,
+        metavar="NAME",
+        help=f"GPUs of a profile, of {', '.join(CARDS)} (default: those of this machine)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the profiles, or the best one and why. Raises ConfigError, CheckpointError."""
+    card, notes = card_of(args.gpus)
+    found = profiles(EngineConfig(checkpoint=str(args.checkpoint)), card)
+    for line in [*notes, *table(found, card)]:
+        print(line)
+    if args.verb == "select":
+        best = select(found, args.goal)
+        print(f"\n{args.goal}: {reason(best, found, args.goal)}")
+        flags = [f"--{k.replace('_', '-')} {v}" for k, v in best.options(args.goal).items()]
+        print(f"  slipstream compose --checkpoint {args.checkpoint} {' '.join(flags)} --output DIR")
+    return 0
+
+
+def card_of(given: Sequence[str] | None) -> tuple[Card, list[str]]:
+    """Return the GPU of one engine, and lines about the others. Raises ConfigError."""
+    names = list(given) if given else cards_here()
+    if not names:
+        raise ConfigError(f"gpus: none is here; name one with --gpus, of {', '.join(CARDS)}")
+    if len(set(names)) > 1:
+        raise ConfigError(f"gpus = {' '.join(names)}: they differ; choose a profile for each")
+    notes = []
+    if len(names) > 1:
+        notes.append(
+            f"{len(names)} GPUs: an engine has one, so this is the profile of each of "
+            f"{len(names)} replicas; one model over several GPUs is not chosen by profiles"
+        )
+    return CARDS[names[0]], notes
+
+
+def table(found: Sequence[Profile], card: Card) -> list[str]:
+    """Return the profiles as lines."""
+    source = "measured" if card.is_measured else "nine tenths of what is published"
+    lines = [
+        f"{card.name}: {card.memory / 1e9:.0f} GB, {card.read / 1e12:.2f} TB/s ({source}); "
+        f"modelled, within 15 % of measured steps; sequences of {CONTEXT:,} tokens",
+        f"{'weights':8}{'cache':7}{'GB':>7}{'cache tokens':>14}{'1: ms':>8}{'most':>6}{'ms':>8}"
+        f"{'tokens/s':>10}",
+    ]
+    for each in found:
+        start = f"{each.quantization:8}{each.kv_cache_dtype:7}"
+        if each.refused:
+            lines.append(f"{start} refused: {each.refused}")
+            continue
+        lines.append(
+            f"{start}{each.weight_bytes / 1e9:7.1f}{each.cache_tokens:14,}{each.one_ms:8.2f}"
+            f"{each.rows:6}{each.many_ms:8.2f}{each.tokens_s:10,.0f}"
+        )
+    return lines
+
+
+def reason(best: Profile, found: Sequence[Profile], goal: str) -> str:
+    """Return why a profile is the best, beside the checkpoint as it is."""
+    what = f"weights {best.quantization}, cache {best.kv_cache_dtype}"
+    plain = next(e for e in found if (e.quantization, e.kv_cache_dtype) == ("auto", "auto"))
+    if plain.refused:
+        return f"{what}: as it is, the checkpoint cannot be served ({plain.refused})"
+    if best == plain:
+        return f"{what}: nothing that keeps accuracy is more than 3 % better"
+    if goal == "latency":
+        return f"{what}: {best.one_ms:.2f} ms a token in place of {plain.one_ms:.2f}"
+    return f"{what}: {best.tokens_s:,.0f} tokens/s in place of {plain.tokens_s:,.0f}"
+
+
+def fill(options: dict[str, Any], checkpoint: Path, goal: str, gpus: Sequence[str] | None) -> str:
+    """Add a profile's options where an operator gave none; return what was chosen, in a line."""
+    goal = "throughput" if goal == AUTO else goal
+    card, _ = card_of(gpus)
+    found = profiles(EngineConfig(checkpoint=str(checkpoint)), card)
+    best = select(found, goal)
+    for name, value in best.options(goal).items():
+        if options.get(name) is None:
+            options[name] = value
+    return f"profile for {goal} on {card.name}: {reason(best, found, goal)}"

@@ -1,0 +1,90 @@
+"""Profiles: modelled steps are near recorded ones, and the choice follows from the costs."""
+
+import json
+
+import msgspec
+import pytest
+import torch
+from fixtures.scripts import scripts
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.profiles import CARDS, GOALS, Profile, StepModel, select
+from slipstream.runner.matrices import weight_bytes
+from slipstream.runner.plan import settle
+from slipstream_client import cli
+from slipstream_serve.server import repository_root
+
+RESULTS = repository_root() / "benchmarks" / "results"
+CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
+ROWS = {
+    "decode-bs1": (1, 256),
+    "decode-bs32": (32, 256),
+    "decode-bs128": (128, 256),
+    "decode-bs256": (256, 192),
+    "long-context": (16, 16_384),
+}
+
+
+@pytest.fixture(scope="module")
+def recorded_shape(tmp_path_factory) -> EngineConfig:
+    folder = tmp_path_factory.mktemp("shape")
+    with scripts(repository_root() / "benchmarks", ["shapes"]) as found:
+        found.shapes.write_config("llama-3.1-8b", folder)
+    return EngineConfig(checkpoint=str(folder), load_format="random")
+
+
+@pytest.mark.parametrize("quantization", ["auto", "fp8"])
+@pytest.mark.parametrize("name", ["H100", "H200"])
+def test_modelled_steps_are_within_15_percent_of_recorded_ones(recorded_shape, name, quantization):
+    table = json.loads((RESULTS / f"step-{name.lower()}.json").read_text())
+    prefix = "fp8-" if quantization == "fp8" else ""
+    measured = {row["row"]: row["ours"] for row in table["rows"] if row["ours"]}
+    config = msgspec.structs.replace(recorded_shape, quantization=quantization)
+    plan = settle(config, torch.device("cuda", 0))
+    card = CARDS[name]
+    model = StepModel(plan, card, weight_bytes(config, plan.model, plan.dtype, card.target))
+    compared = [row for row in ROWS if prefix + row in measured]
+    assert compared or (name, quantization) == ("H100", "fp8")
+    for row in compared:
+        assert model.step_ms(*ROWS[row]) == pytest.approx(measured[prefix + row], rel=0.15), row
+
+
+def made(weights: str, cache: str, one_ms: float, rows: int, many_ms: float) -> Profile:
+    return Profile(weights, cache, 1, 1, 1.0, one_ms, rows, many_ms)
+
+
+def test_the_best_is_chosen_and_fewer_bits_only_if_they_must():
+    plain, fp8 = made("auto", "auto", 5.0, 100, 20.0), made("fp8", "auto", 3.0, 100, 20.1)
+    int4 = made("int4", "auto", 1.0, 200, 10.0)
+    assert select([plain, fp8, int4], "latency") == fp8
+    assert select([plain, fp8, int4], "throughput") == plain  # equal within 3 %: as stored
+    no = [Profile("auto", "auto", refused="no room")]
+    assert select([*no, int4], "latency") == int4
+    with pytest.raises(ConfigError, match="no room"):
+        select(no, "latency")
+    with pytest.raises(ConfigError, match="goal = 'cheap' is not one of latency, throughput"):
+        select([plain], "cheap")
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_the_command_prints_costs_and_the_options_of_compose(goal, capsys):
+    words = ["profile", "select", "--checkpoint", str(CHECKPOINT), "--gpus", "H100", "H100"]
+    assert cli.main([*words, "--goal", goal]) == 0
+    out = capsys.readouterr().out
+    assert "2 replicas" in out
+    assert f"{goal}: weights " in out
+    assert f"--max-num-batched-tokens {2048 if goal == 'latency' else 4096}" in out
+    assert cli.main(["profile", "list", "--checkpoint", str(CHECKPOINT), "--gpus", "A100"]) == 0
+    assert "refused: A100 has no fp8" in capsys.readouterr().out
+
+
+def test_compose_takes_a_profile_and_an_operators_options_go_before_it(tmp_path, capsys):
+    words = ["compose", "--checkpoint", str(CHECKPOINT), "--output", str(tmp_path / "models")]
+    words += ["--profile", "auto", "--gpus", "A100", "--max-num-batched-tokens", "1024"]
+    assert cli.main(words) == 0
+    assert "profile for throughput on A100" in capsys.readouterr().out
+    settings = json.loads((tmp_path / "models/tensorrt_llm/1/model.json").read_text())["engine"]
+    assert settings["max_num_batched_tokens"] == 1024
+    if not torch.cuda.is_available():
+        assert cli.main([*words[:5], "--profile", "auto"]) == 1
+        assert "gpus: none is here; name one with --gpus" in capsys.readouterr().err
