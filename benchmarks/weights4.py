@@ -7,6 +7,7 @@ for `--seconds`: by default every kernel that takes it, at nine sizes, in less t
 last table has the fastest of each size, which is what `kernels/gemm/packed_routes.py` should name.
 The limit of a product is its bytes over what this GPU reads, or its
 operations over what it multiplies in 16 bits, whichever takes longer; both are measured first.
+Rows in e4m3 have the same limit, which they can beat.
 """
 
 import argparse
@@ -14,16 +15,20 @@ import itertools
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from ceilings import read_bandwidth
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise.fp8 import Quantized
 from slipstream.kernels.gemm.linear import linear
-from slipstream.kernels.gemm.op import PLAIN, Matrix, gemm, spec_of
+from slipstream.kernels.gemm.op import PLAIN, Around, Matrix, gemm, spec_of
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
 from slipstream.kernels.runtime import jit
 from timing import DTYPE, ROTATION
 
+Rows = torch.Tensor | Quantized
 SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))  # inputs, outputs
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 STEADY_S, WARM_S = 0.15, 0.02
@@ -85,32 +90,46 @@ def multiply_rate() -> float:
     return 2 * LARGE**3 / steady_seconds([lambda: linear(x, Matrix(weight))])
 
 
-def candidates(x: torch.Tensor, matrix: Matrix, skip: list[str]) -> list[Any]:
+def of_rows(x: Rows, matrix: Matrix) -> tuple[torch.Tensor, Around]:
+    """Return the rows of a GEMM, and what is around it."""
+    around = PLAIN._replace(groups=matrix.groups)
+    if isinstance(x, Quantized):
+        return x.values, around._replace(rows=x.scales)
+    return x, around
+
+
+def candidates(x: Rows, matrix: Matrix, skip: list[str]) -> list[Any]:
     """Return the kernels that take the GEMM, the chosen one first."""
-    spec = spec_of(x, matrix.values, PLAIN._replace(groups=matrix.groups))
+    rows, around = of_rows(x, matrix)
+    spec = spec_of(rows, matrix.values, around)
     answers = gemm.implementations.answers(spec, spec.target)
     taken = [each.implementation for each in answers if each.refusal is None]
     return [each for each in taken if each.name not in skip]
 
 
-def product(x: torch.Tensor, matrix: Matrix, each: Any) -> Callable[[], Any]:
-    around = PLAIN._replace(groups=matrix.groups)
-    return lambda: each.run(x, matrix.values, around)
+def product(x: Rows, matrix: Matrix, each: Any) -> Callable[[], Any]:
+    rows, around = of_rows(x, matrix)
+    return lambda: each.run(rows, matrix.values, around)
 
 
-def compile_all(kinds: list[list[Matrix]], options: argparse.Namespace) -> None:
+def rows_for(matrix: Matrix, rows: int, inputs: int) -> Rows:
+    """Return random rows as the weights want them; their rounding is not timed."""
+    x = torch.randn(rows, inputs, device="cuda", dtype=DTYPE)
+    groups = matrix.groups
+    return fp8.quantize(x) if groups is not None and groups.packing.for_e4m3 else x
+
+
+def compile_all(kinds: list[list[Matrix]], inputs: int, options: argparse.Namespace) -> None:
     """Compile what will run, side by side."""
     with jit.compile_ahead():
         for matrices, rows in itertools.product(kinds, options.rows):
-            groups = matrices[0].groups
-            width = matrices[0].values.shape[1] if groups is None else groups.packing.inputs
-            x = torch.zeros(rows, width, device="cuda", dtype=DTYPE)
+            x = rows_for(matrices[0], rows, inputs)
             for each in candidates(x, matrices[0], options.skip):
                 product(x, matrices[0], each)()
 
 
 def timed(
-    x: torch.Tensor, matrices: list[Matrix], limit: float, wide: float, options: argparse.Namespace
+    x: Rows, matrices: list[Matrix], limit: float, wide: float, options: argparse.Namespace
 ) -> list[tuple[float, str]]:
     """Print a line for each kernel; return its seconds and its name, the fastest first.
 
@@ -122,14 +141,15 @@ def timed(
         options: of the command.
     """
     found = []
+    values, _ = of_rows(x, matrices[0])
     for i, each in enumerate(candidates(x, matrices[0], options.skip)):
         runs = [product(x, matrix, each) for matrix in matrices]
         seconds = steady_seconds(runs, options.seconds)
         found.append((seconds, each.name))
-        moved = num_bytes(matrices[0]) + x.nbytes
+        moved = num_bytes(matrices[0]) + values.nbytes
         gain = f"{wide / seconds:6.2f}x" if wide else ""
         print(
-            f"{x.shape[1]:5} {len(x):5} {'*' if i == 0 else ' '}{each.name:13}"
+            f"{values.shape[1]:5} {len(values):5} {'*' if i == 0 else ' '}{each.name:13}"
             f"{seconds * 1e6:9.2f} {limit / seconds:6.1%} {moved / seconds / 1e9:6.0f} {gain}",
             flush=True,
         )
@@ -144,17 +164,24 @@ def table(options: argparse.Namespace, read: float, flops: float) -> list[str]:
         group = options.group or inputs
         made = Packing(options.bits, group, outputs, inputs, DTYPE, options.zeros)
         kinds = []
-        for kind in (random_dense, random_packed):
-            copies = max(3, math.ceil(ROTATION / num_bytes(kind(made))))
-            kinds.append([kind(made) for _ in range(copies)])
-        compile_all(kinds, options)
+        packings = [made]
+        if options.bits == 4 and not options.zeros:
+            packings.append(made._replace(for_e4m3=True))
+        makers = [partial(random_dense, made), *(partial(random_packed, one) for one in packings)]
+        for make in makers:
+            copies = max(3, math.ceil(ROTATION / num_bytes(make())))
+            kinds.append([make() for _ in range(copies)])
+        compile_all(kinds, inputs, options)
         for rows in options.rows:
-            x = torch.randn(rows, inputs, device="cuda", dtype=DTYPE)
             least = 2 * rows * inputs * outputs / flops
             around = 2 * rows * (inputs + outputs)
             limits = [max((num_bytes(kind[0]) + around) / read, least) for kind in kinds]
-            dense = timed(x, kinds[0], limits[0], 0.0, options)[0]
-            found = timed(x, kinds[1], limits[1], dense[0], options)
+            xs = [rows_for(kind[0], rows, inputs) for kind in kinds]
+            dense = timed(xs[0], kinds[0], limits[0], 0.0, options)[0]
+            found = timed(xs[1], kinds[1], limits[1], dense[0], options)
+            for x, kind in zip(xs[2:], kinds[2:], strict=True):
+                found += timed(x, kind, limits[1], dense[0], options)
+            found.sort()
             fastest = "  ".join(f"{name} {at * 1e6:.2f}" for at, name in found[:3])
             best.append(
                 f"{inputs:5} x {outputs:5} {rows:5} {dense[0] / found[0][0]:5.2f}x "

@@ -161,6 +161,18 @@ struct Fragments {
   }
 };
 
+// A branch that is taken now and then, which does no harm, and depends on all that was decoded: else the compiler decodes
+// behind what waits for GEMMs.
+DEVICE void keep_in_front(const Fragments& decoded) {
+  u32 mixed[2] = {};
+#pragma unroll
+  for (int i = 0; i < PRODUCTS_A_SUM; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) mixed[j] = fma_pairs(decoded.a[i][2 * j], decoded.a[i][2 * j + 1], mixed[j], T{});
+  if ((mixed[0] ^ mixed[1]) == 0x5ca1ab1e) __nanosleep(1);
+  __syncwarp();
+}
+
 struct Multiplier {
   const Task& task;
   const Shared& shared;
@@ -182,6 +194,7 @@ struct Multiplier {
   DEVICE void decode_next(Fragments& into, int block, int turn) {
     if (turn + 1 < TURNS) {
       decode_turn(into, block, turn + 1);
+      keep_in_front(into);
     } else if (block + 1 < task.end) {
       next.advance(task.num_slots);
       barrier_wait(shared.full(next.slot), next.parity);
@@ -204,6 +217,7 @@ struct Multiplier {
       } else {
         float sums[SUMS];
         fragments[now].start(sums, x, turn % SUM_PARTS);
+        products_wait<1>();  // waits for nothing: decoding is not moved in front of GEMMs
         decode_next(fragments[other], block, turn);
         products_wait<0>();
         if (turn == TURNS - 1) release(at.slot);
@@ -372,6 +386,22 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
   }
 }
 
+constexpr int SHARES = 4;  // that a thread loads at once
+
+DEVICE void add_shares(Eight& sums, const float* parts, u64 share_size, u32 count) {
+  Pack<float, 4> loaded[SHARES][2];
+#pragma unroll
+  for (u32 share = 0; share < SHARES; ++share)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (share < count) loaded[share][i] = load_fresh<4>(parts + share * share_size + i * 4);
+#pragma unroll
+  for (u32 share = 0; share < SHARES; ++share)
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (share < count) sums.at[i] += loaded[share][i / 4].at[i % 4];
+}
+
 // Adds up what the CTAs of `packed_pipe` left, share by share; a thread eight outputs of a row.
 extern "C" __global__ void __launch_bounds__(256)
     packed_pipe_sum(const float* parts, const float* row_scales, const float* factors, const T* bias, T* out,
@@ -382,18 +412,12 @@ extern "C" __global__ void __launch_bounds__(256)
   const u32 index = blockIdx.x * 256 + threadIdx.x, row = index / eights, output = index % eights * 8;
   if (row >= num_rows) return;
   Eight values{}, ups{};
-  for (u32 share = 0; share < num_shares; ++share) {
-    const float* part = parts + (u64(share) * num_rows + row) * num_tiles * 16 + output;
-#pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-      const auto four = load_fresh<4>(part + i);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) values.at[i + j] += four.at[j];
-      if (gated == 0) continue;
-      const auto of_ups = load_fresh<4>(part + half + i);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) ups.at[i + j] += of_ups.at[j];
-    }
+  const u64 share_size = u64(num_rows) * num_tiles * 16;
+  const float* part = parts + u64(row) * num_tiles * 16 + output;
+  for (u32 share = 0; share < num_shares; share += SHARES, part += SHARES * share_size) {
+    const u32 count = min(u32(SHARES), u32(num_shares) - share);
+    add_shares(values, part, share_size, count);
+    if (gated != 0) add_shares(ups, part + half, share_size, count);
   }
   const Finish finish{row_scales, factors, bias, out, out_stride, outputs, gated != 0, adds != 0, wide != 0};
   finish.store(row, output, values, ups);

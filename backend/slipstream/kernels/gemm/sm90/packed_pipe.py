@@ -41,10 +41,10 @@ _GROUPS = 2  # warpgroups that multiply
 _MOST_SLOTS, _FEWEST_SLOTS = 12, 2
 _MOST_SHARES = 16
 _BARRIER_BYTES = 16  # of a slot
-# What a multiprocessor does in a cycle, about: bytes from memory, and from the L2 cache. A tile of
-# 64 rows takes so many cycles to decode; a launch has so many beside its blocks, and where sums are
-# added up by another kernel, so many more.
-_MEMORY, _CACHE, _DECODE, _LAUNCH, _SUM = 18, 33, 180, 3000, 3500
+# What a multiprocessor does in a cycle, about: bytes from memory, and from the L2 cache. Beside the
+# GEMMs, a tile of 64 rows takes so many cycles of a block; a launch has so many beside its
+# blocks, and where sums are added up by another kernel, so many more. By measurements of an H200.
+_MEMORY, _CACHE, _DECODE, _LAUNCH, _SUM = 18, 33, 150, 5000, 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ def _cycles(packing: Packing, division: Tiling, row_tiles: int, multiprocessors:
     waves = -(-tiles * row_tiles * division.shares // multiprocessors)
     a_number = 1 if packing.for_e4m3 else 2
     codes, x = division.rows * 16 * packing.bits, columns * BLOCK * a_number
-    multiplied = division.rows // 64 * max(2 * columns * a_number, _DECODE)
+    multiplied = division.rows // 64 * (2 * columns * a_number + _DECODE)
     a_block = max((codes + x) / _CACHE, multiplied)
     cycles = waves * (_LAUNCH + -(-packing.blocks // division.shares) * a_block)
     memory = codes * tiles * packing.blocks / _MEMORY / multiprocessors

@@ -8,14 +8,12 @@
 // -D ELEMENT (T), BITS, FLOATS, SCALE, PARTS, ZEROS, LATE_ZEROS (codes.cuh), COLUMNS (8, 16), TILES
 #define WARPS 16
 #include "gemm/packed_rows.cuh"
-#include "runtime/tma.cuh"
+#include "runtime/fetch.cuh"
 
 constexpr int THREADS = 32 * WARPS;  // that multiply; two warps more copy
 constexpr int X_PITCH = WARPS * BLOCK_INPUTS * 2 + 16;
 constexpr int PIECE_PARTS = WARPS * PARTS;
 constexpr int SLOT_BYTES = WARPS * CODE_BYTES + PIECE_PARTS * (SCALE_BYTES + ZERO_BYTES);
-// Bytes of weights that a multiprocessor asks for at once, as in gemv.cu: more would queue before memory.
-constexpr int IN_FLIGHT = 72 << 10;
 constexpr bool LOADS_EARLY = COLUMNS == 8 || (BITS == 4 && PARTS == 1);  // or there are too few registers
 static_assert(TILES * COLUMNS * 16 <= THREADS, "a thread finishes one output");
 
@@ -80,21 +78,18 @@ DEVICE void copy_piece(const Task& task, const Shared& shared, u32 tile, u32 pie
   if (ZEROS) copy_bulk(scales + PIECE_PARTS * SCALE_BYTES, weights.zeros + at * 16, num_groups * 16, full, policy);
 }
 
+// The ring is first filled no faster than memory can (fetch.cuh says why).
 DEVICE void stream_weights(const Task& task, const Shared& shared) {
   const u64 policy = evict_first();
-  const int most = min(max(2, IN_FLIGHT / SLOT_BYTES), task.num_slots);
-  RingPosition next, arriving;
-  int in_flight = 0;
+  const i64 begin_ns = now_ns();
+  RingPosition next;
+  int ahead = 0;
   for (u32 first = task.begin; first < task.end; first += task.at_once())
     for (u32 piece = 0; piece < task.num_pieces(); ++piece)
       for (int t = 0; t < TILES; ++t) {
         if (!task.exists(first, t)) continue;
-        if (in_flight == most) {
-          barrier_wait(shared.full(arriving.slot), arriving.parity);
-          arriving.advance(task.num_slots);
-        } else {
-          ++in_flight;
-        }
+        while (ahead < task.num_slots && now_ns() - begin_ns < ahead * SLOT_BYTES / BYTES_A_NS) {}
+        ++ahead;
         barrier_wait(shared.empty(next.slot), next.parity ^ 1);
         copy_piece(task, shared, task.tile(first, t), piece, next.slot, policy);
         next.advance(task.num_slots);
