@@ -127,13 +127,13 @@ class AdaptedNormLinear(NormLinear):
 
     def __init__(self, place: NormLinear, finished: NormLinear, delta: Delta) -> None:
         super().__init__(place.linear, place.leaves_scales)
-        self._place, self._finished, self._delta = place, finished, delta
+        self.place, self._finished, self._delta = place, finished, delta
 
     def __call__(self, norm: RowNorm, residual: Residual) -> tuple[Tensor, Scales | None]:
         """Compute what `NormLinear` computes, with the terms."""
         groups = self._delta.groups()
         if not groups:
-            return self._place(norm, residual)
+            return self.place(norm, residual)
         x = norm(residual.values)
         y, scales = self._finished(norm, residual)
         assert scales is None, "what a term is added to is complete"
