@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 from slipstream_contract.limits import MAX_DRAFT_TOKENS
 from slipstream_contract.log_probs import MODES
+from slipstream_runtime.ranks import MAX_RANKS
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "fp8", "int8", "int4")
@@ -149,6 +150,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     block_size: Annotated[
         int, _field(f"tokens in a block of the KV cache, one of {', '.join(map(str, BLOCK_SIZES))}")
     ] = 32
+    tensor_parallel: Annotated[
+        int,
+        _field(
+            "ranks, processes on GPUs or cores of this host, over which every matrix is split, 1 "
+            f"to {MAX_RANKS}; heads and widths must be multiples of it"
+        ),
+    ] = 1
+    pipeline_parallel: Annotated[
+        int, _field("stages of layers: more than 1 is not implemented")
+    ] = 1
     cuda_graphs: Annotated[
         bool, _field("replay steps as CUDA graphs; false: launch every kernel every time")
     ] = True

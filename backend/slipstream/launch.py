@@ -8,6 +8,9 @@ goes to `engine.log`. If the engine cannot start (exit code 2) and has never run
 to `engine.error`, where the bridges read it. An engine that has run before is restarted for ever,
 with pauses that grow to 10 s. An engine whose loop makes no turn for `stuck_after_s` is killed. One
 that ends because its models were unloaded (exit code 3) is started again by the next bridge.
+
+With `tensor_parallel` the engine is rank 0 of several processes: if one ends, or gives no sign of
+life for some seconds, all are killed and started again.
 """
 
 import argparse
@@ -29,6 +32,8 @@ from types import FrameType
 import msgspec
 from slipstream_runtime.directory import OWNER_VARIABLE, VARIABLE, Runtime
 from slipstream_runtime.processes import end
+from slipstream_runtime.rank_processes import RankProcesses
+from slipstream_runtime.ranks import MAX_RANKS
 from slipstream_runtime.turns import Standstill, path_of
 
 from slipstream.config import EngineConfig
@@ -125,7 +130,8 @@ class Supervisor:
     def __init__(self, runtime: Runtime, lock: int, server_pid: int) -> None:
         self._runtime = runtime
         self._lock = lock
-        self._stuck_after_s = _read_stuck_after_s(runtime.config)
+        config = _read_config(runtime.config)
+        self._stuck_after_s, self._num_ranks = config.stuck_after_s, config.tensor_parallel
         self._server = os.pidfd_open(server_pid)
         self._was_ready = False
         self._ready_s: float | None = None  # when this engine was ready
@@ -173,28 +179,35 @@ class Supervisor:
         """Run one engine; return its exit code, or None if the server has ended."""
         self._runtime.socket.unlink(missing_ok=True)
         standstill = Standstill(path_of(self._runtime.address))
+        ranks = RankProcesses(self._num_ranks)
         engine = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", "slipstream.engine.loop"),
                 *("--config", str(self._runtime.config)),
                 *("--socket", self._runtime.address),
                 *("--memory-lock", str(self._runtime.memory_lock)),
+                *ranks.options,
             ],
             stdin=subprocess.DEVNULL,
             preexec_fn=_die_with_parent(),
+            pass_fds=ranks.descriptors,
         )
         try:
+            ranks.start(str(self._runtime.config), _die_with_parent)
             ended = os.pidfd_open(engine.pid)
             try:
-                while not select.select([ended, self._server], [], [], 1.0)[0]:
+                watched = [ended, *ranks.ended, self._server]
+                while not select.select(watched, [], [], 1.0 / ranks.size)[0]:
                     self._look_if_ready()
                     if standstill.look() > self._stuck_after_s:
                         _kill_stuck(engine, self._stuck_after_s)
+                    ranks.kill_silent(engine)
             finally:
                 os.close(ended)
             self._look_if_ready()
-            return engine.wait() if not self._is_server_gone(0) else None
+            return None if self._is_server_gone(0) else _code_of(engine, ranks)
         finally:
+            ranks.end()
             end(engine, _END_S)
             self._runtime.socket.unlink(missing_ok=True)
 
@@ -223,11 +236,22 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return state.st_ino, state.st_mtime_ns
 
 
-def _read_stuck_after_s(config: Path) -> int:
+def _read_config(path: Path) -> EngineConfig:
     try:
-        return msgspec.json.decode(config.read_bytes(), type=EngineConfig).stuck_after_s
-    except (OSError, msgspec.DecodeError):  # the engine will report what is wrong
-        return EngineConfig(checkpoint="").stuck_after_s
+        config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
+    except (OSError, msgspec.DecodeError):
+        config = EngineConfig(checkpoint="")
+    if 1 <= config.tensor_parallel <= MAX_RANKS:
+        return config
+    return msgspec.structs.replace(config, tensor_parallel=1)  # the engine reports what is wrong
+
+
+def _code_of(engine: subprocess.Popen[bytes], ranks: RankProcesses) -> int:
+    """Return the exit code of an engine one of whose processes has ended."""
+    code = ranks.code()
+    if code is not None and engine.poll() is None:
+        engine.kill()
+    return engine.wait() if code != CANNOT_START else CANNOT_START
 
 
 def _die_with_parent() -> Callable[[], None]:

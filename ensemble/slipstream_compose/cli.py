@@ -40,6 +40,8 @@ _COUNTS = (
     "block_size",
     "max_logits_bytes",
     "lora_task_bytes",
+    "tensor_parallel",
+    "pipeline_parallel",
 )
 
 _DRAFTS = ("draft_checkpoint", "medusa_choices", "eagle_choices", "synthetic_acceptance")

@@ -1,11 +1,11 @@
-"""A desk of calls, and flow control with postprocessing's end of its file."""
+"""A desk of calls, flow control with postprocessing's end of its file, and a tiny checkpoint."""
 
+import json
 import math
 
 import pytest
-from fixtures.bridge.streams import (
-    Desk,
-)
+from fixtures.bridge.launching import CONFIG
+from fixtures.bridge.streams import Desk
 from slipstream.bridge.flow import Flow
 from slipstream_runtime.credit import CreditFile, Taker
 
@@ -33,3 +33,10 @@ def flow(desk, tmp_path):
     yield flow
     flow.close()
     flow.taker.close()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path / "checkpoint"

@@ -3,116 +3,19 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from slipstream import wire
+from fixtures.bridge.launching import CONFIG, Deaf, Server, is_alive, wait_for
 from slipstream.bridge.connection import Connection
 from slipstream.config import EngineConfig
 from slipstream.launch import SupervisorStarter
 from slipstream_runtime.directory import Runtime, open_runtime
 from slipstream_runtime.turns import Standstill, Turns
 from slipstream_runtime.waking import gentle_children
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 50,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}
-
-
-class Deaf:
-    def take(self, outputs: wire.StepOutputs) -> None: ...
-
-    def reject(self, rejected: wire.Rejected) -> None: ...
-
-    def lose_messages(self, requests) -> None: ...
-
-    def lose_engine(self, kept) -> None: ...
-
-    def is_waiting_for(self, request: int) -> bool:
-        return False
-
-
-def is_alive(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[0] != "Z"
-    return False
-
-
-def wait_for(condition, timeout_s: float = 60.0) -> None:
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < timeout_s
-        time.sleep(0.02)
-
-
-class Server:
-    """A process in a tritonserver's place, and the runtime directory of its bridges."""
-
-    def __init__(self, directory: Path, config: EngineConfig) -> None:
-        self.process = subprocess.Popen(["sleep", "600"])
-        directory.mkdir(mode=0o700)
-        self.runtime = Runtime(directory)
-        self.supervisions = [
-            SupervisorStarter(self.runtime, config, self.process.pid) for _ in range(3)
-        ]
-
-    def connect(self) -> Connection:
-        keep_alive = self.supervisions[0].ensure
-        return Connection(self.runtime.address, "test", Deaf(), keep_alive)
-
-    @property
-    def supervisor(self) -> int:
-        return self._find("slipstream.launch")
-
-    @property
-    def is_locked(self) -> bool:
-        """Return whether a supervisor has the lock, maybe a moment longer than it is visible."""
-        with self.runtime.lock.open("ab") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            return False
-
-    @property
-    def engine(self) -> int:
-        return self._find("slipstream.engine.loop")
-
-    def _find(self, module: str) -> int:
-        mark = str(self.runtime.directory).encode()
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                command = (entry / "cmdline").read_bytes() if entry.name.isdigit() else b""
-                if mark in command and module.encode() in command and is_alive(int(entry.name)):
-                    return int(entry.name)
-        return 0
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint" / "config.json").write_text(json.dumps(CONFIG))
-    return tmp_path / "checkpoint"
 
 
 @pytest.fixture

@@ -102,7 +102,7 @@ def test_endless_on_a_gpu_in_16_bits_only(
     name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plans, "_device", lambda _: torch.device("cuda", 0))
-    monkeypatch.setattr(plans, "_check_gpu", lambda *_: None)
+    monkeypatch.setattr(plans, "check_gpu", lambda *_: None)
     options = {"checkpoint": str(checkpoint), "dtype": "bfloat16", "attention_window": 64}
     assert resolve(EngineConfig(**options)).window.has_gaps
     words = f"attention_window = 64 needs kv_cache_dtype = 'auto' on a GPU, not '{name}'"
@@ -118,7 +118,7 @@ def test_endless_on_a_gpu_with_heads_up_to_128(
     options = {"checkpoint": str(wide), "dtype": "bfloat16", "attention_window": 64}
     assert resolve(EngineConfig(device="cpu", **options)).window.has_gaps
     monkeypatch.setattr(plans, "_device", lambda _: torch.device("cuda", 0))
-    monkeypatch.setattr(plans, "_check_gpu", lambda *_: None)
+    monkeypatch.setattr(plans, "check_gpu", lambda *_: None)
     words = "attention_window = 64 on a GPU has no kernels for heads of 256 .*head_dim"
     with pytest.raises(ConfigError, match=words):
         resolve(EngineConfig(**options))

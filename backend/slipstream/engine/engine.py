@@ -42,8 +42,8 @@ from slipstream.wire import CancelCause, Figures, FinishReason, Rejected, Status
 _log = logging.getLogger(__name__)
 
 _MAX_FAILED = 8  # requests that fail with no step between that succeeds: the device is broken
-# Exceptions after which a CUDA context answers every call with the same error.
-_STICKY = {"AcceleratorError", "CUDARuntimeError", "CUDADriverError"}
+# Exceptions after which every call to a CUDA context fails alike, or ranks are at different steps.
+_STICKY = {"AcceleratorError", "CUDARuntimeError", "CUDADriverError", "RankError"}
 
 
 class LaunchedStep(MaskTaker, Protocol):

@@ -1,6 +1,7 @@
 """Run the engine's process: poll, apply messages, step, send; in one thread.
 
     python -m slipstream.engine.loop --config FILE --socket ipc://PATH [--memory-lock FILE]
+        [--ranks FD]
 
 FILE is an `EngineConfig` as JSON; a relative checkpoint in it is relative to FILE. Exit codes: 0
 after SIGTERM, SIGINT or the end of the parent; 1 if the device is beyond repair, after all tokens
@@ -344,14 +345,15 @@ def adapters_of(config: EngineConfig, model: str, holder: Holder) -> AdapterStor
     return store
 
 
-def load(config: EngineConfig, address: str, memory_lock: Path | None = None) -> EngineLoop:
+def load(
+    config: EngineConfig, address: str, memory_lock: Path | None = None, ranks: int | None = None
+) -> EngineLoop:
     """Load the checkpoint and listen. Raises whatever is wrong with either.
 
-    Engines that have the same file `memory_lock` measure and take memory one after another.
-    """
+    Engines of one `memory_lock` take memory in turn; `ranks`: descriptor of what ranks share."""
     laps = Laps(process_age())
-    from slipstream.runner.model_runner import ModelRunner
     from slipstream.runner.plan import resolve
+    from slipstream.runner.ranks import make_runner
 
     laps.lap("imports")
     with locked(memory_lock):
@@ -364,7 +366,7 @@ def load(config: EngineConfig, address: str, memory_lock: Path | None = None) ->
             guide_compiler = start_set_up(plan.checkpoint, vocab_size, vocab.raw)
         edit_context = edit_context_of(config, plan.checkpoint, plan.model.dims.vocab_size, vocab)
         laps.lap("vocabulary")
-        runner = ModelRunner(plan)
+        runner = make_runner(plan, ranks)
     laps.lap("runner")
     limits = limits_of(config, plan)
     num_device_drafts = 0 if plan.drafts is None else plan.drafts.num_drafts
@@ -415,6 +417,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
     parser.add_argument("--socket", required=True, help="ZeroMQ address to listen on")
     parser.add_argument("--memory-lock", type=Path, help="locked while memory is taken")
+    parser.add_argument("--ranks", type=int, help="descriptor of the memory that ranks share")
     options = parser.parse_args(arguments)
     wake_at_once()  # undo what the parent may have set: steps come before everything else
     signal.signal(signal.SIGTERM, _exit)
@@ -423,7 +426,8 @@ def main(arguments: list[str] | None = None) -> int:
     faulthandler.register(signal.SIGUSR1)  # the supervisor sends it to an engine that is stuck
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     try:
-        loop = load(read_config(options.config), options.socket, options.memory_lock)
+        config = read_config(options.config)
+        loop = load(config, options.socket, options.memory_lock, options.ranks)
     except Exception as error:
         _log.debug("start failed", exc_info=True)
         print(f"slipstream engine: {' '.join(str(error).split())}", file=sys.stderr)

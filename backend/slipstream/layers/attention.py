@@ -132,15 +132,16 @@ class HeadNorm:
         size: `d`: each head is a row; `heads * d`: all of them together are.
     """
 
-    def __init__(self, norm: Norm | LayerNorm, size: int) -> None:
+    def __init__(self, norm: RowNorm, size: int) -> None:
         self.norm = norm
         self._size = size
 
     def in_rotation(self, head_size: int) -> Tensor | None:
         """Return the weight, if the kernel that rotates can normalise so; else None."""
         norm = self.norm
-        fits = isinstance(norm, Norm) and not norm.plus_one and self._size == head_size
-        return norm.weight if fits else None
+        if not isinstance(norm, Norm) or norm.plus_one or self._size != head_size:
+            return None
+        return norm.weight
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise `[n, heads, d]`."""
@@ -203,9 +204,9 @@ class Attention:
         out = Linear.read(w, ("o_proj",), (dims.hidden_size,), self.sizes[0], out_bias)
         # The kernel of the rotation has the commonest norms; all others come before it.
         self.q_norm, self.k_norm = _in_rotation(qk_norms, size)
-        self._early_norms = qk_norms if self.q_norm is None else None
+        self.early_norms = qk_norms if self.q_norm is None and qk_norms else ()
         self._most = most
-        leaves_scales = self._early_norms is None and most is None
+        leaves_scales = not self.early_norms and most is None
         self.qkv = NormLinear(qkv, leaves_scales=leaves_scales)
         self.out = LinearAdd(out, out_norm)
         self.eps = dims.eps
@@ -292,6 +293,6 @@ class Attention:
             qkv = qkv.clamp(-self._most, self._most)
         parts = torch.split(qkv, self.sizes, dim=-1)
         q, k, v = [part.view(len(residual), -1, self.head_size) for part in parts]
-        if self._early_norms is not None:
-            q, k = (norm(x) for norm, x in zip(self._early_norms, (q, k), strict=True))
+        if self.early_norms:
+            q, k = (norm(x) for norm, x in zip(self.early_norms, (q, k), strict=True))
         return [q, k, v], scales

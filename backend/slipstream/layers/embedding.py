@@ -57,6 +57,7 @@ class Embedding:
         norm: RowNorm | None = None,
     ) -> None:
         self.weight = weight
+        self.lookup: Callable[[Tensor, Tensor], Tensor] = functional.embedding
         self._scale = float(torch.tensor(scale, dtype=weight.dtype))
         self._positions = positions
         self._norm = norm
@@ -69,7 +70,7 @@ class Embedding:
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """`[n] i64`, of tokens and of their positions, `-> [n, hidden]`."""
-        rows = functional.embedding(token_ids, self.weight)
+        rows = self.lookup(token_ids, self.weight)
         if self.adapt is not None:
             rows = self.adapt(token_ids, rows)
         if self._scale != 1.0:

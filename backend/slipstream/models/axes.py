@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 from slipstream.layers.dims import ExpertsConfig, LatentConfig
+from slipstream.models.cuts import Cuts
 
 
 class NormKind(Enum):
@@ -163,6 +164,7 @@ class TensorNames:
     changed: other changes, by the ends of the decoder's names.
     change: what makes a tensor of the decoder from the stored one, all of these together; None: it
     is that. Set when dims are known (transforms.py).
+    cuts: the parts that a rank of several has; None: all of every tensor.
     """
 
     own: Mapping[str, str] = field(default_factory=dict)
@@ -175,9 +177,17 @@ class TensorNames:
     norms_each_head: bool = False
     changed: Mapping[str, Change] = field(default_factory=dict)
     change: Callable[[str], Change | None] = field(default=_unchanged, compare=False)
+    cuts: Cuts | None = None
+
+    def may_be_unread(self, name: str) -> bool:
+        """Return whether a tensor, by the checkpoint's name, is a buffer, or another rank's."""
+        is_unused = name.endswith(self.unread) or name.startswith(self.unused)
+        return is_unused or (self.cuts is not None and self.cuts.skips(name))
 
     def stored(self, name: str) -> str:
         """Return the checkpoint's name of a tensor of the decoder."""
+        if self.cuts is not None:
+            name = self.cuts.number(name)
         if not self.own:
             return name
         parts = "|".join(map(re.escape, sorted(self.own, key=len, reverse=True)))

@@ -1,6 +1,7 @@
 """Build the decoder that a family's axes describe; count its elements."""
 
 import re
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from slipstream.layers.experts import Experts
 from slipstream.layers.latent import LatentAttention
 from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP
 from slipstream.layers.norm import Factor, LayerNorm, Norm, RowNorm, identity
+from slipstream.layers.ranks import SpreadNorm
 from slipstream.layers.rope import cos_sin_table
 from slipstream.models.axes import Activation, NormKind, QkNorms, Residuals
 from slipstream.models.fileless import SizeSource
@@ -89,7 +91,8 @@ class _Builder:
         )
         norm = self._norm(self._weights.at("model.embed_norm")) if axes.embedding_norm else None
         ties = self._config.ties_embeddings
-        embedding, head = embedding_and_head(self._weights, d, ties, ends, norm)
+        rows = replace(d, vocab_size=self._config.vocab_rows)
+        embedding, head = embedding_and_head(self._weights, rows, ties, ends, norm)
         blocks = [self._block(i) for i in range(d.num_layers)]
         return Decoder(embedding, blocks, self._norm(self._weights.at("model.norm")), head)
 
@@ -129,6 +132,8 @@ class _Builder:
             return HeadNorm(LayerNorm(w, size, eps, has_bias=False, groups=heads), size)
         width = heads * size if kind is QkNorms.WHOLE else size
         plus_one = self._axes.norm is NormKind.ONE_PLUS_WEIGHT
+        if kind is QkNorms.WHOLE and self._config.num_ranks > 1:
+            return HeadNorm(SpreadNorm(w, width, eps, plus_one), width)
         return HeadNorm(Norm(w, width, eps, plus_one), width)
 
     def _attention(self, i: int, w: Weights) -> Attention | LatentAttention:

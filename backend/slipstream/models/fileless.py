@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.models.cuts import Cuts
 from slipstream.quant.matrix import QuantMatrix
 
 _log = logging.getLogger(__name__)
@@ -30,7 +31,8 @@ class _Unquantised:
 class RandomSource(_Unquantised):
     """Seeded normal values of any shape: mean 1 for norms, else 0, standard deviation 0.02."""
 
-    def __init__(self, device: torch.device, seed: int = 0) -> None:
+    def __init__(self, device: torch.device, seed: int = 0, cuts: Cuts | None = None) -> None:
+        self._cuts = cuts
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def has(self, name: str) -> bool:
@@ -41,7 +43,11 @@ class RandomSource(_Unquantised):
         """Sample values in place on the device."""
         for name, out in zip(names, outs, strict=True):
             is_norm = out.ndim == 1 and name.endswith(".weight")
-            out.normal_(float(is_norm), 0.02, generator=self._generator)
+            cut = None if self._cuts is None else self._cuts.of(name, out.shape)
+            whole = out if cut is None else out.new_empty(cut.whole(out.shape))
+            whole.normal_(float(is_norm), 0.02, generator=self._generator)
+            if cut is not None:
+                cut.fill(out, cut.part_of(whole))
 
     def number(self, name: str) -> float:
         """Raise `CheckpointError`: random weights have no scales."""

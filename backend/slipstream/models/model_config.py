@@ -32,6 +32,13 @@ class ModelConfig:
         default=None, compare=False
     )
 
+    num_ranks: int = 1  # over which it is split; sizes are a rank's, but for the vocabulary
+
+    @property
+    def vocab_rows(self) -> int:
+        """Rows of the embedding, and of the head, that a rank has."""
+        return -(-self.dims.vocab_size // self.num_ranks)
+
     @property
     def rope(self) -> RopeConfig:
         """The rotation of the first layer: of all, where sequences stream."""

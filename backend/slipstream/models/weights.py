@@ -19,12 +19,14 @@ from tqdm import tqdm
 from slipstream.errors import CheckpointError
 from slipstream.kernels.runtime.registry import Target, target_of
 from slipstream.models.axes import Change, TensorNames
+from slipstream.models.cuts import Cut
 from slipstream.models.entries import TensorEntry
 from slipstream.models.files import SINGLE, tensor_entries
 from slipstream.models.formats.registry import Formats
 from slipstream.models.gguf.kept import KEPT, kept
 from slipstream.models.gguf.restore import buffer_for, restore
 from slipstream.models.gguf.types import QUANTISED
+from slipstream.models.mapped import MappedFiles
 from slipstream.models.reading import Region, TensorReader
 from slipstream.quant.matrix import QuantMatrix
 
@@ -110,6 +112,7 @@ class _Checkpoint:
     def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
         """Read a matrix that the checkpoint has quantised, with all that belongs to it."""
         stored, weight = self._stored(name), self._stored(f"{name}.weight")
+        self._refuse_cut(f"{name}.weight", (rows, inputs), stored)
         if (entry := self._entries.get(weight)) is not None and entry.dtype in KEPT:
             self._take(f"{name}.weight", (rows, inputs))
             matrix = kept(entry, self.raw(weight))
@@ -123,6 +126,18 @@ class _Checkpoint:
                 "as it is loaded: that is not implemented"
             )
         return self._formats.load(stored, rows, inputs)
+
+    def _refuse_cut(self, name: str, shape: Sequence[int], stored: str) -> None:
+        """Raise `CheckpointError` for a quantised matrix of which a rank has a part."""
+        cuts = self._tensors.cuts
+        if cuts is None or cuts.of(name, shape) is None:
+            return
+        entry = self._entries.get(self._stored(name))
+        if self._formats.is_quantised(stored) or (entry and entry.dtype in QUANTISED):
+            raise CheckpointError(
+                f"{self._directory}: tensor_parallel = {cuts.size}: {stored} is quantised: parts "
+                "of such matrices are not implemented, of 16 and 32 bits they are"
+            )
 
     def is_quantised(self, name: str) -> bool:
         """Return whether the checkpoint has the matrix quantised."""
@@ -145,6 +160,8 @@ class _Checkpoint:
 
     def _take(self, name: str, shape: Sequence[int]) -> TensorEntry:
         """Return the tensor's place; raises `CheckpointError` if absent or of another shape."""
+        cut = self._cut(name, shape)
+        shape = shape if cut is None else cut.whole(shape)
         change, name = self._tensors.change(name), self._stored(name)
         entry = self._entries.get(name)
         if entry is None:
@@ -155,15 +172,26 @@ class _Checkpoint:
                 f"{entry.file}: tensor {name} is {list(entry.shape)}, {wanted} "
                 "as config.json (transformers' defaults where it is silent) has it"
             )
-        if change is not None and (entry.paired_heads or entry.added or entry.dtype in QUANTISED):
-            raise CheckpointError(
-                f"{entry.file}: tensor {name} is in another layout than this model's heads need: "
-                "that is not implemented for GGUF files"
-            )
+        if entry.paired_heads or entry.added or entry.dtype in QUANTISED:
+            if cut is not None:
+                raise CheckpointError(
+                    f"{entry.file}: parts of tensor {name} for tensor_parallel are not "
+                    "implemented for GGUF files"
+                )
+            if change is not None:
+                raise CheckpointError(
+                    f"{entry.file}: tensor {name} is in another layout than this model's heads "
+                    "need: that is not implemented for GGUF files"
+                )
         if entry.dtype not in _DTYPES and entry.dtype not in QUANTISED:
             raise CheckpointError(f"{entry.file}: tensor {name} is {entry.dtype}: not implemented")
         self._unread.discard(name)
         return entry
+
+    def _cut(self, name: str, shape: Sequence[int]) -> Cut | None:
+        """Return the part of a tensor that this rank has in this shape; None: all of it."""
+        cuts = self._tensors.cuts
+        return None if cuts is None else cuts.of(name, shape)
 
     def number(self, name: str) -> float:
         """Read the scale from a tensor of one element."""
@@ -187,8 +215,7 @@ class _Checkpoint:
 
     def finish(self) -> None:
         """Raise `CheckpointError` if a tensor was never read and is not known to be unused."""
-        ends, begins = self._tensors.unread, self._tensors.unused
-        left = sorted(n for n in self._unread if not n.endswith(ends) and not n.startswith(begins))
+        left = sorted(name for name in self._unread if not self._tensors.may_be_unread(name))
         if left:
             file = self._entries[left[0]].file
             raise CheckpointError(
@@ -224,6 +251,7 @@ class FileSource(_Checkpoint):
         super().__init__(directory, tensors, single)
         self._device = device
         self._reader = TensorReader(device)
+        self._mapped = MappedFiles()
         self._extremes: list[Tensor] = []  # minimum and maximum of each tensor
         self._read: list[tuple[str, Path]] = []  # their names and files
         self._start = time.perf_counter()
@@ -252,6 +280,9 @@ class FileSource(_Checkpoint):
         plain: list[tuple[str, Tensor]] = []
         for name, out in zip(names, outs, strict=True):
             change = self._tensors.change(name)
+            if (cut := self._cut(name, out.shape)) is not None:
+                self._fill_part(name, cut, change, out)
+                continue
             if change is None:
                 plain.append((name, out))
                 continue
@@ -262,6 +293,15 @@ class FileSource(_Checkpoint):
             self._note_values(key, entry, out)
         if plain:
             self._fill(*zip(*plain, strict=True))
+
+    def _fill_part(self, name: str, cut: Cut, change: Change | None, out: Tensor) -> None:
+        """Copy a part of a tensor. Of what no change moves, only the part's bytes are read."""
+        entry, key = self._take(name, out.shape), self._stored(name)
+        how = (_DTYPES[entry.dtype], cut, change, self._reader, out)
+        num_bytes = self._mapped.fill(key, entry, *how)
+        self._note_values(key, entry, out)
+        self._num_bytes += num_bytes
+        self._bar.update(num_bytes)
 
     def _note_values(self, name: str, entry: TensorEntry, out: Tensor) -> None:
         """Keep the extremes: they are checked at the end, so that nothing waits for a GPU here."""

@@ -40,8 +40,11 @@ class Adapters:
         self._numbers = itertools.count(1)
         self._read: dict[int, AdapterWeights] = {}
         self._lock = threading.Lock()
-        self.targets: Targets | None = None  # None: this model serves no adapters
-        if isinstance(model, Decoder):
+        self.targets: Targets | None = None
+        self._refusal = "backend_model = 'transformers' serves no adapters"
+        if plan.model.num_ranks > 1:
+            self._refusal = f"tensor_parallel = {plan.model.num_ranks} serves no adapters"
+        elif isinstance(model, Decoder):
             self.targets = Targets(
                 adapt(model, self._groups), plan.model.tensors, plan.dtype, plan.device
             )
@@ -49,14 +52,14 @@ class Adapters:
     def read(self, path: str) -> AdapterWeights:
         """Read and check a PEFT directory. Raises `CheckpointError` or `ConfigError`."""
         if self.targets is None:
-            raise ConfigError("backend_model = 'transformers' serves no adapters")
+            raise ConfigError(self._refusal)
         with torch.inference_mode():
             return read_adapter(Path(path), self.targets, self._dtype)
 
     def read_task(self, task: LoraTask) -> AdapterWeights:
         """Read and check weights of a request. Raises `CheckpointError` or `ConfigError`."""
         if self.targets is None:
-            raise ConfigError("backend_model = 'transformers' serves no adapters")
+            raise ConfigError(self._refusal)
         with torch.inference_mode():
             return read_task(task, self.targets, self._dtype)
 

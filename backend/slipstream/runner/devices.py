@@ -1,11 +1,46 @@
-"""The memory of a device: what it has, and what is to be had of it."""
+"""The device of a rank, and its memory: what it has, and what is to be had of it."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.kernels.runtime.jit import MIN_CAPABILITY
+
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def device_of(config: EngineConfig, rank: int) -> torch.device:
+    """Return the device of a rank; raises `ConfigError` if the machine has none such."""
+    has_cuda = torch.cuda.is_available()
+    wants_gpu = config.device == "cuda" or (config.device == "auto" and has_cuda)
+    if wants_gpu and has_cuda and (count := torch.cuda.device_count()) < config.tensor_parallel:
+        raise ConfigError(f"tensor_parallel = {config.tensor_parallel}: {count} GPUs are here")
+    if config.device == "auto":
+        return torch.device("cuda", rank) if has_cuda else torch.device("cpu")
+    if config.device not in ("cpu", "cuda"):
+        raise ConfigError(f"device = {config.device!r} is not one of auto, cpu, cuda")
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError("device = 'cuda', but torch sees no GPU")
+    return torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
+
+
+def check_gpu(device: torch.device) -> None:
+    """Raise `ConfigError` if the GPU or the packages are not what the kernels need."""
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        raise ConfigError(
+            f"device = 'cuda': {torch.cuda.get_device_name(device)} has compute capability "
+            f"{capability}, the kernels need {MIN_CAPABILITY}; device = 'cpu' works"
+        )
+    if any(find_spec(name) is None for name in ("cupy", "cuda")):
+        raise ConfigError(
+            "device = 'cuda', but CuPy or cuda-bindings is not installed: "
+            "pip install 'slipstream[engine,cuda13]' (or cuda12); device = 'cpu' works without"
+        )
 
 
 def available_on_host() -> int:

@@ -27,19 +27,14 @@ from slipstream.runner.devices import available_on_host, free_on_gpu
 from slipstream.runner.draft_loading import load_drafter
 from slipstream.runner.drafting import Drafting
 from slipstream.runner.graphs import Buckets, Graphs
+from slipstream.runner.group import ALONE, Group
 from slipstream.runner.launched import LaunchedStep
 from slipstream.runner.load_weights import load_weights
 from slipstream.runner.log_probs import Ask, Tops, asks_of
 from slipstream.runner.masks import MaskPlaces, StepMasks
 from slipstream.runner.memory import left_in_share, left_on_gpu, num_blocks
 from slipstream.runner.plan import Plan
-from slipstream.runner.sampler import (
-    HistoryInputs,
-    Results,
-    count,
-    make_counts,
-    sample_tokens,
-)
+from slipstream.runner.sampler import HistoryInputs, Results, count, make_counts, sample_tokens
 from slipstream.runner.sampling_rows import HistoryArrays, histories
 from slipstream.runner.staging import Staging
 from slipstream.runner.step_arrays import (
@@ -73,7 +68,8 @@ class ModelRunner:
     """
 
     @torch.inference_mode()
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, group: Group = ALONE) -> None:
+        self._group = group
         if plan.num_threads is not None:
             torch.set_num_threads(plan.num_threads)
         laps = Laps()
@@ -95,6 +91,7 @@ class ModelRunner:
         num_positions = window.size if window.has_gaps else plan.max_model_len
         self._model = build_any(plan.model, load_weights(plan), num_positions)
         self.adapters = Adapters(plan, self._model)
+        self._group.share(self._model, self.vocab_size)
         log_scales(plan.cache_dtype, self._model)
         self._streaming = None
         if window.has_gaps:
@@ -106,7 +103,7 @@ class ModelRunner:
         self._drafting = self._make_drafting(plan)
         self._graphs = None
         left = self._measure(plan, buckets, laps)
-        self.num_blocks = num_blocks(plan, left_in_share(plan, before, left))
+        self.num_blocks = self._group.agree(num_blocks(plan, left_in_share(plan, before, left)))
         self._make_caches(plan, self.num_blocks)
         laps.lap("cache")
         self._make_transfers(plan)
@@ -121,7 +118,7 @@ class ModelRunner:
     def _measure(self, plan: Plan, buckets: Buckets, laps: Laps) -> int:
         """Bytes that are left for the cache. On a GPU all kernels are compiled then, and loaded."""
         if plan.device.type == "cpu":
-            return available_on_host()
+            return available_on_host() // plan.model.num_ranks
         self._make_caches(plan, 1)
         layout, budget = self._builder.layout, plan.max_num_batched_tokens
         size = min(plan.max_num_seqs, budget)
@@ -157,7 +154,7 @@ class ModelRunner:
 
     def _make_transfers(self, plan: Plan) -> None:
         """Host memory for blocks, if the configuration has any."""
-        num_slots = plan.config.kv_cache_host_bytes // plan.block_bytes
+        num_slots = plan.config.kv_cache_host_bytes // plan.model.num_ranks // plan.block_bytes
         self.transfers: Mover | None = None
         if num_slots:
             self.transfers = transfers_of(self._in_blocks, num_slots)
@@ -251,6 +248,7 @@ class ModelRunner:
         found = None if self._graphs is None else self._graphs.find(exact)
         shape = exact if found is None else found[0]
         arrays = self._builder.build(batch, shape, 0, 0)
+        self._group.announce(batch, shape, arrays)
         with self.adapters.step(self.adapters.of(batch), batch, shape, arrays):
             return self._forward(shape, self._stage(arrays))[arrays.samples].float()
 
@@ -273,6 +271,7 @@ class ModelRunner:
         if found is not None:
             shape = found[0]
         arrays = self._builder.build(batch, shape, first, before)
+        self._group.announce(batch, shape, arrays)
         places = arrays.samples  # now: on a CPU the step itself marks rows that are late
         if masks is not None:
             masks.ask(arrays.rows, places)
@@ -357,11 +356,15 @@ class ModelRunner:
         beside.make_prompts(
             batch, hidden, self._model.logits, self._dtype, self.vocab_size, self._is_sliced
         )
-        logits = hidden.new_empty((0, self.vocab_size))
-        if shape.num_samples:
-            with self.adapters.sampling():
-                logits = self._model.logits(Residual(hidden[inputs.sample_rows]))
-            self._sample(logits, inputs)
+        return self._step_logits(hidden, inputs)
+
+    def _step_logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
+        """Make logits of the sampled ones of all states, and sample."""
+        if not len(inputs.sample_rows):
+            return hidden.new_empty((0, self.vocab_size))
+        with self.adapters.sampling():
+            logits = self._model.logits(Residual(hidden[inputs.sample_rows]))
+        self._sample(logits, inputs)
         return logits
 
     def _prepare_prompt(self) -> Callable[[], object]:
@@ -384,10 +387,10 @@ class ModelRunner:
         x, tables = inputs, self._tables[: shape.num_rows * self._num_tables]
         results = self._results.token_ids
         start_step(x.header, x.words, x.token_ids, x.sources, results, tables)
+        self._group.spread(x.token_ids)
         of_layers = self._inputs(shape, inputs, tables)
-        if (
-            shape.num_decodes < shape.num_tokens and not keeps_all
-        ):  # else all tokens are sampled, in order
+        # Where decodes are all there is, all tokens are sampled, in order.
+        if shape.num_decodes < shape.num_tokens and not keeps_all:
             of_layers[-1] = of_layers[-1].of_last_layer(x.sample_rows, x.sample_starts)
         caches = [self._caches[place] for place in self._places]
         return self._model.hidden(x.token_ids, of_layers, caches)

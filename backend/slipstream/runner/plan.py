@@ -3,13 +3,13 @@
 import logging
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from math import inf
 from pathlib import Path
 
 import torch
 from slipstream_contract.limits import MAX_DRAFT_TOKENS
 from slipstream_contract.log_probs import MODES
+from slipstream_runtime.ranks import MAX_RANKS
 
 from slipstream import quant
 from slipstream.config import (
@@ -26,12 +26,12 @@ from slipstream.core.window import AttentionWindow
 from slipstream.errors import ConfigError
 from slipstream.kernels.attention.backend import AttentionBackend, backend_for
 from slipstream.kernels.cache.kv_spec import KVSpec
-from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.registry import target_of
 from slipstream.models.backends import notes, read_checkpoint
 from slipstream.models.decoder import block_elements
 from slipstream.models.hf import ignored_keys, weights_dtype
 from slipstream.models.model_config import ModelConfig
+from slipstream.models.sharding import check_ranks, sharded
 from slipstream.runner.cache_dtype import (
     attention_spec,
     cache_dtype,
@@ -39,7 +39,7 @@ from slipstream.runner.cache_dtype import (
     model_on,
     note_positions,
 )
-from slipstream.runner.devices import available_on_host, total_memory
+from slipstream.runner.devices import available_on_host, check_gpu, device_of, total_memory
 from slipstream.runner.draft_plan import DraftPlan, plan_drafts
 from slipstream.runner.foreign import check_foreign
 from slipstream.runner.matrices import weight_bytes
@@ -73,6 +73,7 @@ class Plan:
     num_threads: int | None  # of torch on the CPU; None: its own choice
     has_tokenizer: bool
     drafts: DraftPlan | None = None  # a drafter on the device
+    rank: int = 0  # of `model.num_ranks`; `model` and all bytes are those of a rank
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -195,32 +196,6 @@ def _at_least(config: EngineConfig, field: str, low: int) -> int:
     return value
 
 
-def _device(config: EngineConfig) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if config.device == "auto":
-        return torch.device("cuda", 0) if has_cuda else torch.device("cpu")
-    if config.device not in ("cpu", "cuda"):
-        raise ConfigError(f"device = {config.device!r} is not one of auto, cpu, cuda")
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError("device = 'cuda', but torch sees no GPU")
-    return torch.device("cuda", 0) if config.device == "cuda" else torch.device("cpu")
-
-
-def _check_gpu(device: torch.device) -> None:
-    """Raise `ConfigError` if the GPU or the packages are not what the kernels need."""
-    capability = torch.cuda.get_device_capability(device)
-    if capability < jit.MIN_CAPABILITY:
-        raise ConfigError(
-            f"device = 'cuda': {torch.cuda.get_device_name(device)} has compute capability "
-            f"{capability}, the kernels need {jit.MIN_CAPABILITY}; device = 'cpu' works"
-        )
-    if any(find_spec(name) is None for name in ("cupy", "cuda")):
-        raise ConfigError(
-            "device = 'cuda', but CuPy or cuda-bindings is not installed: "
-            "pip install 'slipstream[engine,cuda13]' (or cuda12); device = 'cpu' works without"
-        )
-
-
 def dtype_on(device: str, config: EngineConfig, model: ModelConfig) -> torch.dtype:
     """Return the dtype that is configured; auto: the checkpoint's on a GPU, float32 on a CPU."""
     if config.dtype != "auto":
@@ -283,10 +258,9 @@ def _check_cache(plan: Plan) -> None:
     if config.kv_cache_tokens is not None:
         _at_least(config, "kv_cache_tokens", config.block_size)
     wanted = config.kv_cache_host_bytes
-    if 0 < wanted < plan.block_bytes:
-        raise ConfigError(
-            f"kv_cache_host_bytes = {wanted} is below a block's {plan.block_bytes} bytes"
-        )
+    least = plan.block_bytes * plan.model.num_ranks
+    if 0 < wanted < least:
+        raise ConfigError(f"kv_cache_host_bytes = {wanted} is below a block's {least} bytes")
 
 
 def _check_memory(plan: Plan) -> None:
@@ -303,7 +277,8 @@ def _check_memory(plan: Plan) -> None:
         return
     wanted = plan.blocks_of(config.kv_cache_tokens) * plan.block_bytes
     is_cuda = plan.device.type == "cuda"
-    free = torch.cuda.mem_get_info(plan.device)[0] if is_cuda else available
+    of_rank = available // plan.model.num_ranks
+    free = torch.cuda.mem_get_info(plan.device)[0] if is_cuda else of_rank
     free = max(0, free - plan.weight_bytes)
     if wanted > free:
         raise ConfigError(
@@ -331,6 +306,8 @@ def _check_share(plan: Plan) -> None:
 
 def _num_threads(model: ModelConfig) -> int | None:
     text = os.environ.get("SLIPSTREAM_CPU_THREADS")
+    if text is None and model.num_ranks > 1:
+        return max(1, torch.get_num_threads() // model.num_ranks)
     if text is None:
         # Below this, threads wait for each other longer than they compute, and the more so the
         # busier the machine: on 2 cores one thread is 1.4 times as fast, 10 times beside others.
@@ -338,6 +315,15 @@ def _num_threads(model: ModelConfig) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"SLIPSTREAM_CPU_THREADS = {text!r} is not a whole number >= 1")
     return int(text)
+
+
+def _check_ranks(config: EngineConfig) -> None:
+    if _at_least(config, "tensor_parallel", 1) > MAX_RANKS:
+        raise ConfigError(f"tensor_parallel = {config.tensor_parallel} is above {MAX_RANKS}")
+    if _at_least(config, "pipeline_parallel", 1) > 1:
+        raise ConfigError(
+            f"pipeline_parallel = {config.pipeline_parallel} is not implemented; tensor_parallel is"
+        )
 
 
 def _check_fields(config: EngineConfig) -> None:
@@ -379,6 +365,7 @@ def _check_fields(config: EngineConfig) -> None:
         raise ConfigError(
             f"block_size = {config.block_size} is not a power of two between 8 and 256"
         )
+    _check_ranks(config)
     for field, choices in (
         ("load_format", LOAD_FORMATS),
         ("backend_model", BACKEND_MODELS),
@@ -389,8 +376,10 @@ def _check_fields(config: EngineConfig) -> None:
             raise ConfigError(f"{field} = {value!r} is not one of {', '.join(choices)}")
 
 
-def settle(config: EngineConfig, device: torch.device) -> Plan:
+def settle(config: EngineConfig, device: torch.device, rank: int = 0) -> Plan:
     """Check the configuration against the checkpoint, for a device that need not be there.
+
+    The plan is that of one rank, which differs from others by its device and its part of weights.
 
     Raises `ConfigError` (field, value, limit) or `CheckpointError` (file, key, value).
     """
@@ -398,6 +387,8 @@ def settle(config: EngineConfig, device: torch.device) -> Plan:
     checkpoint = Path(config.checkpoint)
     model = model_on(device.type, read_checkpoint(checkpoint, config.backend_model))
     check_foreign(config, model)
+    check_ranks(config, model, device.type)
+    model = sharded(model, rank, config.tensor_parallel)
     dtype = dtype_on(device.type, config, model)
     check_scheme(config, model, device, dtype)
     max_model_len = _max_model_len(config, model)
@@ -424,25 +415,26 @@ def settle(config: EngineConfig, device: torch.device) -> Plan:
         num_threads=_num_threads(model),
         has_tokenizer=(checkpoint / "tokenizer.json").is_file(),
         drafts=plan_drafts(config, model, attention, groups),
+        rank=rank,
     )
     _check_cache(plan)
     return plan
 
 
-def settle_here(config: EngineConfig) -> Plan:
+def settle_here(config: EngineConfig, rank: int = 0) -> Plan:
     """`settle` for the device that this machine gives; raises `ConfigError` if it cannot serve."""
-    device = _device(config)
+    device = device_of(config, rank)
     if device.type == "cuda":
-        _check_gpu(device)
-    return settle(config, device)
+        check_gpu(device)
+    return settle(config, device, rank)
 
 
-def resolve(config: EngineConfig) -> Plan:
+def resolve(config: EngineConfig, rank: int = 0) -> Plan:
     """`settle_here`, and what this machine's memory allows: what the engine starts with.
 
     Keys of config.json that are ignored are logged, and that it is a class of transformers.
     """
-    plan = settle_here(config)
+    plan = settle_here(config, rank)
     _check_memory(plan)
     for line in filter(None, (ignored_keys(plan.model), notes(plan.model))):
         _log.warning(line)

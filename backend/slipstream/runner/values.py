@@ -7,6 +7,7 @@ whatever the length of the prompt; what is kept of them goes to host memory.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +36,40 @@ def piece_rows(vocab_size: int, itemsize: int) -> int:
     """Return how many rows of logits are made at a time: a multiple of `ROWS` where many fit."""
     rows = LOGITS_BYTES // (vocab_size * itemsize)
     return max(1, rows if rows < ROWS else rows // ROWS * ROWS)
+
+
+class Piece(NamedTuple):
+    """Tokens of a step that the head runs over at a time, for values of a prompt."""
+
+    row: int
+    first: int  # of the step's tokens
+    begin: int  # of the row's tokens whose values are wanted
+    end: int
+
+
+def pieces_of(batch: Batch, most: int) -> list[Piece]:
+    """Cut what rows want of their prompts into pieces of at most `most` tokens."""
+    found, end_of_row = [], 0
+    for number, row in enumerate(batch.rows):
+        begin_of_row, end_of_row = end_of_row, end_of_row + len(row.token_ids)
+        if (ask := row.prompt) is None:
+            continue
+        # What follows the prompt is output, after a preemption.
+        size = min(len(row.token_ids), row.num_prompt - row.start) - ask.first
+        first = begin_of_row + ask.first
+        found += [
+            Piece(number, first + begin, begin, min(size, begin + most))
+            for begin in range(0, size, most)
+        ]
+    return found
+
+
+def rows_of_piece(hidden: Tensor, first: int, count: int, is_sliced: bool) -> Residual:
+    """Return so many rows of `hidden` from `first` on; sliced, a multiple of `ROWS`."""
+    index = torch.arange(first, first + count, device=hidden.device)
+    if is_sliced:
+        index = torch.cat([index, index[-1:].expand(-len(index) % ROWS)])
+    return Residual(hidden[index])
 
 
 def has_prompts(batch: Batch) -> bool:
@@ -133,23 +168,14 @@ class Beside:
             dtype, vocab_size: of the logits.
             is_sliced: whether the head takes multiples of `ROWS` alone.
         """
-        most, end_of_row = piece_rows(vocab_size, dtype.itemsize), 0
         for number, row in enumerate(batch.rows):
-            begin_of_row, end_of_row = end_of_row, end_of_row + len(row.token_ids)
-            if (ask := row.prompt) is None:
-                continue
-            size = len(row.token_ids) - ask.first
-            # What follows the prompt is output, after a preemption.
-            size = min(size, row.num_prompt - row.start - ask.first)
-            part = self._parts[number] = _Part(row.start + ask.first, ask, size)
-            first = begin_of_row + ask.first
-            for begin in range(0, size, most):
-                end = min(size, begin + most)
-                index = torch.arange(first + begin, first + end, device=hidden.device)
-                if is_sliced:
-                    index = torch.cat([index, index[-1:].expand(-len(index) % ROWS)])
-                logits = head(Residual(hidden[index]))[: end - begin]
-                self._keep(part, logits, list(ask.next_ids[begin:end]))
+            if (ask := row.prompt) is not None:
+                size = min(len(row.token_ids), row.num_prompt - row.start) - ask.first
+                self._parts[number] = _Part(row.start + ask.first, ask, size)
+        for piece in pieces_of(batch, piece_rows(vocab_size, dtype.itemsize)):
+            part, count = self._parts[piece.row], piece.end - piece.begin
+            logits = head(rows_of_piece(hidden, piece.first, count, is_sliced))[:count]
+            self._keep(part, logits, list(part.ask.next_ids[piece.begin : piece.end]))
 
     @staticmethod
     def _keep(part: _Part, logits: Tensor, next_ids: list[int]) -> None:

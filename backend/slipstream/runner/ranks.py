@@ -1,0 +1,206 @@
+"""Runners of several ranks: rank 0 leads, the others follow; and the start of both.
+
+A step that fails behind its announcement leaves ranks at different places: that is fatal, as a
+broken device is, and the supervisor starts all of them again.
+"""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from slipstream_runtime.ranks import RankError, RankMemory
+
+from slipstream import __version__
+from slipstream.core.batch import Batch
+from slipstream.errors import ConfigError
+from slipstream.kernels.comm.ranks import HostRanks
+from slipstream.kvcache.host import Direction, Mover
+from slipstream.runner.adapters import Active
+from slipstream.runner.group import Frame, Joined, Move, Stop
+from slipstream.runner.log_probs import Ask
+from slipstream.runner.masks import StepMasks
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.plan import Plan
+from slipstream.runner.step_arrays import StepArrays
+from slipstream.runner.step_inputs import StepInputs
+from slipstream.runner.values import Beside, rows_of_piece
+
+_log = logging.getLogger(__name__)
+
+
+class Leader(ModelRunner):
+    """Rank 0: announces each step, and gathers its logits."""
+
+    def __init__(self, plan: Plan, group: Joined) -> None:
+        self._joined = group
+        super().__init__(plan, group)
+        if self.transfers is not None:
+            self.transfers = _EveryMover(self.transfers, group)
+
+    def stop(self) -> None:
+        """Have the others end, and launch nothing any more."""
+        self._joined.send(Stop())
+
+    def _run(
+        self, batch: Batch, first: int, before: int, masks: StepMasks | None, active: Active
+    ) -> tuple[list[Ask], Beside | None]:
+        announced = self._joined.num_steps
+        try:
+            return super()._run(batch, first, before, masks, active)
+        except Exception as error:
+            if self._joined.num_steps == announced:
+                raise  # no other rank has heard of it
+            self._joined.fail()
+            raise RankError(f"rank 0: {type(error).__name__}: {error}") from error
+
+
+class _EveryMover:
+    """A mover of rank 0 whose copies all ranks make, each of its own heads.
+
+    On CPUs a copy has ended when it was started, and messages are in order: what rank 0 knows to
+    have ended is, on every rank, before whatever it announces later.
+    """
+
+    def __init__(self, mover: Mover, group: Joined) -> None:
+        self._mover, self._group = mover, group
+        self.num_slots, self.max_pairs = mover.num_slots, mover.max_pairs
+        self.block_bytes = mover.block_bytes
+
+    def start(self, direction: Direction, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy on all ranks; see `Mover`."""
+        self._group.send(Move(direction.value, list(pairs)))
+        self._mover.start(direction, pairs)
+
+    def num_ended(self, direction: Direction) -> int:
+        """Return how many copies have ended."""
+        return self._mover.num_ended(direction)
+
+    def wait(self) -> None:
+        """Wait for the oldest copies."""
+        self._mover.wait()
+
+    def rate(self, direction: Direction) -> float | None:
+        """Bytes a second of one rank."""
+        return self._mover.rate(direction)
+
+
+class Follower(ModelRunner):
+    """Any other rank: runs what rank 0 announces, and samples nothing."""
+
+    def __init__(self, plan: Plan, group: Joined) -> None:
+        self._joined = group
+        super().__init__(plan, group)
+
+    def follow(self) -> None:
+        """Run steps until rank 0 says that it ends. Raises `RankError` if a rank has failed."""
+        while not isinstance(message := self._joined.receive(), Stop):
+            try:
+                if isinstance(message, Frame):
+                    self._replay(message)
+                else:
+                    self._move(message)
+            except Exception:
+                self._joined.fail()
+                raise
+
+    def _move(self, move: Move) -> None:
+        assert self.transfers is not None, "all ranks have host memory, or none"
+        self.transfers.start(Direction(move.direction), move.pairs)
+
+    @torch.inference_mode()
+    def _replay(self, frame: Frame) -> None:
+        if frame.copies:
+            self._copy_blocks(Batch((), 0, copies=frame.copies))
+        shape = frame.shape
+        arrays = StepArrays.of(shape, self._num_tables, frame.num_edits, frame.tables)
+        arrays.memory[:] = np.frombuffer(frame.memory, np.uint8)
+        found = None
+        if self._graphs is not None and frame.pieces is None:
+            found = self._graphs.find(shape)
+        base = self._staging.copy(arrays.memory)
+        if found is not None and found[0] == shape and base is self._staging.home:
+            found[1].graph.replay()
+            self._staging.sent()
+            return
+        self._staging.sent()
+        inputs = StepInputs.of(base, arrays)
+        if frame.pieces is None:
+            self._step(shape, inputs)
+            return
+        hidden = self._hidden(shape, inputs, keeps_all=True).values
+        for first, count in frame.pieces:
+            self._model.logits(rows_of_piece(hidden, first, count, self._is_sliced))
+        self._step_logits(hidden, inputs)
+
+    def _sample(self, logits: torch.Tensor, inputs: StepInputs) -> None:
+        """Leave it to rank 0."""
+
+
+def join(plan: Plan, memory: RankMemory) -> Joined:
+    """Meet the other ranks; raises `ConfigError` if they differ in what must be the same."""
+    _compare(plan, memory)
+    return Joined(memory, HostRanks(memory), plan.dtype.itemsize, plan.max_in_flight > 1)
+
+
+def start(plan: Plan, descriptor: int) -> tuple[Leader | Follower, RankMemory]:
+    """Load a rank's part of the model, together with all others."""
+    memory = RankMemory(descriptor, plan.model.num_ranks, plan.rank)
+    group = join(plan, memory)
+    runner = Leader(plan, group) if plan.rank == 0 else Follower(plan, group)
+    memory.meet()
+    memory.limit_s = plan.config.stuck_after_s
+    return runner, memory
+
+
+def make_runner(plan: Plan, descriptor: int | None) -> ModelRunner:
+    """Return the runner of the engine's process: rank 0 of several, or the only one.
+
+    `descriptor` is that of the memory that ranks share. Raises `ConfigError`, `CheckpointError`.
+    """
+    size = plan.model.num_ranks
+    if size == 1:
+        return ModelRunner(plan)
+    if descriptor is None:
+        raise ConfigError(f"tensor_parallel = {size} needs a supervisor that starts the ranks")
+    runner, memory = start(plan, descriptor)
+    memory.beat_forever()
+    return runner
+
+
+def facts_of(plan: Plan) -> dict[str, str]:
+    """Return what must be the same on all ranks, by name."""
+    files = hashlib.sha256()
+    for path in sorted(plan.checkpoint.iterdir()):
+        if path.is_file():
+            state = path.stat()
+            files.update(f"{path.name} {state.st_size} {state.st_mtime_ns}\n".encode())
+    settings = hashlib.sha256(msgspec.json.encode(plan.config))
+    return {
+        "version": __version__,
+        "version of torch": str(torch.__version__),
+        "files of the checkpoint": f"{_name(plan.checkpoint)} {files.hexdigest()[:16]}",
+        "settings": settings.hexdigest()[:16],
+        "device": plan.device.type,
+        "dtype": str(plan.dtype).removeprefix("torch."),
+    }
+
+
+def _name(path: Path) -> str:
+    return path.resolve().name[:200]
+
+
+def _compare(plan: Plan, memory: RankMemory) -> None:
+    """Raise `ConfigError` with the name of the first fact in which a rank differs from rank 0."""
+    memory.state(msgspec.json.encode(facts_of(plan)))
+    memory.meet()
+    first, *others = [msgspec.json.decode(facts, type=dict[str, str]) for facts in memory.facts()]
+    for rank, facts in enumerate(others, start=1):
+        for name, value in first.items():
+            if facts.get(name) != value:
+                raise ConfigError(
+                    f"rank {rank} has another {name} than rank 0: {facts.get(name)}, not {value}"
+                )

@@ -1,0 +1,90 @@
+"""The processes of an engine's ranks, which live and die together."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from slipstream_runtime.processes import end
+from slipstream_runtime.ranks import RankMemory, Silence
+
+_log = logging.getLogger(__name__)
+SILENT_S = 3.0  # a rank that gives no sign of life for so long hangs
+_SAY_S = 0.3  # time for a rank that hangs to write where it is
+
+
+class RankProcesses:
+    """The memory that `size` ranks share, and the processes of all but rank 0.
+
+    One rank alone shares nothing: then there is no process, and no rank is ever silent.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.ended: list[int] = []  # descriptors that are readable once a process has ended
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._descriptor = RankMemory.create(size) if size > 1 else -1
+        self._silence: Silence | None = None
+        if size > 1:
+            self._silence = Silence(RankMemory(self._descriptor, size).beats)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Descriptors that a rank's process inherits."""
+        return [self._descriptor] if self.size > 1 else []
+
+    @property
+    def options(self) -> list[str]:
+        """Arguments by which a rank's process finds the memory."""
+        return ["--ranks", str(self._descriptor)] if self.size > 1 else []
+
+    def start(self, config: str, before: Callable[[], Callable[[], None]]) -> None:
+        """Start ranks 1, 2, ...; `before` makes what each does before it runs Python."""
+        for rank in range(1, self.size):
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "slipstream.engine.rank"),
+                    *("--config", config, "--rank", str(rank), *self.options),
+                ],
+                stdin=subprocess.DEVNULL,
+                preexec_fn=before(),
+                pass_fds=self.descriptors,
+            )
+            self._processes.append(process)
+            self.ended.append(os.pidfd_open(process.pid))
+
+    def code(self) -> int | None:
+        """Return the exit code of a rank that has ended, and log it; None: all run."""
+        for rank, process in enumerate(self._processes, start=1):
+            if (code := process.poll()) is not None:
+                _log.error("rank %d (pid %d) ended with code %d", rank, process.pid, code)
+                return code
+        return None
+
+    def kill_silent(self, engine: subprocess.Popen[bytes]) -> None:
+        """Kill a rank that has given no sign of life for `SILENT_S`; `engine` is rank 0."""
+        if self._silence is None:
+            return
+        rank, seconds = self._silence.look()
+        if seconds < SILENT_S:
+            return
+        process = [engine, *self._processes][rank]
+        _log.error("rank %d (pid %d) gave no sign of life for %.1f s", rank, process.pid, seconds)
+        process.send_signal(signal.SIGUSR1)  # writes its stacks to the log, if it still can
+        time.sleep(_SAY_S)
+        process.kill()
+
+    def end(self) -> None:
+        """Kill all, at once: one that waits for another takes no other signal."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            end(process, 1.0)
+        for descriptor in (*self.ended, *self.descriptors):
+            os.close(descriptor)
+        self.ended.clear()
+        self._processes.clear()
+        self.size = 1

@@ -1,0 +1,290 @@
+"""Memory that the ranks of one engine share: messages of rank 0, meetings, signs of life.
+
+A rank is a process that holds a part of the weights. All map one anonymous file, whose descriptor
+they inherit: no name can collide, and nothing is left behind. Words have 32 bits, each on a cache
+line of its own, and one writer. A reader spins for some 20 us, then it sleeps on the word (futex).
+
+    words      by rank: signs of life, messages read, meetings come to; messages sent, failure
+    facts      by rank: what it says of itself at start
+    messages   a ring of slots, from rank 0 to all others
+    exchange   by rank two buffers that take turns, for sums and gathers
+
+Stores become visible in order on x86-64; elsewhere the system call before each word orders them.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+
+MAX_RANKS = 8
+EXCHANGE_BYTES = 1 << 20  # of one buffer
+BEAT_S = 0.25  # between two signs of life
+_LINE = 64
+_BEAT, _READ, _CAME = range(3)  # words of a rank
+_WORDS_OF_RANK = 3
+_FACT_BYTES = 4096
+_SLOTS, _SLOT_BYTES = 8, 256 << 10
+_HEAD_BYTES = 8  # of a slot: bytes of this piece, and whether more of the message follow
+_SPINS = 100
+_NAP_S = 0.1  # asleep at most this long between two looks whether a rank has failed
+_WAIT, _WAKE = 0, 1
+_FUTEX = {"x86_64": 202, "aarch64": 98}
+_IS_ORDERED = platform.machine() == "x86_64"
+_MASK = (1 << 32) - 1
+
+
+class RankError(RuntimeError):
+    """Ranks that cannot go on together: one is late, has failed, or differs from the others."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+
+
+def _is_reached(value: int, wanted: int) -> bool:
+    """Return whether a counter of 32 bits has come to `wanted`, or further."""
+    return (value - wanted) & _MASK < 1 << 31
+
+
+class RankMemory:
+    """The memory of `size` ranks, as one of them, or their supervisor, sees it.
+
+    Args:
+        descriptor: what `create` returned.
+        size: number of ranks.
+        rank: its own; None: the supervisor's.
+    """
+
+    def __init__(self, descriptor: int, size: int, rank: int | None = None) -> None:
+        assert 1 <= size <= MAX_RANKS
+        self.size, self.rank = size, rank
+        self.limit_s: float | None = None  # of a wait for other ranks; None: none
+        self._memory = mmap.mmap(descriptor, _num_bytes(size))
+        self._words = memoryview(self._memory).cast("B")[: _facts_at(size)].cast("I")
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._address = base
+        self._number = _FUTEX.get(platform.machine())
+        self._num_sent = 0
+        self._num_read = 0
+        self._num_meetings = 0
+
+    @staticmethod
+    def create(size: int) -> int:
+        """Make the memory, zeros; return its descriptor, which is not inherited unless passed."""
+        descriptor = os.memfd_create("slipstream-ranks")
+        os.truncate(descriptor, _num_bytes(size))
+        return descriptor
+
+    # --- words ---------------------------------------------------------------------------------
+
+    def _store(self, index: int, value: int) -> None:
+        """Write a word behind all that was written before, and wake what sleeps on it."""
+        if not _IS_ORDERED:
+            self._wake(index)
+        self._words[index] = value & _MASK
+        self._wake(index)
+
+    def _wake(self, index: int) -> None:
+        if self._number is not None:
+            where = ctypes.c_void_p(self._address + 4 * index)
+            _syscall(self._number, where, _WAKE, ctypes.c_int(1 << 30), None, None, 0)
+
+    def _sleep(self, index: int, value: int, seconds: float) -> None:
+        """Sleep until the word is not `value`, or the time is over, or for no reason."""
+        if self._number is None:
+            time.sleep(min(seconds, 1e-4))
+            return
+        limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+        where = ctypes.c_void_p(self._address + 4 * index)
+        _syscall(self._number, where, _WAIT, ctypes.c_uint32(value), ctypes.byref(limit), None, 0)
+
+    def _await(self, index: int, wanted: int, limit_s: float | None, whose: int) -> None:
+        """Wait until a counter has come to `wanted`. Raises `RankError`."""
+        words = self._words
+        for _ in range(_SPINS):
+            if _is_reached(words[index], wanted):
+                return
+        start_s = time.monotonic()
+        while not _is_reached(value := words[index], wanted):
+            self.raise_if_failed()
+            if limit_s is not None and time.monotonic() - start_s > limit_s:
+                raise RankError(
+                    f"rank {whose} is late by {limit_s:g} s: it hangs, or is overloaded"
+                )
+            self._sleep(index, value, _NAP_S)
+
+    # --- life and failure ----------------------------------------------------------------------
+
+    def beat_forever(self) -> None:
+        """Give signs of life from a thread until the process ends."""
+        assert self.rank is not None
+        index = _word(self.rank, _BEAT)
+
+        def beat() -> None:
+            while True:
+                self._words[index] = (self._words[index] + 1) & _MASK
+                time.sleep(BEAT_S)
+
+        threading.Thread(target=beat, name="beat", daemon=True).start()
+
+    def beats(self) -> list[int]:
+        """Return how many signs of life each rank has given; 0: it is still starting."""
+        return [self._words[_word(rank, _BEAT)] for rank in range(self.size)]
+
+    def fail(self) -> None:
+        """Have all ranks that wait for another raise `RankError`."""
+        self._store(_failed_word(self.size), 1 + (self.rank or 0))
+
+    def raise_if_failed(self) -> None:
+        """Raise `RankError` if a rank has failed."""
+        if failed := self._words[_failed_word(self.size)]:
+            raise RankError(f"rank {failed - 1} has failed")
+
+    # --- facts ---------------------------------------------------------------------------------
+
+    def state(self, facts: bytes) -> None:
+        """Publish what this rank says of itself, at most some 4,000 bytes."""
+        assert self.rank is not None
+        assert len(facts) <= _FACT_BYTES - 8, f"{len(facts)} bytes of facts"
+        begin = _facts_at(self.size) + self.rank * _FACT_BYTES
+        self._memory[begin + 8 : begin + 8 + len(facts)] = facts
+        self._memory[begin : begin + 8] = len(facts).to_bytes(8, "little")
+
+    def facts(self) -> list[bytes]:
+        """Return what every rank has stated; call it behind a meeting."""
+        found = []
+        for rank in range(self.size):
+            begin = _facts_at(self.size) + rank * _FACT_BYTES
+            length = int.from_bytes(self._memory[begin : begin + 8], "little")
+            found.append(self._memory[begin + 8 : begin + 8 + length])
+        return found
+
+    # --- messages ------------------------------------------------------------------------------
+
+    def send(self, message: bytes) -> None:
+        """Send to all other ranks, from rank 0; waits while one of them is a whole ring behind."""
+        most = _SLOT_BYTES - _HEAD_BYTES
+        for begin in range(0, max(1, len(message)), most):
+            piece = message[begin : begin + most]
+            self._num_sent += 1
+            for rank in range(1, self.size):
+                wanted = self._num_sent - _SLOTS
+                if wanted > 0:
+                    self._await(_word(rank, _READ), wanted, self.limit_s, rank)
+            at = self._slot(self._num_sent)
+            self._memory[at + _HEAD_BYTES : at + _HEAD_BYTES + len(piece)] = piece
+            has_more = begin + most < len(message)
+            head = len(piece).to_bytes(4, "little") + has_more.to_bytes(4, "little")
+            self._memory[at : at + _HEAD_BYTES] = head
+            self._store(_sent_word(self.size), self._num_sent)
+
+    def receive(self) -> bytes:
+        """Wait for the next message of rank 0. Raises `RankError` if a rank has failed."""
+        assert self.rank is not None
+        pieces: list[bytes] = []
+        has_more = True
+        while has_more:
+            self._num_read += 1
+            self._await(_sent_word(self.size), self._num_read, None, 0)
+            at = self._slot(self._num_read)
+            length = int.from_bytes(self._memory[at : at + 4], "little")
+            has_more = self._memory[at + 4] != 0
+            pieces.append(self._memory[at + _HEAD_BYTES : at + _HEAD_BYTES + length])
+            self._store(_word(self.rank, _READ), self._num_read)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _slot(self, number: int) -> int:
+        return _ring_at(self.size) + number % _SLOTS * _SLOT_BYTES
+
+    # --- meetings ------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Wait until every rank has come to this meeting: what each wrote before is visible.
+
+        Raises `RankError` if one is later than `limit_s`, or has failed.
+        """
+        assert self.rank is not None
+        self._num_meetings += 1
+        self._store(_word(self.rank, _CAME), self._num_meetings)
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._await(_word(rank, _CAME), self._num_meetings, self.limit_s, rank)
+
+    def buffer(self, rank: int, turn: int) -> memoryview:
+        """Return one of a rank's two exchange buffers, of `EXCHANGE_BYTES`.
+
+        A rank writes to its own, meets the others, and reads theirs. By turns, one meeting is
+        enough: a rank that has come to the next one has read
+        what this one was about.
+        """
+        begin = _exchange_at(self.size) + (2 * rank + turn) * EXCHANGE_BYTES
+        return memoryview(self._memory)[begin : begin + EXCHANGE_BYTES]
+
+
+def _word(rank: int, which: int) -> int:
+    return (rank * _WORDS_OF_RANK + which) * (_LINE // 4)
+
+
+def _sent_word(size: int) -> int:
+    return _word(size, 0)
+
+
+def _failed_word(size: int) -> int:
+    return _word(size, 1)
+
+
+def _facts_at(size: int) -> int:
+    return _word(size + 1, 0) * 4
+
+
+def _ring_at(size: int) -> int:
+    return _facts_at(size) + size * _FACT_BYTES
+
+
+def _exchange_at(size: int) -> int:
+    return -(-(_ring_at(size) + _SLOTS * _SLOT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _num_bytes(size: int) -> int:
+    return _exchange_at(size) + 2 * size * EXCHANGE_BYTES
+
+
+class Silence:
+    """The supervisor's side of signs of life: times how long a rank has given none.
+
+    Only time during which the supervisor itself looked counts.
+    """
+
+    def __init__(self, beats: Callable[[], list[int]]) -> None:
+        self._beats = beats
+        self._last: list[int] = []
+        self._seconds: list[float] = []
+        self._looked_s = time.monotonic()
+
+    def look(self) -> tuple[int, float]:
+        """Return the rank that has been silent longest, and for how many seconds."""
+        now_s = time.monotonic()
+        elapsed_s, self._looked_s = min(now_s - self._looked_s, 2.0), now_s
+        beats = self._beats()
+        self._last = self._last or [0] * len(beats)
+        self._seconds = self._seconds or [0.0] * len(beats)
+        for rank, (count, before) in enumerate(zip(beats, self._last, strict=True)):
+            is_silent = count == before and count != 0
+            self._seconds[rank] = self._seconds[rank] + elapsed_s if is_silent else 0.0
+        self._last = beats
+        worst = max(range(len(beats)), key=self._seconds.__getitem__)
+        return worst, self._seconds[worst]
+
+
+def close_quietly(descriptor: int) -> None:
+    """Close a descriptor that may be closed already."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)

@@ -1,0 +1,155 @@
+"""Several ranks compute what one does: every family, in fp32, with ranks as threads."""
+
+import random
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from fixtures.models.checkpoints import (
+    Driver,
+    Generation,
+    edit_config,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+)
+from fixtures.models.parity import GRID, engine_greedy
+from fixtures.models.ranks import Group, ranks_of
+from fixtures.models.remote_drawn import REMOTE
+from fixtures.tiers import quick_of
+from slipstream.config import EngineConfig
+from slipstream.engine.scheduler import Limits
+from slipstream.errors import ConfigError
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.plan import resolve, settle
+
+# The first of each family, and what heads and norms make special; 4 ranks by turns with 2.
+FIRST = {family: name for name, (family, _) in reversed(GRID.items())}
+NAMES = [*FIRST.values(), "mqa", "all biases, tied", "olmoe, one key head", "falcon 40b"]
+NAMES += REMOTE  # that transformers lacks
+CASES = {
+    f"{name}, {size} ranks": (name, size)
+    for i, name in enumerate(NAMES)
+    for size in [3 if name in REMOTE else 4 - 2 * (i % 2)]
+}
+QUICK = {case for case in CASES if case.startswith(("gqa", "olmo2", "gpt2"))}
+
+
+def driven(runner: ModelRunner, vocab_size: int) -> list[Generation]:
+    prompts = random_prompts([29, 1, 12], vocab_size)
+    made = [Generation(prompt, 3 + i) for i, prompt in enumerate(prompts)]
+    driver = Driver(runner, keep_logits=True)
+    driver.step(made[:1], 7)
+    driver.finish(made, chunk=13)
+    return made
+
+
+@pytest.mark.parametrize("case", quick_of(CASES, QUICK))
+def test_a_family(case: str, tmp_path: Path) -> None:
+    name, size = CASES[case]
+    if name in REMOTE:
+        drawn = REMOTE[name](random.Random(3))
+        directory, vocab_size = drawn.save(tmp_path), drawn.config.vocab_size
+    else:
+        family, overrides = GRID[name]
+        model = make_model(family, **overrides)
+        directory, vocab_size = save(model, tmp_path), model.config.vocab_size
+    wanted = driven(make_runner(directory), vocab_size)
+    with ranks_of(directory, size) as leader:
+        found = driven(leader, vocab_size)
+    for one, other in zip(wanted, found, strict=True):
+        assert one.outputs == other.outputs
+        for a, b in zip(one.logits, other.logits, strict=True):
+            assert (a - b).abs().max() < 1e-4
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return save(make_model("llama"), tmp_path)
+
+
+SETTINGS = {
+    "preemption": {"kv_cache_tokens": 200},
+    "drafts": {"speculation": "suffix"},
+    "host memory": {"kv_cache_tokens": 200, "kv_cache_host_bytes": 1 << 20},
+    "deterministic": {"deterministic": True},
+    "a window with sinks": {"attention_window": 40, "sink_tokens": 4},
+    "bytes in the cache": {"kv_cache_dtype": "int8", "block_size": 16},
+    "weights of 8 bits": {"quantization": "int8"},
+}
+
+
+@pytest.mark.parametrize("name", quick_of(SETTINGS, {"host memory"}))
+def test_the_scheduler_does_not_know(name: str, llama: Path) -> None:
+    """Through the engine: chunks, reuse, copies to host memory and back, drafts."""
+    settings, limits = SETTINGS[name], Limits(4, 37)
+    prompts = random_prompts([40, 7, 64, 23])
+    prompts = [*prompts, *(prompt[:30] + prompt for prompt in prompts)] * 2
+    wanted = engine_greedy(make_runner(llama, **settings), limits, prompts)
+    with ranks_of(llama, 2, **settings) as leader:
+        found = engine_greedy(leader, limits, prompts)
+    if name == "weights of 8 bits":  # rows of a part have scales of their own
+        assert sum(map(len, found)) == sum(map(len, wanted))
+        return
+    assert found == wanted
+
+
+def test_a_rank_has_its_share_of_weights_and_cache(llama: Path) -> None:
+    config = EngineConfig(checkpoint=str(llama), device="cpu", dtype="float32")
+    alone = resolve(config)
+    parts = [resolve(msgspec.structs.replace(config, tensor_parallel=2), rank) for rank in (0, 1)]
+    assert [part.block_bytes * 2 for part in parts] == [alone.block_bytes] * 2
+    assert all(0.5 < part.weight_bytes / alone.weight_bytes < 0.56 for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys", "message"),
+    [
+        ({"tensor_parallel": 3}, {}, "tensor_parallel = 3: num_attention_heads = 4 is no multiple"),
+        ({"tensor_parallel": 9}, {}, "tensor_parallel = 9 is above 8"),
+        ({"pipeline_parallel": 2}, {}, "pipeline_parallel = 2 is not implemented"),
+        (
+            {"tensor_parallel": 2, "speculation": "draft"},
+            {},
+            "tensor_parallel = 2 does not go with speculation = 'draft'",
+        ),
+        (
+            {"tensor_parallel": 4},
+            {"num_attention_heads": 12, "num_key_value_heads": 6},
+            "num_key_value_heads = 6 is neither a multiple nor a divisor",
+        ),
+    ],
+)
+def test_what_cannot_be_split_is_refused(
+    changes: dict[str, object], keys: dict[str, object], message: str, llama: Path
+) -> None:
+    edit_config(llama, **keys)
+    config = EngineConfig(checkpoint=str(llama), load_format="random", device="cpu", **changes)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        settle(config, torch.device("cpu"))
+
+
+def test_ranks_of_different_checkpoints_do_not_start(llama: Path, monkeypatch) -> None:
+    from slipstream.runner import ranks
+
+    real = ranks.facts_of
+    found = lambda plan: real(plan) | ({"version": "0.0.1"} if plan.rank else {})  # noqa: E731
+    monkeypatch.setattr(ranks, "facts_of", found)
+    with pytest.raises(ConfigError, match=r"rank 1 has another version than rank 0: 0\.0\.1, not"):
+        Group(llama, 2)
+
+
+def test_a_step_that_fails_behind_its_announcement_is_fatal(llama: Path, monkeypatch) -> None:
+    group = Group(llama, 2)
+
+    def broken(*_: object) -> None:
+        raise ValueError("planted")
+
+    monkeypatch.setattr(group.leader, "_sample", broken)
+    with pytest.raises(Exception, match="rank 0: ValueError: planted") as caught:
+        driven(group.leader, 1009)
+    assert type(caught.value).__name__ == "RankError"
+    assert [type(error).__name__ for error in group.wait()] == ["RankError"]
