@@ -183,7 +183,7 @@ def test_what_cannot_be(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
-    monkeypatch.setattr("slipstream.runner.plan.find_spec", lambda _: True)
+    monkeypatch.setattr("slipstream.runner.devices.find_spec", lambda _: True)
     settings = {"quantization": "fp8", "dtype": "bfloat16"} | changes
     with pytest.raises(ConfigError, match=words):
         resolve(EngineConfig(checkpoint=str(tmp_path), **settings))

@@ -101,7 +101,7 @@ def test_windows_in_some_layers(tmp_path: Path) -> None:
 def test_endless_on_a_gpu_in_16_bits_only(
     name: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(plans, "device_of", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(plans, "check_gpu", lambda *_: None)
     options = {"checkpoint": str(checkpoint), "dtype": "bfloat16", "attention_window": 64}
     assert resolve(EngineConfig(**options)).window.has_gaps
@@ -117,7 +117,7 @@ def test_endless_on_a_gpu_with_heads_up_to_128(
     edit_config(wide, head_dim=256)
     options = {"checkpoint": str(wide), "dtype": "bfloat16", "attention_window": 64}
     assert resolve(EngineConfig(device="cpu", **options)).window.has_gaps
-    monkeypatch.setattr(plans, "_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(plans, "device_of", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(plans, "check_gpu", lambda *_: None)
     words = "attention_window = 64 on a GPU has no kernels for heads of 256 .*head_dim"
     with pytest.raises(ConfigError, match=words):
@@ -188,7 +188,7 @@ def test_gpu_facts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
-    monkeypatch.setattr("slipstream.runner.plan.find_spec", lambda _: True)
+    monkeypatch.setattr("slipstream.runner.devices.find_spec", lambda _: True)
     monkeypatch.setattr("slipstream.runner.plan.target_of", lambda _: KNOWN["sm_90a"])
     edit_config(checkpoint, dtype="bfloat16")
     plan = resolve(EngineConfig(checkpoint=str(checkpoint)))
@@ -203,7 +203,7 @@ def test_gpu_facts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="64, 80, 96, 128, 256 have kernels"):
         resolve(EngineConfig(checkpoint=str(checkpoint)))
     edit_config(checkpoint, head_dim=64)
-    monkeypatch.setattr("slipstream.runner.plan.find_spec", lambda _: None)
+    monkeypatch.setattr("slipstream.runner.devices.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="pip install"):
         resolve(EngineConfig(checkpoint=str(checkpoint)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))

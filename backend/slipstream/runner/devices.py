@@ -16,9 +16,6 @@ _CGROUP = Path("/sys/fs/cgroup")
 def device_of(config: EngineConfig, rank: int) -> torch.device:
     """Return the device of a rank; raises `ConfigError` if the machine has none such."""
     has_cuda = torch.cuda.is_available()
-    wants_gpu = config.device == "cuda" or (config.device == "auto" and has_cuda)
-    if wants_gpu and has_cuda and (count := torch.cuda.device_count()) < config.tensor_parallel:
-        raise ConfigError(f"tensor_parallel = {config.tensor_parallel}: {count} GPUs are here")
     if config.device == "auto":
         return torch.device("cuda", rank) if has_cuda else torch.device("cpu")
     if config.device not in ("cpu", "cuda"):
