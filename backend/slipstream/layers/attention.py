@@ -218,7 +218,7 @@ class Attention:
     @property
     def is_plain(self) -> bool:
         """Whether nothing but the rotation's norms comes between projection, attention and sum."""
-        is_early = self._early_norms is not None or self._most is not None
+        is_early = bool(self.early_norms) or self._most is not None
         return not is_early and self.static is None and not self.changed.changes
 
     def __call__(
