@@ -1,6 +1,7 @@
 """All blocks in one call of the processor's kernels: what the layers compute one by one."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from fixtures.models.checkpoints import (
 )
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cpu.native import library
+from slipstream.layers.decoder import Block
 from slipstream.runner.model_runner import ModelRunner
 from torch import Tensor
 
@@ -46,7 +48,9 @@ def test_blocks_in_one_are_those_one_by_one(
     whole, parts = (make_runner(directory, **settings) for _ in range(2))
     assert whole._model.whole is not None
     one_by_one(parts)
-    assert generate(whole) == generate(parts)
+    with patch.object(Block, "__call__", side_effect=AssertionError("one by one")):
+        outputs = generate(whole)
+    assert outputs == generate(parts)
     assert torch.equal(kv_format.read(whole._cache), kv_format.read(parts._cache))
 
 

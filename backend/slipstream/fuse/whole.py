@@ -27,12 +27,14 @@ from slipstream.kernels.gemm.cpu_packed import product_of
 from slipstream.kernels.gemm.cpu_packing import LAYOUT
 from slipstream.kernels.gemm.op import Around
 from slipstream.kernels.gemm.packing import TILE
+from slipstream.layers.adapted import AdaptedGatedLinear, AdaptedLinearAdd, AdaptedNormLinear
 from slipstream.layers.attention import Attention, AttentionInputs
 from slipstream.layers.decoder import AnyBlock, Block, Decoder
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.mlp import GatedMLP
 from slipstream.layers.norm import Norm
 
+_ADAPTED = AdaptedNormLinear | AdaptedGatedLinear | AdaptedLinearAdd
 Place = NormLinear | GatedLinear | LinearAdd
 _SLICED = SlicedNormLinear | SlicedGatedLinear | SlicedLinearAdd
 
@@ -105,8 +107,16 @@ def _all_places(blocks: Sequence[AnyBlock]) -> list[Place]:
         attention, mlp = block.attention, block.mlp
         assert isinstance(attention, Attention), "the block was taken"
         assert isinstance(mlp, GatedMLP), "the block was taken"
-        found += (attention.qkv, attention.out, mlp.gate_up, mlp.down)
+        places: list[Place] = [attention.qkv, attention.out, mlp.gate_up, mlp.down]
+        found += [_bare(place) for place in places]
     return found
+
+
+def _bare(place: Place) -> Place:
+    """Return a place without adapters of which no row of the step has one."""
+    while isinstance(place, _ADAPTED) and not place._delta.groups():
+        place = place.place if isinstance(place, AdaptedNormLinear) else place._place
+    return place
 
 
 def _layer(block: AnyBlock) -> Layer | None:
