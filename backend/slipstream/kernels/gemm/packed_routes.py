@@ -15,7 +15,6 @@ ROUTES: dict[str, tuple[tuple[int, int, tuple[str, ...]], ...]] = {
     "sm_90a": (
         (8, 16_384, ("packed_stream", "packed_pipe", "packed")),
         (64, _ANY, ("packed_pipe", "packed_wgmma", "packed")),
-        (128, 16_384, ("packed_pipe", "packed_wgmma", "packed")),
         (256, _ANY, ("pipe_scaled", "packed_pipe", "packed_wgmma")),
     ),
 }
