@@ -248,7 +248,7 @@ def _read_config(path: Path) -> EngineConfig:
 
 def _code_of(engine: subprocess.Popen[bytes], ranks: RankProcesses) -> int:
     """Return the exit code of an engine one of whose processes has ended."""
-    code = ranks.code()
+    code = ranks.code(quiet=CANNOT_START)
     if code is not None and engine.poll() is None:
         engine.kill()
     return engine.wait() if code != CANNOT_START else CANNOT_START

@@ -56,10 +56,15 @@ class RankProcesses:
             self._processes.append(process)
             self.ended.append(os.pidfd_open(process.pid))
 
-    def code(self) -> int | None:
-        """Return the exit code of a rank that has ended, and log it; None: all run."""
+    def code(self, quiet: int) -> int | None:
+        """Return the exit code of a rank that has ended, and log it; None: all run.
+
+        The code `quiet` is not logged: such a rank has said why, and that line is to be the last.
+        """
         for rank, process in enumerate(self._processes, start=1):
             if (code := process.poll()) is not None:
+                if code == quiet:
+                    return code
                 _log.error("rank %d (pid %d) ended with code %d", rank, process.pid, code)
                 return code
         return None

@@ -41,6 +41,11 @@ def check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
         )
     if model.axes.latent is not None:
         raise ConfigError(f"{asked} does not go with {model.architecture}: latents are not split")
+    if model.axes.qk_norms is QkNorms.LAYER_WHOLE:
+        raise ConfigError(
+            f"{asked} does not go with {model.architecture}: layer norms of all queries are not "
+            "split"
+        )
     for field in ("adapters", "adapter_root"):
         if value := getattr(config, field):
             raise ConfigError(f"{asked} does not go with {field} = {value!r}: LoRA is not split")
