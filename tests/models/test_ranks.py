@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from fixtures.bridge.launching import wait_for
 from fixtures.models.checkpoints import (
     Driver,
     Generation,
@@ -23,6 +24,7 @@ from fixtures.tiers import quick_of
 from slipstream.config import EngineConfig
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import ConfigError
+from slipstream.kvcache.host import Direction
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve, settle
 
@@ -96,6 +98,22 @@ def test_the_scheduler_does_not_know(name: str, llama: Path) -> None:
         assert sum(map(len, found)) == sum(map(len, wanted))
         return
     assert found == wanted
+
+
+@torch.inference_mode()
+def test_every_rank_copies_to_host_memory_and_back(llama: Path) -> None:
+    group = Group(llama, 2, kv_cache_host_bytes=1 << 20)
+    wait_for(lambda: len(group.followers) == 1)
+    runners = [group.leader, *group.followers]
+    for value, runner in enumerate(runners, start=7):
+        runner._cache[:, 0] = value
+    assert group.leader.transfers is not None
+    group.leader.transfers.start(Direction.OUT, [(0, 3)])
+    group.leader.transfers.start(Direction.IN, [(3, 5)])
+    group.end()
+    assert group.errors == []
+    for value, runner in enumerate(runners, start=7):
+        assert (runner._cache[:, 5] == value).all()
 
 
 def test_a_rank_has_its_share_of_weights_and_cache(llama: Path) -> None:
