@@ -106,12 +106,14 @@ _EDITS = {
         st.sampled_from([[b"x"], [b"5"], [b'{"zz": {}}'], [b'{"zz": 5}'], [b"\xff"]]),
     ),
 }
+_TASK = _scalars([0], [1, 77])  # without weights that came before
 _TEXT_FIELDS = (
     _SAMPLING
     | _GUIDES
     | _EDITS
     | {
         "text_input": _PROMPT,
+        "lora_task_id": _TASK,
         "stop_words": _WORDS,
         "bad_words": _WORDS,
         "embedding_bias_words": _WORDS,  # with their weights: see `fuzz_cases`
@@ -166,6 +168,7 @@ _LLM_FIELDS = (
         "draft_input_ids": Field(
             _IDS, st.sampled_from([[-1], [5, VOCABULARY], [INT32_MAX], [5] * 1025])
         ),
+        "lora_task_id": _TASK,
         "draft_acceptance_threshold": _scalars([0], [0.5, -1, 2, NAN, INF]),
         # With the two other numbers of lookahead decoding: see `fuzz_cases`.
         "lookahead_ngram_size": _scalars([1, 3, 65], [0, -1, 66, INT32_MAX]),

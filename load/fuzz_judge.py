@@ -11,7 +11,7 @@ from slipstream_serve.server import repository_root
 LONGEST_QUOTE = 64  # characters of a value in an error; see `clip` of the contract
 _APART = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm")  # a series of responses a sequence
 _NEVER = ("Traceback", 'File "', "INTERNAL:", "could not be begun", "failed to process", ".py")
-_CODE = "INVALID_ARGUMENT: "  # of all that the server itself does not refuse
+_CODES = ("INVALID_ARGUMENT", "NOT_FOUND")
 _ANSWERED, _REFUSED, _NO_JSON = "200", "400", "500"  # of HTTP: see docs/clients.md
 _NO_STEP = "generate expects model to produce exactly 1 response"  # so says tritonserver
 
@@ -47,7 +47,7 @@ def _refusal(case: Case, outcome: Outcome) -> str:
         return "was served"
     if not any(name in error for names in case.faults for name in names):
         return f"is refused, but not by name: {error[:300]}"
-    if ANY not in case.faults and _CODE not in error:
+    if ANY not in case.faults and not any(code in error for code in _CODES):
         return f"is refused, but without a code: {error[:300]}"
     return f"has an error of {len(error)} characters" if len(error) > 800 else ""
 

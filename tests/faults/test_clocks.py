@@ -17,6 +17,7 @@ TOLD = {
     "ensemble/slipstream_serve/supervise.py": "lines of its output",
     "gateway/slipstream_gateway/dialects/openai.py": "`created` of answers",
     "gateway/slipstream_gateway/dialects/responses_writer.py": "`created_at` of answers",
+    "gateway/slipstream_gateway/metrics.py": "the time at which adapters were in use",
     "gateway/slipstream_gateway/models.py": "`created` of models",
     "preprocessing/slipstream_preprocessing/chat.py": "chat templates that ask for the date",
 }

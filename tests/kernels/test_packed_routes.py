@@ -187,8 +187,8 @@ def spec(rows: int, target: str = "sm_90a", made: Packing = PACKED_4, **around: 
     [
         ("sm_90a", 1, "norm + GEMM packed_stream"),
         ("sm_90a", 9, "norm + GEMM packed_pipe"),
-        ("sm_90a", 128, "norm + GEMM packed_pipe"),
-        ("sm_90a", 129, "norm + GEMM pipe_scaled"),
+        ("sm_90a", 64, "norm + GEMM packed_pipe"),
+        ("sm_90a", 65, "norm + GEMM pipe_scaled"),
         ("sm_90a", 256, "norm + GEMM pipe_scaled"),
         ("sm_90a", 257, "norm + GEMM unpacked"),
         ("sm_100a", 1, "norm + GEMM packed"),

@@ -50,7 +50,8 @@ def matrices_of(experts: ExpertsConfig, hidden: int, num_layers: int) -> Counter
     return Counter(found * num_layers)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# No GPU takes latent attention, so nothing of it is tuned.
+@pytest.mark.parametrize("family", [each for each in FAMILIES if "deepseek" not in each])
 def test_matrices_are_those_of_the_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,10 +190,10 @@ def test_packed_weights_are_tuned_where_they_are_put_into_16_bits(
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1001}
     folder = save(make_model(tie_word_embeddings=False, **sizes), tmp_path / "tiny")
     config = msgspec.json.encode(EngineConfig(checkpoint=str(folder), quantization="int4"))
-    assert run(monkeypatch, config, "--rows", "16", "160") == 0
+    assert run(monkeypatch, config, "--rows", "16", "320") == 0
     rows = {choice.product.outputs: choice.rows for choice in tuning.load(MACHINE)}
-    assert rows.pop(1001) == 160  # the head, which runs by cuBLASLt with 16 rows, too
-    assert set(rows.values()) == {160}
+    assert rows.pop(1001) == 320  # the head, which runs by cuBLASLt with 16 rows, too
+    assert set(rows.values()) == {320}
     assert {choice.product.dtype for choice in tuning.load(MACHINE)} == {"bfloat16"}
     lines = capsys.readouterr().out.splitlines()
     said = "gate_up  4 bits by 64, packed: tuned where it is put into 16 bits again"

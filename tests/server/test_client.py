@@ -47,6 +47,7 @@ HEALTH_KEYS = {
     "waiting",
     "last_step_age_s",
     "faults",
+    "is_draining",
 }
 
 

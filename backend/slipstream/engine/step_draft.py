@@ -69,9 +69,10 @@ class StepDraft:
         self._widen_for(sequence)
         if self._num_claimed < self._room:
             return True
-        if sum(num_tokens for _, num_tokens in self._grants()) < self._room:
+        granted = [(claim, num_tokens) for claim, num_tokens in self._grants() if num_tokens]
+        if sum(num_tokens for _, num_tokens in granted) < self._room:
             return True
-        return bool(self._claims) and self.due_ns(sequence) < self._claims[-1].due_ns
+        return bool(granted) and self.due_ns(sequence) < granted[-1][0].due_ns
 
     @property
     def has_room_for_long(self) -> bool:
@@ -93,8 +94,9 @@ class StepDraft:
         claim = _Claim(self.due_ns(sequence), sequence.id, num_tokens, sequence, is_long)
         insort(self._claims, claim)
         self._num_claimed += num_tokens
-        if self._num_claimed > self._room:
-            self._claims = [claim for claim, num_tokens in self._grants() if num_tokens]
+        if self._num_claimed > self.budget:  # less room may still widen to it
+            granted = self._grants(self.budget)
+            self._claims = [claim for claim, num_tokens in granted if num_tokens]
             self._num_claimed = sum(claim.num_tokens for claim in self._claims)
 
     def _widen_for(self, sequence: Sequence) -> None:
@@ -105,11 +107,11 @@ class StepDraft:
         if budget.is_overdue(sequence.queued_ns, budget.work_ns(sequence.num_tokens)):
             self._found_room = self.budget
 
-    def _grants(self) -> Iterator[tuple[_Claim, int]]:
-        """Yield the claims in their order, and what each gets."""
+    def _grants(self, room: int | None = None) -> Iterator[tuple[_Claim, int]]:
+        """Yield the claims in their order, and what each gets of the room, or of another."""
         if not self._claims:
             return
-        room, long_budget = self._room, self.long_budget or 0
+        room, long_budget = self._room if room is None else room, self.long_budget or 0
         for claim in self._claims:
             num_tokens = min(claim.num_tokens, room)
             if claim.is_long:
