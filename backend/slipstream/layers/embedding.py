@@ -152,7 +152,7 @@ def embedding_and_head(
 
 def _as_stored(w: WeightSource, name: str, dims: Dims) -> Matrix | None:
     """Read the head's matrix as it is stored, if it is quantised and the CPU kernels take it so."""
-    if w.quantization == "none":
+    if w.quantization == "none" or not w.is_quantised(name):
         return None
     found = w.quantized(name, dims.vocab_size, dims.hidden_size)
     if found is None or not takes_tiles(found, w.target, w.dtype):

@@ -141,7 +141,9 @@ class _Checkpoint:
 
     def is_quantised(self, name: str) -> bool:
         """Return whether the checkpoint has the matrix quantised."""
-        return self._formats.is_quantised(self._stored(name))
+        entry = self._entries.get(self._stored(f"{name}.weight"))
+        is_kept = entry is not None and entry.dtype in KEPT
+        return is_kept or self._formats.is_quantised(self._stored(name))
 
     def note(self, text: str) -> None:
         """Count what is said of matrices; `finish` logs it."""
