@@ -144,6 +144,7 @@ def submit(prompt: list[int], sampling: SamplingParams) -> None:
     check_ids("end_id", sampling.end_ids)
     check_ids("stop_token_ids", sampling.stop_token_ids)
     check_ids("allowed_token_ids", sampling.allowed_token_ids)
+    check_ids("top_p_reset_ids", [max(0, sampling.top_p_reset_ids)])  # -1: none
     for name, _ in sampling.logits_processors:
         raise ContractError(f"logits_processors has {name[:64]}")
     check_ids("logit_bias", [token_id for token_id, _ in sampling.bias])
