@@ -20,9 +20,9 @@ from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.gemm import linear as gemm_linear
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Around, Matrix
-from slipstream.kernels.gemm.packed import packed, packed_late
+from slipstream.kernels.gemm.packed import packed
 from slipstream.kernels.gemm.sm90.packed_pipe import packed_pipe, pipe_e4m3, pipe_scaled
-from slipstream.kernels.gemm.sm90.packed_stream import packed_stream, stream_late
+from slipstream.kernels.gemm.sm90.packed_stream import packed_stream
 from slipstream.kernels.gemm.sm90.packed_wgmma import packed_wgmma
 from slipstream.kernels.gemm.unpacked import unpacked
 from slipstream.quant.forms import make_packed_e4m3
@@ -39,8 +39,6 @@ SHAPES = [(1, 32), (5, 64), (37, 160), (130, 576), (1000, 2048), (4096, 4096), (
 # A row of tiles that fills no CTA; one of several passes; inputs that end within a block.
 SHAPES_OF_ALL = [(37, 160), (2112, 1536), (4096, 4096), (9312, 2088), (128, 14336)]
 ROWS_OF_ALL = (1, 8, 9, 16, 33, 64, 100, 128, 250)
-# By groups: those of 32 leave no registers for sums of x, those of 64 and 192 for 8 rows.
-LATE_ROWS = {32: {}, 64: {stream_late: 8}, 192: {stream_late: 8}}
 LARGE = [(6144, 4096), (28672, 4096), (4096, 14336)]
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -140,10 +138,6 @@ def test_each_kernel_takes_all_rows(form: Form) -> None:
             kernels |= {pipe_scaled: 256}
         elif form.kind is Kind.F4:
             kernels |= {packed_pipe: 256}
-    if form.kind is Kind.W4:
-        kernels |= {packed_late: 8} | (
-            LATE_ROWS.get(form.group, {stream_late: 16}) if is_hopper else {}
-        )
     for shape, rows, kernel in itertools.product(SHAPES_OF_ALL, ROWS_OF_ALL, kernels):
         if rows > kernels[kernel]:
             continue

@@ -234,7 +234,7 @@ def test_gates_of_odd_sizes_follow_the_product() -> None:
 
 def test_nobody_else_takes_packed_weights() -> None:
     taken = {answer.gemm.name for answer in linear.answers(spec(1)) if answer.refusal is None}
-    streams = {"packed_stream", "stream_late", "packed_pipe"}
-    assert taken == {"packed", "packed_late", "packed_wgmma", "unpacked"} | streams
+    streams = {"packed_stream", "packed_pipe"}
+    assert taken == {"packed", "packed_wgmma", "unpacked"} | streams
     nine = {answer.gemm.name for answer in linear.answers(spec(9)) if answer.refusal is None}
     assert nine == {"packed", "packed_wgmma", "unpacked"} | streams

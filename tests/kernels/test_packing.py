@@ -125,37 +125,6 @@ def test_threads_read_floats_exactly(form: Form, dtype: torch.dtype) -> None:
     assert torch.equal(again, (read * matrix.scales[:, None]).to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", [each for each in FORMS if each.kind is Kind.W4], ids=str)
-def test_zeros_may_be_taken_from_sums(form: Form, dtype: torch.dtype) -> None:
-    """What `packed_late` computes: codes with the magic number left in, less their excess."""
-    matrix, _ = packed_pair(form, 21, 328)
-    assert matrix.groups is not None
-    made, base = matrix.groups.packing, 1024 if dtype == torch.float16 else 128
-    x = torch.randn(3, made.blocks * BLOCK, generator=torch.Generator().manual_seed(3))
-    x[:, made.inputs :] = 0
-    x = x.to(dtype).float()
-    none = matrix.groups._replace(
-        packing=made._replace(inputs=made.blocks * BLOCK, outputs=made.tiles * TILE)
-    )
-    codes = packing.unpack(matrix.values, none.packing).float() + base
-    assert torch.equal(codes.to(dtype).float(), codes)
-    y = torch.zeros(3, made.tiles * TILE)
-    size = BLOCK // made.parts
-    for part in range(made.blocks * made.parts):
-        inputs, group = slice(part * size, (part + 1) * size), part * made.group_factor >> 31
-        at = x[:, inputs]
-        zero = torch.full((made.tiles, TILE), float(packing.MIDDLE[4]))
-        if none.zeros is not None:
-            zero = none.zeros[:, group].float()
-        sums = at @ codes[:, inputs].T - at.sum(1, keepdim=True) * (base + zero).flatten()
-        y += sums * none.scales[:, group].float().flatten()
-    weight = packing.dense(matrix.values, matrix.groups)
-    truth = x[:, : made.inputs].double() @ weight.double().T
-    error = (y[:, : made.outputs].double() - truth).abs().max() / truth.abs().max()
-    assert error < (1e-4 if dtype == torch.float16 else 2e-5)
-
-
 def test_threads_read_e4m3_exactly() -> None:
     """What `decode_e4m3` of codes.cuh makes of a lane's words, in place of A of m64n8k32."""
     matrix = quantized(Form(group=64), 21, 320)

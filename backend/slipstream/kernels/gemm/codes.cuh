@@ -1,15 +1,11 @@
 // Weights in fewer bits, as GEMMs read them: blocks of 16 rows of the weights and 128 inputs, whose codes lie in the
 // order of A fragments of m16n8k16 (runtime/mma.cuh); `packing.py` says where each code is.
 // -D ELEMENT (T: Half or BFloat16), BITS (4, 8), FLOATS (whether codes are e2m1 rather than integers), SCALE (float, Half,
-// BFloat16; T of e2m1), PARTS (1, 2, 4, 8: pieces of a block's inputs that have a scale each), ZEROS (0, 1), LATE_ZEROS (0, 1:
-// of 4 bits, zeros are taken from sums rather than from codes), SCALED (0, 1: scales, which are T, multiply integers, each
-// rounded once, rather than sums)
+// BFloat16; T of e2m1), PARTS (1, 2, 4, 8: pieces of a block's inputs that have a scale each), ZEROS (0, 1), SCALED (0, 1: scales,
+// which are T, multiply integers, each rounded once, rather than sums)
 #pragma once
 #ifndef SCALED
 #define SCALED 0
-#endif
-#ifndef LATE_ZEROS
-#define LATE_ZEROS 0
 #endif
 #include "runtime/copies.cuh"
 
@@ -78,8 +74,7 @@ DEVICE void decode(u32 (&a)[4], const u32* words, u32 low, u32 high) {
       a[i] = scaled_floats(words[0], i, zero);
     } else if constexpr (BITS == 4) {
       constexpr u32 MAGIC = IS_FP16<T> ? 0x64006400 : 0x43004300;
-      const u32 pair = masked_or(words[0] >> 4 * i, 0x000f000f, MAGIC);
-      a[i] = LATE_ZEROS ? pair : add_pairs(pair, zero);
+      a[i] = add_pairs(masked_or(words[0] >> 4 * i, 0x000f000f, MAGIC), zero);
     } else if constexpr (IS_FP16<T>) {
       a[i] = add_pairs(masked_or(words[i / 2] >> 8 * (i % 2), 0x00ff00ff, 0x64006400), zero);
     } else {
@@ -171,10 +166,6 @@ struct Block {
   // Of sums.
   DEVICE float scale(int part, int high) const { return SCALES_NUMBERS ? 1.0f : to_float(stored_scale(part, high)); }
   DEVICE u32 zero(int part, int high) const { return zeros[of_part[part] * 16 + g + 8 * high]; }
-  // What is too much in numbers of a part from which no zero was taken.
-  DEVICE float excess(int part, int high) const {
-    return float((IS_FP16<T> ? 1024 : 128) + (ZEROS ? zero(part, high) : 8));
-  }
   DEVICE u32 scale_pair(int part, int high) const { return bits_of(stored_scale(part, high)) * 0x10001u; }
   DEVICE u32 operand(int part, int high) const {
     if constexpr (FLOATS) return scale_pair(part, high);

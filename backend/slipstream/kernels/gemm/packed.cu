@@ -137,14 +137,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
     for (u32 block = warp; block < num_blocks; block += WARPS) {
       u32 b[PIECES][STEPS][2];
-      float x_sums[PIECES][SUM_PARTS][2];
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
         copy_wait<SLOTS - 2>();
         __syncwarp();
         if (t == 0) load_x<X_PITCH>(b, x_ring + x_slot * x_slot_bytes, shared_address(zero_bytes), task.num_rows);
-        if (LATE_ZEROS && t == 0) sum_x(x_sums, b);
-        if (task.exists(first, t)) multiply_block(sums[t], Block(ring + slot * BLOCK_BYTES), b, x_sums);
+        if (task.exists(first, t)) multiply_block(sums[t], Block(ring + slot * BLOCK_BYTES), b);
         __syncwarp();
         ahead.copy_weights();
         ahead.copy_x();

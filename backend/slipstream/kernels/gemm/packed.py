@@ -144,9 +144,7 @@ def defines(packing: Packing) -> dict[str, int | str]:
     }
 
 
-def _variant(
-    dtype: torch.dtype, packing: Packing, tiles: Tiling, is_late: bool = False
-) -> jit.Variant:
+def _variant(dtype: torch.dtype, packing: Packing, tiles: Tiling) -> jit.Variant:
     return jit.variant(
         "gemm/packed.cu",
         dtype,
@@ -155,7 +153,6 @@ def _variant(
         TILES=tiles.tiles,
         WARPS=tiles.warps,
         SLOTS=tiles.slots,
-        **({"LATE_ZEROS": 1} if is_late else {}),
     )
 
 
@@ -174,35 +171,15 @@ def variants() -> Iterator[jit.Variant]:
         for tiles in (t for t in TILES if t <= _MOST_TILES[columns]):
             made = Tiling(columns, tiles, 1, 4, 0)
             yield _variant(dtype, packing, made)
-            if columns == COLUMNS[0] and packing.bits == 4 and not packing.is_float:
-                yield _variant(dtype, packing, made, is_late=True)
 
 
 @gemm.implementation("packed", "cuda", takes=takes, cost=packed_routes.cost("packed"))
 def packed(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`gemm` on the GPU, with bias, gate and residual sum; some rows at a time."""
-    return _multiply(x, weight, around, is_late=False)
+    return _multiply(x, weight, around)
 
 
-def takes_late(spec: Spec) -> str | None:
-    """Say why zeros are not taken from sums; None: they are."""
-    if (why := takes(spec)) is not None:
-        return why
-    assert spec.packing is not None, "it was not refused"
-    if spec.packing.bits != 4 or spec.packing.is_float:
-        return "takes integers of 4 bits"
-    return None if spec.rows <= COLUMNS[0] else f"takes 1 to {COLUMNS[0]} rows"
-
-
-@gemm.implementation(
-    "packed_late", "cuda", takes=takes_late, cost=packed_routes.cost("packed_late")
-)
-def packed_late(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
-    """`packed` with fewer instructions for a weight: the zero of a group is taken from its sums."""
-    return _multiply(x, weight, around, is_late=True)
-
-
-def _multiply(x: Tensor, weight: Tensor, around: Around, is_late: bool) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor, around: Around) -> Tensor:
     assert around.groups is not None, "weights are packed"
     packing = around.groups.packing
     x = arranged(x, around.groups)
@@ -213,11 +190,11 @@ def _multiply(x: Tensor, weight: Tensor, around: Around, is_late: bool) -> Tenso
     jit.require(y.stride(1) == 1, "packed: elements of a row of the residual must be contiguous")
     for first in range(0, len(x), COLUMNS[-1]):
         part = slice(first, first + COLUMNS[-1])
-        _launch(x[part], weight, around, y[part], is_late)
+        _launch(x[part], weight, around, y[part])
     return y
 
 
-def _launch(x: Tensor, weight: Tensor, around: Around, y: Tensor, is_late: bool) -> None:
+def _launch(x: Tensor, weight: Tensor, around: Around, y: Tensor) -> None:
     groups = around.groups
     assert groups is not None, "weights are packed"
     packing, gated = groups.packing, bool(around.gate)
@@ -227,7 +204,7 @@ def _launch(x: Tensor, weight: Tensor, around: Around, y: Tensor, is_late: bool)
     jit.require(tiles is not None, "packed: no room in shared memory for {}", packing)
     assert tiles is not None
     jit.launch(
-        _variant(x.dtype, packing, tiles, is_late),
+        _variant(x.dtype, packing, tiles),
         "packed",
         (-(-(packing.tiles // (2 if gated else 1)) // tiles.share),),
         tiles.warps * 32,

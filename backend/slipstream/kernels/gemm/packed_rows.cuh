@@ -30,28 +30,9 @@ DEVICE void load_x(u32 (&b)[PIECES][STEPS][2], u32 slot, u32 zeros, u32 num_rows
   }
 }
 
-// Sums of the inputs of each part of a block, of columns 2 t and 2 t + 1: times ones.
-DEVICE void sum_x(float (&sums)[PIECES][SUM_PARTS][2], const u32 (&b)[PIECES][STEPS][2]) {
-  constexpr u32 ONES = IS_FP16<T> ? 0x3c003c00 : 0x3f803f80;
-  const u32 ones[4] = {ONES, ONES, ONES, ONES};
-#pragma unroll
-  for (int p = 0; p < PIECES; ++p)
-#pragma unroll
-    for (int part = 0; part < SUM_PARTS; ++part) {
-      float of_part[4] = {};
-#pragma unroll
-      for (int i = 0; i < STEPS_A_SUM; ++i) {
-        const int step = part * STEPS_A_SUM + i;
-        multiply_add(of_part, ones, b[p][step][0], b[p][step][1], T{});
-      }
-      sums[p][part][0] = of_part[0], sums[p][part][1] = of_part[1];
-    }
-}
-
 // sums += the block's part of the product; a part of it is summed up before its scale. What is returned depends on
 // everything that was read of the block.
-DEVICE u32 multiply_block(float (&sums)[PIECES][4], const Block& block, const u32 (&b)[PIECES][STEPS][2],
-                           const float (&x_sums)[PIECES][SUM_PARTS][2]) {
+DEVICE u32 multiply_block(float (&sums)[PIECES][4], const Block& block, const u32 (&b)[PIECES][STEPS][2]) {
   Pack<u32, 4> quads[QUADS];
   u32 seen = 0;
 #pragma unroll
@@ -71,13 +52,6 @@ DEVICE u32 multiply_block(float (&sums)[PIECES][4], const Block& block, const u3
       decode(a, quads[step / STEPS_A_QUAD].at + step % STEPS_A_QUAD * (BITS / 4), operands[0], operands[1]);
 #pragma unroll
       for (int p = 0; p < PIECES; ++p) multiply_add(of_part[p], a, b[p][step][0], b[p][step][1], T{});
-    }
-    if constexpr (LATE_ZEROS) {
-      const float excess[2] = {block.excess(part, 0), block.excess(part, 1)};
-#pragma unroll
-      for (int p = 0; p < PIECES; ++p)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) of_part[p][j] -= excess[j / 2] * x_sums[p][part][j % 2];
     }
     const float scales[2] = {block.scale(part, 0), block.scale(part, 1)};
     if (!FLOATS) seen ^= __float_as_uint(scales[1]);

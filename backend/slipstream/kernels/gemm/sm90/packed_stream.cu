@@ -5,7 +5,7 @@
 // the same order.
 // Every block takes a warp about 60 instructions of the integer pipe, which starts one every second cycle, and 60 others:
 // half of the time that memory takes to bring four blocks, one for each scheduler.
-// -D ELEMENT (T), BITS, FLOATS, SCALE, PARTS, ZEROS, LATE_ZEROS (codes.cuh), COLUMNS (8, 16), TILES
+// -D ELEMENT (T), BITS, FLOATS, SCALE, PARTS, ZEROS (codes.cuh), COLUMNS (8, 16), TILES
 #define WARPS 16
 #include "gemm/packed_rows.cuh"
 #include "runtime/fetch.cuh"
@@ -174,7 +174,6 @@ struct Multiplier {
   const u32 warp = threadIdx.x / 32;
   RingPosition next, next_x;
   u32 b[PIECES][STEPS][2];
-  float x_sums[PIECES][SUM_PARTS][2];
 
   DEVICE Multiplier(const Task& task, const Shared& shared) : task(task), shared(shared) {}
   DEVICE void take_x(u32 block) {
@@ -187,7 +186,6 @@ struct Multiplier {
     if (!task.keeps_x()) release(full + 8, seen);
     const u32 begin = block * BLOCK_INPUTS;
     if (begin + BLOCK_INPUTS > task.num_inputs) clear_inputs(b, max(task.num_inputs, begin) - begin);
-    if (LATE_ZEROS) sum_x(x_sums, b);
     if (task.keeps_x() && next_x.slot + 1 == int(task.num_pieces()))
       next_x.slot = 0;  // where it stays, in its first phase
     else
@@ -201,7 +199,7 @@ struct Multiplier {
       const u8* scales = bytes + WARPS * CODE_BYTES;
       const Block of_warp(task.weights, bytes + warp * CODE_BYTES, scales, scales + PIECE_PARTS * SCALE_BYTES, block,
                           first_group);
-      seen = multiply_block(sums, of_warp, b, x_sums);
+      seen = multiply_block(sums, of_warp, b);
     }
     release(shared.empty(next.slot), seen);
     next.advance(task.num_slots);

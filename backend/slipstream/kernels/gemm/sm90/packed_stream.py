@@ -25,7 +25,6 @@ MEMORY = 226 << 10
 ALONE = 116 << 10  # bytes of shared memory beside which no second CTA fits
 _MOST_SLOTS, _FEWEST_SLOTS = 12, 2
 _ENOUGH_SLOTS = 4  # of a ring beside which all of x may stay
-_MOST_SUMMED_PARTS = {8: 2, 16: 1}  # of a block, by rows: what registers hold of the sums of x
 _BARRIER_BYTES = 16  # of a slot
 _X_PITCH = WARPS * BLOCK * 2 + 16  # bytes of a row of x in a slot
 _ROW_PITCH = 20 * 4  # bytes of 16 sums
@@ -94,27 +93,13 @@ def takes(spec: Spec) -> str | None:
     return None
 
 
-def takes_late(spec: Spec) -> str | None:
-    """Say why zeros are not taken from sums; None: they are."""
-    if (why := takes(spec)) is not None:
-        return why
-    assert spec.packing is not None, "it was not refused"
-    if spec.packing.bits != 4 or spec.packing.is_float:
-        return "takes integers of 4 bits"
-    most = next(most for rows, most in _MOST_SUMMED_PARTS.items() if spec.rows <= rows)
-    return None if spec.packing.parts <= most else f"takes {most} groups of 128 inputs at most"
-
-
-def _variant(
-    dtype: torch.dtype, packing: Packing, columns: int, tiles: int, is_late: bool
-) -> jit.Variant:
+def _variant(dtype: torch.dtype, packing: Packing, columns: int, tiles: int) -> jit.Variant:
     return jit.variant(
         "gemm/sm90/packed_stream.cu",
         dtype,
         **defines(packing),
         COLUMNS=columns,
         TILES=tiles,
-        **({"LATE_ZEROS": 1} if is_late else {}),
     )
 
 
@@ -123,10 +108,7 @@ def variants() -> Iterator[jit.Variant]:
     kinds = ((dtype, packing) for dtype in DTYPES for packing in packings(dtype))
     for (dtype, packing), columns in itertools.product(kinds, TILES):
         for tiles in TILES[columns]:
-            yield _variant(dtype, packing, columns, tiles, is_late=False)
-            fits = packing.parts <= _MOST_SUMMED_PARTS[columns]
-            if packing.bits == 4 and not packing.is_float and fits:
-                yield _variant(dtype, packing, columns, tiles, is_late=True)
+            yield _variant(dtype, packing, columns, tiles)
 
 
 @gemm.implementation(
@@ -134,18 +116,6 @@ def variants() -> Iterator[jit.Variant]:
 )
 def packed_stream(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`gemm` on the GPU, with bias, gate and residual sum."""
-    return _multiply(x, weight, around, is_late=False)
-
-
-@gemm.implementation(
-    "stream_late", "cuda", "sm_90a", takes=takes_late, cost=packed_routes.cost("stream_late")
-)
-def stream_late(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
-    """`packed_stream` with fewer instructions for a weight: zeros are taken from sums."""
-    return _multiply(x, weight, around, is_late=True)
-
-
-def _multiply(x: Tensor, weight: Tensor, around: Around, is_late: bool) -> Tensor:
     groups, y = around.groups, around.residual
     assert groups is not None, "weights are packed"
     packing, gated = groups.packing, bool(around.gate)
@@ -158,7 +128,7 @@ def _multiply(x: Tensor, weight: Tensor, around: Around, is_late: bool) -> Tenso
     jit.require(tiles is not None, "packed_stream: no room in shared memory for {}", packing)
     assert tiles is not None
     jit.launch(
-        _variant(x.dtype, packing, tiles.columns, tiles.tiles, is_late),
+        _variant(x.dtype, packing, tiles.columns, tiles.tiles),
         "packed_stream",
         (-(-(packing.tiles // (2 if gated else 1)) // tiles.share),),
         32 * (WARPS + 2),
