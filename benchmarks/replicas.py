@@ -121,7 +121,7 @@ class Request:
 
 @dataclass(slots=True)
 class Replica:
-    """One engine: a queue, a batch, a cache of prefixes. Its clock goes from step to step."""
+    """An engine: a queue, a batch, a cache of prefixes. Its clock goes from step to step."""
 
     times: RankTimes
     kv_tokens: int

@@ -72,7 +72,7 @@ def test_the_chart_says_what_is_simulated():
 
 @pytest.mark.rest
 def test_the_chart_scales_in_time_and_does_not_flap():
-    """One replica serves some 31 requests a second; a pod takes a minute to start."""
+    """A replica serves some 31 requests a second; a pod takes a minute to start."""
     a = module()
     rule = a.rule_of(yaml.safe_load(a.VALUES.read_text()))
 

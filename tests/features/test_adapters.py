@@ -91,7 +91,7 @@ CASES = cases("vllm_model")
 
 @pytest.mark.parametrize("names", quick_of(CASES[::8], CASES[::32]), ids="-".join)
 def test_an_adapter_beside_every_other_feature(house: House, names: tuple[str, ...]) -> None:
-    """One that adds nothing changes no answer; with one that does, all else holds."""
+    """An adapter that adds nothing changes no answer; with one that does, all else holds."""
     body = body_of("vllm_model", names)
     sampling = json.loads(body.get("sampling_parameters", "{}"))
 

@@ -13,6 +13,7 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
+from slipstream.kernels.attention.scores import Scores
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cpu.native import library
 from slipstream.layers.decoder import Block
@@ -54,16 +55,16 @@ def test_blocks_in_one_are_those_one_by_one(
     assert torch.equal(kv_format.read(whole._cache), kv_format.read(parts._cache))
 
 
-def test_a_stage_that_is_added_is_not_left_out(tmp_path: Path) -> None:
+def test_a_sum_over_ranks_is_not_left_out(tmp_path: Path) -> None:
     directory = save(make_model("llama", **SIZES), tmp_path)
     plain, staged, apart = (make_runner(directory, quantization="int8") for _ in range(3))
     one_by_one(apart)
 
-    def doubled(y: Tensor, x: Tensor) -> Tensor:
+    def doubled(y: Tensor) -> Tensor:
         return y + y
 
     for runner in (staged, apart):
-        runner._model.blocks[1].mlp.down.linear.add_stage("lora", doubled)
+        runner._model.blocks[1].mlp.down.linear.reduce = doubled
     assert generate(staged) == generate(apart) != generate(plain)
 
 
@@ -79,3 +80,13 @@ def test_a_block_in_the_place_of_another_is_run(tmp_path: Path) -> None:
 def test_families_that_need_more_are_left_to_their_layers(family: str, tmp_path: Path) -> None:
     runner = make_runner(save(make_model(family), tmp_path), quantization="int8")
     assert runner._model.whole is None
+
+
+@pytest.mark.parametrize(
+    "changed", [Scores(cap=5.0), Scores(slopes=torch.ones(4))], ids=["cap", "slopes"]
+)
+def test_changed_scores_are_left_to_the_layers(changed: Scores, tmp_path: Path) -> None:
+    directory = save(make_model("llama", **SIZES), tmp_path)
+    assert make_runner(directory, quantization="int8")._model.whole is not None
+    with patch("slipstream.models.decoder.Scores", lambda *_: changed):
+        assert make_runner(directory, quantization="int8")._model.whole is None

@@ -22,8 +22,8 @@ def test_an_adapter_is_a_model_while_it_is_loaded(
         )
         for i in range(7)
     }
-    write_adapter(tmp_path / "root" / "one", pairs, 3)
-    repository = make_repository(tmp_path, adapter_root=str(tmp_path / "root"))
+    write_adapter(tmp_path / "adapters" / "one", pairs, 3)
+    repository = make_repository(tmp_path, adapter_root=str(tmp_path / "adapters"))
     asked = {"prompt": "def main(", "max_tokens": 12, "temperature": 0}
     with serving(repository, tmp_path / "log") as gateway:
         base = gateway.complete(**asked).json["choices"][0]["text"]
@@ -40,7 +40,7 @@ def test_an_adapter_is_a_model_while_it_is_loaded(
         assert gateway.post("/v1/load_lora_adapter", body).status == 200
         cards = {card["id"]: card for card in gateway.get("/v1/models").json["data"]}
         assert cards["one"]["parent"] == MODEL
-        assert gateway.get("/v1/models/one").json["root"] == str(tmp_path / "root" / "one")
+        assert gateway.get("/v1/models/one").json["root"] == str(tmp_path / "adapters" / "one")
         other = gateway.complete(**asked, model="one")
         assert other.json["model"] == "one"
         text = other.json["choices"][0]["text"]
@@ -52,7 +52,7 @@ def test_an_adapter_is_a_model_while_it_is_loaded(
         url = ["--url", gateway.url]
         assert cli.main(["adapter", *url, "load", "two", "one"]) == 0
         assert cli.main(["adapter", *url, "list"]) == 0
-        assert f"two  {MODEL}  {tmp_path}/root/one" in capsys.readouterr().out
+        assert f"two  {MODEL}  {tmp_path}/adapters/one" in capsys.readouterr().out
         assert cli.main(["adapter", *url, "unload", "two"]) == 0
         assert cli.main(["adapter", *url, "unload", "two"]) == 1
         assert "two" in capsys.readouterr().err

@@ -120,7 +120,7 @@ def test_divisions_for_streams(
     pieces = -(-blocks // packed_stream.WARPS)
     assert min(pieces, 2) <= found.x_slots <= pieces
     assert packed_stream.ALONE <= found.bytes <= packed_stream.MEMORY
-    wanted = packed_stream._variant(torch.float16, made, found.columns, found.tiles, False)
+    wanted = packed_stream._variant(torch.float16, made, found.columns, found.tiles)
     assert wanted in STREAMS
 
 

@@ -1,4 +1,4 @@
-"""The memory that ranks share: messages arrive whole and in order, whoever is slow; a wait ends."""
+"""The memory that ranks share: messages arrive whole and in order, slow ranks or not; waits end."""
 
 import os
 import random

@@ -22,9 +22,6 @@ from slipstream.layers.sliced import ROWS, sliced
 from slipstream.layers.source import WeightSource
 from slipstream.quant.scheme import Scheme
 
-STAGES = ("lora", "all-reduce")  # between bias and gate or residual, in this order
-Stage = Callable[[Tensor, Tensor], Tensor]
-
 
 class Stacked(NamedTuple):
     """The matrices that a layer has under one another."""
@@ -35,7 +32,7 @@ class Stacked(NamedTuple):
 
 
 class Linear:
-    """`y = x W^T + b`, `W [out, in]` in some scheme; then the stages that were added.
+    """`y = x W^T + b`, `W [out, in]` in some scheme; then the sum over ranks, if they share it.
 
     Args:
         scheme: of the weights.
@@ -51,7 +48,7 @@ class Linear:
         self.weights = weights
         self.bias = bias
         self.is_sliced = is_sliced
-        self.stages: dict[str, Stage] = {}
+        self.reduce: Callable[[Tensor], Tensor] | None = None  # between bias and gate or residual
         self.stacked: Stacked | None = None  # where it was read
         self._product = sliced(self._multiply) if is_sliced else self._multiply
 
@@ -75,15 +72,9 @@ class Linear:
     @property
     def matrix(self) -> Matrix | None:
         """The weights as GEMMs take them; None where only the scheme multiplies with them, or
-        where a stage comes between the product and what follows it.
+        where a sum over ranks comes between the product and what follows it.
         """
-        return self.weights if isinstance(self.weights, Matrix) and not self.stages else None
-
-    def add_stage(self, name: str, stage: Stage) -> None:
-        """Apply `y = stage(y, x)` behind the bias; `name` is one of `STAGES`."""
-        assert name in STAGES, f"{name} is not one of {', '.join(STAGES)}"
-        found = self.stages | {name: stage}
-        self.stages = {each: found[each] for each in STAGES if each in found}
+        return self.weights if isinstance(self.weights, Matrix) and self.reduce is None else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[n, in] -> [n, out]`."""
@@ -98,9 +89,7 @@ class Linear:
 
     def _multiply(self, x: Tensor) -> Tensor:
         y = self.scheme.matmul(x, self.weights, self.bias)
-        for stage in self.stages.values():
-            y = stage(y, x)
-        return y
+        return y if self.reduce is None else self.reduce(y)
 
 
 class NormLinear:

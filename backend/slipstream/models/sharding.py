@@ -108,7 +108,7 @@ def share(decoder: StepDecoder, ranks: Ranks, vocab_size: int) -> None:
 def _share_block(block: AnyBlock, ranks: Ranks) -> None:
     attention, mlp = block.attention, block.mlp
     assert isinstance(attention, Attention)
-    attention.out.linear.add_stage("all-reduce", lambda y, x: ranks.sum(y))
+    attention.out.linear.reduce = ranks.sum
     for norm in attention.early_norms:
         if isinstance(norm.norm, SpreadNorm):
             norm.norm.ranks = ranks
@@ -116,4 +116,4 @@ def _share_block(block: AnyBlock, ranks: Ranks) -> None:
         mlp.out_norm = summed(ranks, mlp.out_norm)
     else:
         assert isinstance(mlp, TwoStepMLP)
-        mlp.down.linear.add_stage("all-reduce", lambda y, x: ranks.sum(y))
+        mlp.down.linear.reduce = ranks.sum

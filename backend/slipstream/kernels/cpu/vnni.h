@@ -17,31 +17,8 @@ inline void dot4(const uint8_t *w, const int8_t *x, int64_t pitch, I16 (&sum)[R]
     }
 }
 
-template <int R>
-inline void dot4(const uint8_t *w, const int16_t *x, int64_t pitch, I16 (&sum)[R]) {
-    for (int r = 0; r < R; ++r) sum[r].v = _mm512_setzero_si512();
-#pragma GCC unroll 8
-    for (int q = 0; q < 8; ++q) {
-        const __m512i codes = wide_codes(w + 32 * q);
-        const __m512i even = even_codes(codes), odd = odd_codes(codes);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            sum[r].v = _mm512_dpwssd_epi32(sum[r].v, even, four_codes(x + r * pitch + 4 * q));
-            sum[r].v = _mm512_dpwssd_epi32(sum[r].v, odd, four_codes(x + r * pitch + 4 * q + 2));
-        }
-    }
-}
-
-template <int R>
-inline void dot8(const uint8_t *w, const int16_t *x, int64_t pitch, I16 (&sum)[R]) {
-    for (int r = 0; r < R; ++r) sum[r].v = _mm512_setzero_si512();
-#pragma GCC unroll 4
-    for (int p = 0; p < 16; ++p) {
-        const __m512i codes = wide_pairs(w + 32 * p);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-            sum[r].v = _mm512_dpwssd_epi32(sum[r].v, codes, four_codes(x + r * pitch + 2 * p));
-    }
-}
+inline __m512i add_pairs(__m512i sum, __m512i a, __m512i b) { return _mm512_dpwssd_epi32(sum, a, b); }
 
 }  // namespace
+
+#include "rows16_avx512.h"

@@ -1,0 +1,36 @@
+// Sums of 32 products with rows of 16 bits, by 512-bit vectors. `add_pairs(sum, a, b)`, which adds the products of pairs of
+// 16 bits, comes from the form that includes this.
+#pragma once
+
+#include "simd_avx512.h"
+
+namespace {
+
+template <int R>
+inline void dot4(const uint8_t *w, const int16_t *x, int64_t pitch, I16 (&sum)[R]) {
+    for (int r = 0; r < R; ++r) sum[r].v = _mm512_setzero_si512();
+#pragma GCC unroll 8
+    for (int q = 0; q < 8; ++q) {
+        const __m512i codes = wide_codes(w + 32 * q);
+        const __m512i even = even_codes(codes), odd = odd_codes(codes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            sum[r].v = add_pairs(sum[r].v, even, four_codes(x + r * pitch + 4 * q));
+            sum[r].v = add_pairs(sum[r].v, odd, four_codes(x + r * pitch + 4 * q + 2));
+        }
+    }
+}
+
+template <int R>
+inline void dot8(const uint8_t *w, const int16_t *x, int64_t pitch, I16 (&sum)[R]) {
+    for (int r = 0; r < R; ++r) sum[r].v = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int p = 0; p < 16; ++p) {
+        const __m512i codes = wide_pairs(w + 32 * p);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            sum[r].v = add_pairs(sum[r].v, codes, four_codes(x + r * pitch + 2 * p));
+    }
+}
+
+}  // namespace
