@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import open_rows
+import saturation
 import start
 from limits import card
 from make_checkpoint import make, usual_place
@@ -34,6 +35,7 @@ from shapes import write_config
 from side import Side
 
 HERE = Path(__file__).parent
+SATURATION = "saturation-"
 
 
 def has_gpu() -> bool:
@@ -168,6 +170,21 @@ def run_open(args: argparse.Namespace) -> bool:
     return True
 
 
+def run_saturation(args: argparse.Namespace) -> bool:
+    """Measure the saturation rows that are named, ours alone: what is beside them is published.
+
+    Returns False if they failed.
+    """
+    names = [name.removeprefix(SATURATION) for name in args.rows if name.startswith(SATURATION)]
+    if not names:
+        return True
+    args.results.mkdir(parents=True, exist_ok=True)
+    stem = f"{time.strftime('%Y-%m-%d')}-{commit()}-{args.shape}-saturation"
+    output = args.results / f"{stem}.json"
+    call("saturation.py", [str(output), "--shape", args.shape, "--rows", *names], dict(os.environ))
+    return output.is_file()
+
+
 def parse() -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -177,7 +194,8 @@ def parse() -> argparse.Namespace:
         "action", nargs="?", default="all", choices=["all", "ours", "peer", "merge"]
     )
     parser.add_argument("files", nargs="*", type=Path, help="OUT, or OURS PEER")
-    names = [*ROWS, *open_rows.LOADS]
+    apart = [*open_rows.LOADS, *(SATURATION + name for name in saturation.ROWS)]
+    names = [*ROWS, *apart, SATURATION.rstrip("-")]
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=names)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--tune", action="store_true", help="measure matrix kernels first (ours)")
@@ -189,8 +207,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--peer-path", help="where the peer's packages lie, if not on the path")
     args = parser.parse_args()
     args.checkpoint = args.checkpoint or usual_place(args.shape)
-    if args.action != "all" and set(args.rows) & set(open_rows.LOADS):
-        parser.error("open rows are measured by `all`, both engines in turn")
+    if SATURATION.rstrip("-") in args.rows:  # all of them
+        args.rows = [row for row in args.rows if not row.startswith("saturation")]
+        args.rows += [SATURATION + name for name in saturation.ROWS]
+    if args.action != "all" and set(args.rows) & set(apart):
+        parser.error("open and saturation rows are measured by `all`")
     expected = {"all": (0,), "ours": (1,), "peer": (1,), "merge": (1, 2)}[args.action]
     if len(args.files) not in expected:
         parser.error(f"{args.action} takes {expected[-1]} files")
@@ -209,7 +230,9 @@ def main() -> int:
         print("bench-gpu: torch sees no GPU on this machine", file=sys.stderr)
         return 2
     rows = [ROWS[name] for name in args.rows if name in ROWS]
-    if not run_open(args) or not rows:
+    if not (run_open(args) and run_saturation(args)):
+        return 1
+    if not rows:
         return 0
     if args.action == "ours":
         run_ours(args.files[0], rows, args)

@@ -20,6 +20,8 @@ from slipstream.runner.plan import Plan, settle
 
 GOALS = ("latency", "throughput")
 CONTEXT = 2048  # tokens of a sequence, on which goals are judged
+_MOST_SEQUENCES = 1024  # at once: beyond, no step has a graph
+_SHORT = 512  # tokens: as many sequences as have room with so many each are let in
 _ROOM = 0.9  # of a GPU's memory, for weights and cache
 _WORKSPACE = 2_000_000_000  # bytes
 _LAUNCH_S = 9e-6  # of each layer
@@ -94,8 +96,11 @@ class Profile:
 
     def options(self, goal: str) -> dict[str, object]:
         """Return the engine's options: what is not the default of `slipstream compose`."""
-        budget = 2048 if goal == "latency" else 4096
-        found: dict[str, object] = {"max_num_batched_tokens": budget}
+        found: dict[str, object] = {"max_num_batched_tokens": 2048}
+        if goal == "throughput":
+            found["max_num_batched_tokens"] = 8192
+            fit = self.cache_tokens // _SHORT // 64 * 64
+            found["max_num_seqs"] = max(self.rows, min(_MOST_SEQUENCES, fit))
         if self.quantization != "auto":
             found["quantization"] = self.quantization
         if self.kv_cache_dtype != "auto":
@@ -148,6 +153,7 @@ def profile_of(config: EngineConfig, card: Card) -> Profile:
 
 def profiles(config: EngineConfig, card: Card) -> list[Profile]:
     """Return every profile of a checkpoint on a card. Raises `CheckpointError`."""
+    config = msgspec.structs.replace(config, max_num_seqs=_MOST_SEQUENCES)
     return [
         profile_of(
             msgspec.structs.replace(config, quantization=weights, kv_cache_dtype=cache), card

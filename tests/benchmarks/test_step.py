@@ -22,6 +22,8 @@ NAMES = (
     "side",
     "accounts",
     "figures",
+    "engine",
+    "saturation",
 )
 ROWS = [
     "decode-bs1",
@@ -355,3 +357,21 @@ def test_a_start_is_measured_from_a_real_checkpoint(tmp_path: Path) -> None:
     assert len(told["cached"]) == len(told["uncached"]) == 1
     assert 0 < told["cached"][0] < 60
     assert "runner" in result.stdout
+
+
+def test_a_full_engine_is_counted_in_its_steady_part(bench) -> None:
+    """Sequences begin at drawn ages, new ones always wait, and nothing is left behind."""
+    engine = bench.engine.build("tiny", "auto", 128, max_num_seqs=8, device="cpu")
+    row = bench.saturation.Row(24, 16, {})
+    full = bench.saturation.Full(engine, row, 8, seed=5)
+    while not full.has_started:
+        full.step()
+    counts = [full.step() for _ in range(64)]
+    assert engine.status().waiting >= 32
+    assert 6 <= sum(counts) / len(counts) <= 8  # tokens a step: all sequences, less admissions
+    full.drain()
+    engine.check_integrity()
+    assert not engine.has_work
+    result = bench.saturation.measure(engine, row, 8, 0.05)
+    assert result["output_tok_s"] > 0
+    assert bench.saturation.sequences_that_fit(bench.saturation.ROWS["1000-1000"], 15_010, 64) == 10

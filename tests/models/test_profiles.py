@@ -66,6 +66,13 @@ def test_the_best_is_chosen_and_fewer_bits_only_if_they_must():
         select([plain], "cheap")
 
 
+def test_throughput_lets_in_as_many_sequences_as_have_room():
+    full, half = (Profile("fp8", "fp8", cache_tokens=n) for n in (2_000_000, 300_000))
+    assert full.options("throughput")["max_num_seqs"] == 1024
+    assert half.options("throughput")["max_num_seqs"] == 576  # 585 with 512 tokens each
+    assert "max_num_seqs" not in full.options("latency")
+
+
 @pytest.mark.parametrize("goal", GOALS)
 def test_the_command_prints_costs_and_the_options_of_compose(goal, capsys):
     words = ["profile", "select", "--checkpoint", str(CHECKPOINT), "--gpus", "H100", "H100"]
@@ -73,7 +80,10 @@ def test_the_command_prints_costs_and_the_options_of_compose(goal, capsys):
     out = capsys.readouterr().out
     assert "2 replicas" in out
     assert f"{goal}: weights " in out
-    assert f"--max-num-batched-tokens {2048 if goal == 'latency' else 4096}" in out
+    assert f"--max-num-batched-tokens {2048 if goal == 'latency' else 8192}" in out
+    assert ("--max-num-seqs 1024" in out) == (
+        goal == "throughput"
+    )  # a small model: all that can be
     assert cli.main(["profile", "list", "--checkpoint", str(CHECKPOINT), "--gpus", "A100"]) == 0
     assert "refused: A100 has no fp8" in capsys.readouterr().out
 
