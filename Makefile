@@ -107,7 +107,7 @@ screenshots: install ## the pictures of docs/images: the chat page with the mode
 sanitize-cpu: install ## the tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@SLIPSTREAM_CPU_FLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" \
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
-	$(PYTEST) -p no:cacheprovider tests/kernels/test_cpu_gemm.py tests/kernels/test_cpu_attention.py $(PYTEST_ARGS)
+	$(PYTEST) -s -p no:cacheprovider tests/kernels/test_cpu_gemm.py tests/kernels/test_cpu_attention.py tests/fuse/test_whole_blocks.py $(PYTEST_ARGS)
 
 perf: install    ## perf_analyzer on the default repository; report in benchmarks/out/
 	@$(BIN)/python load/run_perf.py $(PERF_ARGS)

@@ -1,10 +1,12 @@
 """The processor's rotation, cache writes and attention, beside their oracles in torch."""
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
 import torch
 from fixtures.kernels.attention_cases import attend, in_format, make_case
+from fixtures.kernels.instruction_sets import HERE, forms, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.kernels.attention.decode import decode_attention
@@ -48,9 +50,9 @@ drawn = st.builds(
 
 
 @settings(deadline=None)
-@given(drawn, st.booleans())
-def test_attention_is_its_definition(d: Drawn, decodes: bool) -> None:
-    """Blocks that no query sees are NaN, or nowhere."""
+@given(drawn, st.booleans(), forms, forms)
+def test_attention_is_its_definition(d: Drawn, decodes: bool, form: str, other: str) -> None:
+    """Blocks that no query sees are NaN, or nowhere; two instruction sets have the same bits."""
     chunks = [min(chunk, 1) for chunk in d.chunks] if decodes else d.chunks
     if decodes:
         chunks = [1] * len(chunks)
@@ -60,15 +62,21 @@ def test_attention_is_its_definition(d: Drawn, decodes: bool) -> None:
     plain = case
     if d.format != "float32":
         case, plain = in_format(case, FORMATS[d.format])
-    out = torch.full((len(case.q), *case.q.shape[1:]), torch.nan)
     where = (case.cache, case.block_tables)
-    if decodes:
-        decode_attention(case.q, *where, case.lengths, NO_PLAN, case.scale, out, window=d.window)
-    else:
-        starts = (case.query_starts, case.lengths, case.scale, max(chunks), out, d.window)
-        prefill_attention(case.q, *where, *starts)
+    outs = []
+    for each in (form, other):
+        out = torch.full((len(case.q), *case.q.shape[1:]), torch.nan)
+        with within(each):
+            if decodes:
+                how = case.lengths, NO_PLAN, case.scale, out
+                decode_attention(case.q, *where, *how, window=d.window)
+            else:
+                starts = (case.query_starts, case.lengths, case.scale, max(chunks), out, d.window)
+                prefill_attention(case.q, *where, *starts)
+        outs.append(out)
     want = attend(plain, torch.float64)
-    assert torch.allclose(out.double(), want, rtol=1e-5, atol=1e-5)
+    assert torch.allclose(outs[0].double(), want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(*outs)
 
 
 def test_a_token_has_the_same_bits_whatever_chunk_it_comes_in() -> None:
@@ -77,12 +85,13 @@ def test_a_token_has_the_same_bits_whatever_chunk_it_comes_in() -> None:
         case.q, case.cache, case.block_tables, case.query_starts, case.lengths, 0.125, 97, None, 50
     )
     begin = 0
-    for end in (1, 2, 40, 96, 97):
+    for end, form in zip((1, 2, 40, 96, 97), itertools.cycle(HERE), strict=False):
         starts = torch.tensor([0, end - begin], dtype=torch.int32)
         lengths = torch.tensor([end], dtype=torch.int32)
         size, how = end - begin, (None, 50)
         where = (case.cache, case.block_tables, starts, lengths, 0.125, size)
-        part = prefill_attention(case.q[begin:end], *where, *how)
+        with within(form):
+            part = prefill_attention(case.q[begin:end], *where, *how)
         assert torch.equal(part, whole[begin:end]), (begin, end)
         begin = end
 
@@ -95,9 +104,10 @@ def test_a_token_has_the_same_bits_whatever_chunk_it_comes_in() -> None:
     st.sampled_from(sorted(FORMATS)),
     st.booleans(),
     st.integers(0, 1 << 16),
+    forms,
 )
 def test_rotation_and_cache_are_those_of_torch(
-    n: int, heads: tuple[int, int], size: int, name: str, normed: bool, seed: int
+    n: int, heads: tuple[int, int], size: int, name: str, normed: bool, seed: int, form: str
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_q, num_kv = heads
@@ -106,7 +116,7 @@ def test_rotation_and_cache_are_those_of_torch(
     if n > 2:
         qkv[1, -1], qkv[2, num_q * size] = torch.nan, torch.inf
     row = kv_format.row_size(FORMATS[name], size)
-    caches = [torch.zeros(5, num_kv, 2, 16, row).to(FORMATS[name]) for _ in range(2)]
+    caches = [torch.zeros(5, num_kv, 2, 16, row).to(FORMATS[name]) for _ in range(3)]
     slots = torch.randperm(80, generator=generator)[:n]
     slots[::5] = -1
     positions = torch.randint(0, 50, (n,), generator=generator)
@@ -116,13 +126,18 @@ def test_rotation_and_cache_are_those_of_torch(
         norms = (torch.rand(size, generator=generator) for _ in range(2))
         stages = HeadStages(None, *norms, 1e-6)
     results = []
-    for run, cache in zip((rope_and_cache, rope_and_cache.oracle), caches, strict=True):
+    runs = rope_and_cache, rope_and_cache, rope_and_cache.oracle
+    for run, cache, each in zip(runs, caches, (form, HERE[0], form), strict=True):
         rows = qkv.clone()
         parts = torch.split(rows, [num_q * size, num_kv * size, num_kv * size], 1)
         q, k, v = (part.unflatten(1, (-1, size)) for part in parts)
-        run(q, k, v, cos_sin, positions, slots, cache, stages)
+        with within(each):
+            run(q, k, v, cos_sin, positions, slots, cache, stages)
         results.append(q)
-    assert torch.allclose(*results, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert torch.allclose(*results[1:], rtol=1e-5, atol=1e-6, equal_nan=True)
+    for both in (results[:2], caches[:2]):
+        assert torch.equal(*(x.contiguous().view(torch.uint8) for x in both))
+    caches = caches[1:]
     ours, theirs = (cache.view(torch.uint8) for cache in caches)
     if not normed:
         if name == "float32":

@@ -5,11 +5,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fixtures.kernels.instruction_sets import BEST, HERE, forms, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.errors import ConfigError
-from slipstream.kernels.cpu.build import built, main
-from slipstream.kernels.cpu.native import FORMS, ROWS, VARIABLE, Library, library, loaded, row_bits
+from slipstream.kernels.cpu.build import main
+from slipstream.kernels.cpu.native import ROWS, VARIABLE, library, loaded, row_bits
 from slipstream.kernels.gemm import cpu_packed, cpu_packing
 from slipstream.kernels.gemm.linear import choose, linear
 from slipstream.kernels.gemm.op import Around, gemm, spec_of
@@ -109,6 +110,12 @@ def around_of(case: Case, generator: torch.Generator) -> Around:
     return around
 
 
+def with_own_sum(around: Around) -> Around:
+    """Stages with a copy of what the GEMM adds to."""
+    residual = around.residual
+    return around._replace(residual=None if residual is None else residual.clone())
+
+
 def rounded(x: Tensor, bits: int) -> Tensor:
     """Rows as the kernels take them: whole numbers of so many bits, by 32 inputs."""
     most = 2 ** (bits - 1) - 1
@@ -153,8 +160,9 @@ def dequantise_plain(matrix: QuantMatrix) -> Tensor:
 
 
 @settings(deadline=None)
-@given(cases, st.sampled_from([8, 16]))
-def test_gemms_are_those_of_rounded_rows(case: Case, row_bits: int) -> None:
+@given(cases, st.sampled_from([8, 16]), forms, forms)
+def test_gemms_are_those_of_rounded_rows(case: Case, row_bits: int, form: str, other: str) -> None:
+    """And have the same bits by any two instruction sets."""
     rows = row_bits if case.bits == 4 else 16
     generator = torch.Generator().manual_seed(case.seed)
     matrix, around = matrix_of(case, generator), around_of(case, generator)
@@ -164,10 +172,12 @@ def test_gemms_are_those_of_rounded_rows(case: Case, row_bits: int) -> None:
     weights = cpu_packing.dense(packed.values, packed.groups)
     assert torch.allclose(weights, dequantise_plain(matrix), rtol=1e-5, atol=1e-6)
     want, most = want_of(x, matrix, around, rows)
-    kept = None if around.residual is None else around.residual.clone()
-    oracle = gemm.oracle(x, packed.values, around._replace(groups=packed.groups, residual=kept))
+    oracle = gemm.oracle(x, packed.values, with_own_sum(around)._replace(groups=packed.groups))
     with patch.object(cpu_packed, "row_bits", lambda: row_bits):
-        got = linear(x, packed, around)
+        with within(form):
+            got = linear(x, packed, with_own_sum(around))
+        with within(other):
+            assert torch.equal(linear(x, packed, with_own_sum(around)), got)
     assert got.shape == want.shape == oracle.shape
     if case.rows == 0:
         return
@@ -179,57 +189,36 @@ def test_gemms_are_those_of_rounded_rows(case: Case, row_bits: int) -> None:
         assert (got - want).abs().median() <= ERROR * most
 
 
+@pytest.mark.parametrize("form", HERE)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_row_has_the_same_bits_whatever_is_beside_it(bits: int) -> None:
+def test_a_row_has_the_same_bits_whatever_is_beside_it(bits: int, form: str) -> None:
     """And whatever the number of threads."""
     case = Case(67, 160, 224, bits, 32, 7, frozenset({"norm", "zeros", "gate", "bias"}))
     generator = torch.Generator().manual_seed(case.seed)
     packed, around = make_tiles(matrix_of(case, generator)), around_of(case, generator)
     x = torch.randn(case.rows, case.inputs, generator=generator)
-    together = linear(x, packed, around)
-    alone = torch.cat([linear(row[None], packed, around) for row in x])
-    assert torch.equal(together, alone)
     before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(linear(x, packed, around), together)
-    finally:
-        torch.set_num_threads(before)
+    with within(form):
+        together = linear(x, packed, around)
+        alone = torch.cat([linear(row[None], packed, around) for row in x])
+        assert torch.equal(together, alone)
+        try:
+            torch.set_num_threads(3)
+            assert torch.equal(linear(x, packed, around), together)
+        finally:
+            torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_all_instruction_sets_have_the_same_bits(bits: int) -> None:
-    path, best = built(), loaded().form
-    others = FORMS[: FORMS.index(best)]
-    if not others:
-        pytest.skip(f"this processor has {best} alone")
-    case = Case(13, 96, 256, bits, 64, 3, frozenset({"minimums", "residual"}))
-    generator = torch.Generator().manual_seed(case.seed)
-    packed, around = make_tiles(matrix_of(case, generator)), around_of(case, generator)
-    x = torch.randn(case.rows, case.inputs, generator=generator)
-    assert around.residual is not None
-
-    def run() -> Tensor:
-        assert around.residual is not None
-        return linear(x, packed, around._replace(residual=around.residual.clone()))
-
-    want = run()
-    try:
-        for form in others:
-            Library(path, form)
-            assert torch.equal(run(), want), form
-    finally:
-        Library(path, best)
-
-
+@pytest.mark.parametrize("form", HERE)
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_stays_so(bits: int, value: float) -> None:
+def test_what_is_not_finite_stays_so(bits: int, value: float, form: str) -> None:
     case = Case(3, 32, 96, bits, 32, 5, frozenset())
     packed = make_tiles(matrix_of(case, torch.Generator().manual_seed(1)))
     x = torch.ones(3, 96)
     x[1, 50] = value
-    got = linear(x, packed)
+    with within(form):
+        got = linear(x, packed)
     assert got[1].isnan().all()
     assert got[[0, 2]].isfinite().all()
 
@@ -252,10 +241,12 @@ def test_an_instruction_set_that_is_not_there_is_refused(monkeypatch: pytest.Mon
         row_bits.__wrapped__()
     monkeypatch.setenv(VARIABLE, "none")
     assert library.__wrapped__() is None
-    best = loaded().form
-    if best != FORMS[-1]:
-        with pytest.raises(ConfigError, match=f"the best of this processor is {best}"):
-            Library(built(), FORMS[-1])
+    found = loaded()
+    with (
+        patch.object(found, "_choose", lambda form: -1),
+        pytest.raises(ConfigError, match=f"'vnni': the best of this processor is {BEST}"),
+    ):
+        found.choose("vnni")
 
 
 def test_a_machine_without_a_compiler_is_told_what_to_install(

@@ -152,9 +152,8 @@ class Library:
         self.best = FORMS[best - 1] if best else None
         if self.best is None:
             raise BuildError("the processor has no AVX2 and FMA")
-        self.form = form or self.best
-        if library.slipstream_choose(FORMS.index(self.form) + 1):
-            raise ConfigError(f"{VARIABLE} = {form!r}: the best of this processor is {self.best}")
+        self._choose = library.slipstream_choose
+        self.choose(form or self.best)
         floats, numbers = c_void_p, c_int64
         self.product = library.slipstream_product
         self.product.restype = None
@@ -177,6 +176,12 @@ class Library:
         self.blocks = library.slipstream_blocks
         self.blocks.restype = None
         self.blocks.argtypes = (POINTER(Layer), c_int, floats, numbers, floats, c_int)
+
+    def choose(self, form: str) -> None:
+        """Have kernels run in one of `FORMS` from now on; raises ConfigError."""
+        if self._choose(FORMS.index(form) + 1):
+            raise ConfigError(f"{VARIABLE} = {form!r}: the best of this processor is {self.best}")
+        self.form = form
 
 
 @functools.cache
