@@ -8,7 +8,7 @@ from slipstream.kernels.elementwise.rope import rotate
 from slipstream.layers.dims import Dims, RopeConfig
 from slipstream.layers.rope import cos_sin_table
 from slipstream.models.axes import QkvOrder, TensorNames
-from slipstream.models.transforms import Heads, arranged, changes, head_order, part_of_qkv
+from slipstream.models.transforms import Changes, Heads, arranged, head_order, part_of_qkv
 from torch import Tensor
 
 EVEN = st.integers(0, 6).map(lambda half: 2 * half)
@@ -90,9 +90,8 @@ def test_scores_are_those_of_rotation_by_definition(
 @given(size=EVEN.filter(bool), zeros=EVEN, heads=st.integers(1, 3))
 def test_heads_with_zeros_give_the_same_output(size: int, zeros: int, heads: int) -> None:
     """The output layer has zeros for what values have more; a stored bias is not touched."""
-    change = changes(
-        TensorNames(), dims(heads, heads, size), Heads(size, size + zeros, size, False)
-    )
+    stored = Heads(size, size + zeros, size, False)
+    change = Changes(TensorNames(), dims(heads, heads, size), stored).of
     out, values = torch.randn(5, heads * size), torch.randn(heads * size)
     if not zeros:
         assert change("model.layers.0.self_attn.v_proj.weight") is None
@@ -112,7 +111,7 @@ def test_changes_come_in_their_order() -> None:
         qkv=QkvOrder.BLOCKS, joins_gate_up=True, transposed=("self_attn.k_proj",),
         changed={"lm_head.weight": lambda x: -x},
     )  # fmt: skip
-    change = changes(names, dims(2, 1, 4), Heads(4, 4, 4, True))
+    change = Changes(names, dims(2, 1, 4), Heads(4, 4, 4, True)).of
     whole = torch.randn(16, 5)
     k = change("model.layers.7.self_attn.k_proj.weight")
     assert k is not None

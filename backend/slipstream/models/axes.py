@@ -137,6 +137,20 @@ class QkvOrder(Enum):
 Change = Callable[["Tensor"], "Tensor"]  # of a stored tensor to one of the decoder
 
 
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """How rows and columns of a stored matrix become those of the decoder's; None: as they are.
+
+    rows, columns: changes along dimensions 0 and 1.
+    shape: `[outputs, inputs]` of the decoder's to those of the stored matrix, which libraries that
+    quantise keep in this order, whatever the model's own files have.
+    """
+
+    rows: Change | None
+    columns: Change | None
+    shape: Callable[[int, int], tuple[int, int]]
+
+
 def joined(name: str, kind: str = "self_attn") -> dict[str, str]:
     """Return names for a matrix that is stored with others, below `self_attn` or `mlp`."""
     parts = ("q_proj", "k_proj", "v_proj") if kind == "self_attn" else ("gate_proj", "up_proj")
@@ -144,6 +158,10 @@ def joined(name: str, kind: str = "self_attn") -> dict[str, str]:
 
 
 def _unchanged(name: str) -> Change | None:
+    return None
+
+
+def _unmoved(name: str) -> Moves | None:
     return None
 
 
@@ -164,6 +182,7 @@ class TensorNames:
     changed: other changes, by the ends of the decoder's names.
     change: what makes a tensor of the decoder from the stored one, all of these together; None: it
     is that. Set when dims are known (transforms.py).
+    moves: the same of a quantised matrix, whose name ends in no `.weight`.
     cuts: the parts that a rank of several has; None: all of every tensor.
     """
 
@@ -177,6 +196,7 @@ class TensorNames:
     norms_each_head: bool = False
     changed: Mapping[str, Change] = field(default_factory=dict)
     change: Callable[[str], Change | None] = field(default=_unchanged, compare=False)
+    moves: Callable[[str], Moves | None] = field(default=_unmoved, compare=False)
     cuts: Cuts | None = None
 
     def may_be_unread(self, name: str) -> bool:

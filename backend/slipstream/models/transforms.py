@@ -7,12 +7,12 @@ too, so shapes are checked by the same functions; a shape that does not fit rais
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from slipstream.layers.dims import Dims, RopeConfig
-from slipstream.models.axes import Change, QkvOrder, TensorNames
+from slipstream.models.axes import Change, Moves, QkvOrder, TensorNames
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,42 +100,80 @@ class Heads:
         return [*range(self.size), *[-1] * (self.padded - self.size)]
 
 
-def changes(names: TensorNames, dims: Dims, heads: Heads) -> Callable[[str], Change | None]:
-    """Return what makes each tensor of the decoder from the stored one; None: it is that.
+class Changes:
+    """What makes each tensor of the decoder from the stored one.
 
     Args:
         names: how the family stores its tensors.
         dims: of the model, with heads as they are stored.
         heads: how they are changed for the kernels.
     """
-    moved, value_moved = heads.order(), heads.value_order()
-    still = list(range(heads.size))
 
-    def steps(name: str, kind: str) -> list[Change]:
+    def __init__(self, names: TensorNames, dims: Dims, heads: Heads) -> None:
+        self._names, self._dims, self._heads = names, dims, heads
+        self._moved, self._value_moved = heads.order(), heads.value_order()
+        self._still = list(range(heads.size))
+
+    def of(self, name: str) -> Change | None:
+        """Return what makes a tensor; None: it is the stored one."""
+        part = _NAME.search(name)
+        if part is None:
+            return None
+        name, is_matrix = part[1], part[2] == "weight"
         found: list[Change] = []
-        if kind == "weight" and name in names.transposed:
+        if is_matrix and name in self._names.transposed:
             found.append(transposed)
+        found += self._rows(name, part[2])
+        found += self._columns(name) if is_matrix else []
+        return _together(found)
+
+    def moves(self, name: str) -> Moves | None:
+        """Return how a quantised matrix is changed; None: it is not."""
+        part = _NAME.search(f"{name}.weight")
+        if part is None:
+            return None
+        rows, columns = _together(self._rows(part[1], "weight")), _together(self._columns(part[1]))
+        if rows is None and columns is None:
+            return None
+        return Moves(rows, columns, lambda outputs, inputs: self._shape(part[1], outputs, inputs))
+
+    def _rows(self, name: str, kind: str) -> list[Change]:
+        names, heads, found = self._names, self._heads, list[Change]()
         if f"{name}.{kind}" in names.changed:
             found.append(names.changed[f"{name}.{kind}"])
         if name in _QKV and names.qkv is not QkvOrder.SPLIT:
             which = _QKV.index(name)
-            found.append(lambda x: part_of_qkv(x, names.qkv, which, dims))
+            found.append(lambda x: part_of_qkv(x, names.qkv, which, self._dims))
         if name in _GATE_UP and names.joins_gate_up:
             found.append(lambda x: part_of_two(x, _GATE_UP.index(name)))
-        order = moved if name in (*_QKV[:2], *_QK_NORMS) else value_moved
-        if name in (*_QKV, *_QK_NORMS) and order != still:
+        order = self._moved if name in (*_QKV[:2], *_QK_NORMS) else self._value_moved
+        if name in (*_QKV, *_QK_NORMS) and order != self._still:
             dim = 1 if name in _QK_NORMS and names.norms_each_head else 0
             found.append(lambda x: arranged(x, order, heads.size, dim))
-        if name == _OUT and kind == "weight" and value_moved != still:
-            found.append(lambda x: arranged(x, value_moved, heads.size, dim=1))
         return found
 
-    def change(name: str) -> Change | None:
-        part = _NAME.search(name)
-        found = steps(part[1], part[2]) if part else []
-        return (lambda x: _through(x, found)) if found else None
+    def _columns(self, name: str) -> list[Change]:
+        if name != _OUT or self._value_moved == self._still:
+            return []
+        return [lambda x: arranged(x, self._value_moved, self._heads.size, dim=1)]
 
-    return change
+    def _shape(self, name: str, outputs: int, inputs: int) -> tuple[int, int]:
+        """Return the shape of the stored matrix of which one of this shape is made."""
+        size, padded = self._heads.size, self._heads.padded
+        stored = self._names.own.get(name)
+        if name in _QKV:
+            alike = [each for each in _QKV if stored and self._names.own.get(each) == stored]
+            heads = (self._dims.num_heads, self._dims.num_kv_heads, self._dims.num_kv_heads)
+            counts = dict(zip(_QKV, heads, strict=True))
+            whole = sum(counts[each] for each in alike) * size
+            return whole or outputs // padded * size, inputs
+        if name in _GATE_UP and self._names.joins_gate_up:
+            return 2 * outputs, inputs
+        return outputs, inputs // padded * size if name == _OUT else inputs
+
+
+def _together(steps: Sequence[Change]) -> Change | None:
+    return (lambda x: _through(x, steps)) if steps else None
 
 
 def _through(x: "Tensor", steps: Sequence[Change]) -> "Tensor":
@@ -154,4 +192,5 @@ def with_changes(
     rotated = turning.pop() if turning else dims.head_size
     whole = dims.head_size if rotated is None else rotated
     heads = Heads(dims.head_size, padded, whole, interleaved)
-    return replace(names, change=changes(names, dims, heads))
+    found = Changes(names, dims, heads)
+    return replace(names, change=found.of, moves=found.moves)

@@ -27,6 +27,7 @@ from slipstream.models.gguf.kept import KEPT, kept
 from slipstream.models.gguf.restore import buffer_for, restore
 from slipstream.models.gguf.types import QUANTISED
 from slipstream.models.mapped import MappedFiles
+from slipstream.models.moves import moved
 from slipstream.models.reading import Region, TensorReader
 from slipstream.quant.matrix import QuantMatrix
 
@@ -83,7 +84,7 @@ class _Checkpoint:
         self._unread = set(self._entries)
         lacks = tensors.optional and not any(n.startswith(tensors.optional) for n in self._entries)
         self._lacking = tensors.optional if lacks else ""
-        self._formats = Formats(directory, self)
+        self._formats = Formats(directory, self, self._stored("lm_head"))
         self._notes: dict[str, int] = {}
 
     def entry(self, name: str) -> TensorEntry | None:
@@ -113,19 +114,17 @@ class _Checkpoint:
         """Read a matrix that the checkpoint has quantised, with all that belongs to it."""
         stored, weight = self._stored(name), self._stored(f"{name}.weight")
         self._refuse_cut(f"{name}.weight", (rows, inputs), stored)
+        moves = self._tensors.moves(name)
         if (entry := self._entries.get(weight)) is not None and entry.dtype in KEPT:
             self._take(f"{name}.weight", (rows, inputs))
             matrix = kept(entry, self.raw(weight))
             self._note_values(weight, entry, matrix.scales)
-            return matrix
-        if self._tensors.change(f"{name}.weight") is not None and self._formats.is_quantised(
-            stored
-        ):
-            raise CheckpointError(
-                f"{self._directory}: {stored} is quantised, and stored in an order that is changed "
-                "as it is loaded: that is not implemented"
-            )
-        return self._formats.load(stored, rows, inputs)
+            return matrix if moves is None else moved(matrix, moves, f"{entry.file}: {weight}")
+        shape = (rows, inputs) if moves is None else moves.shape(rows, inputs)
+        found = self._formats.load(stored, *shape)
+        if found is None or moves is None:
+            return found
+        return moved(found, moves, f"{self._directory}: {stored}")
 
     def _refuse_cut(self, name: str, shape: Sequence[int], stored: str) -> None:
         """Raise `CheckpointError` for a quantised matrix of which a rank has a part."""

@@ -31,7 +31,6 @@ _QUANTISED = (
     "SCB",
     "weight.absmax",
 )
-_HEAD = "lm_head"
 
 
 class Formats:
@@ -40,11 +39,13 @@ class Formats:
     Args:
         directory: of the checkpoint.
         source: its tensors.
+        head: name of the head, which is in 16 bits where nothing says so.
     """
 
-    def __init__(self, directory: Path, source: RawSource) -> None:
-        self._directory, self._source = directory, source
+    def __init__(self, directory: Path, source: RawSource, head: str = "lm_head") -> None:
+        self._directory, self._source, self._head = directory, source, head
         self._format = self._chosen(directory)
+        self._last: tuple[str, QuantMatrix | None] = ("", None)  # several may be made of one
 
     @staticmethod
     def _chosen(directory: Path) -> Format | None:
@@ -59,6 +60,11 @@ class Formats:
 
         Raises `CheckpointError` if tensors are wrong, or contradict the configuration.
         """
+        if self._last[0] != name:
+            self._last = (name, self._load(name, outputs, inputs))
+        return self._last[1]
+
+    def _load(self, name: str, outputs: int, inputs: int) -> QuantMatrix | None:
         module = Module(name, self._source)
         if self._format is None:
             part = next((each for each in _QUANTISED if module.has(each)), None)
@@ -68,7 +74,7 @@ class Formats:
                 )
             return None
         is_held = self._format.holds(module)
-        if is_held or name != _HEAD:  # heads in 16 bits need no saying
+        if is_held or name != self._head:
             self._format.check(module)
         return self._format.load(module, outputs, inputs) if is_held else None
 
