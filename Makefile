@@ -13,7 +13,7 @@ PYTEST_ARGS ?=
 WORKERS ?= 2
 # Where bytecode is kept, tests are rewritten for their assertions once and not in each run.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
-BESIDE = -n $(WORKERS) --dist loadfile
+BESIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ARGS ?=
 PERF_ARGS ?=
 LOCUST_ARGS ?=

@@ -8,7 +8,7 @@ import pytest
 from fixtures.faults.asking import Ask
 from fixtures.faults.oracle import Oracle
 from fixtures.faults.planter import write_python
-from fixtures.server.support import CHECKPOINT, Client, compose, start
+from fixtures.server.support import CHECKPOINT, Client, compose, end, start
 from slipstream_serve.server import server_directory
 
 
@@ -29,7 +29,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, 
     try:
         yield Client(server), orders
     finally:
-        server.stop()
+        end(server)
 
 
 @pytest.fixture(scope="session")

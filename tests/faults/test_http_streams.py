@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 from fixtures.faults.asking import Ask, ClosedError, CutError, asks, pieces
-from fixtures.server.support import CHECKPOINT, Client, RequestError, compose, start
+from fixtures.server.support import CHECKPOINT, Client, RequestError, compose, end, start
 from slipstream_client.bench.messages import Record
 from slipstream_client.bench.transports import transport
 from slipstream_contract.whole import CUT
@@ -44,7 +44,7 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     try:
         yield Client(server)
     finally:
-        server.stop()
+        end(server)
 
 
 def answers(client: Client, questions: list[Ask]) -> tuple[list[threading.Thread], dict[int, str]]:

@@ -15,7 +15,7 @@ from fixtures.server.serve_process import Serve, short_directory
 from fixtures.server.support import PROMPT, Client, RequestError, start
 from slipstream_serve.triton import SHARED_MEMORY, Endpoints
 
-pytestmark = [pytest.mark.triton, pytest.mark.rest]
+pytestmark = [pytest.mark.triton, pytest.mark.rest, pytest.mark.beside]
 
 NUM_STREAMS = 100
 

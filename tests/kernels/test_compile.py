@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
-from fixtures.tiers import quick_of
 from slipstream import kernels
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.jit import Variant
@@ -15,6 +14,7 @@ from slipstream.kernels.runtime.jit import Variant
 bindings = pytest.importorskip("cuda.bindings", reason="NVRTC comes with the extra nvrtc")
 
 from fixtures.kernels.nvrtc import OTHER, Nvrtc, find_other  # noqa: E402
+from fixtures.kernels.pairs import Pair, of_pairs, pairs_of  # noqa: E402
 
 
 def modules() -> Iterator[ModuleType]:
@@ -114,22 +114,28 @@ def is_everyday(wanted: Variant) -> bool:
     return not is_addition(wanted) or (is_one and defines.get("ROTATES") != "0")
 
 
-def marked(variants: list[Variant]) -> list[object]:
-    """Put one variant of each source into the quick tier, every everyday one into the rest."""
-    ones = {v.source: v for v in reversed(variants) if is_everyday(v)}
-
-    def marks(variant: Variant) -> object:
-        if not is_everyday(variant):
-            return pytest.mark.slow
-        return () if variant == ones[variant.source] else pytest.mark.rest
-
-    return [pytest.param(v, id=str(v), marks=marks(v)) for v in variants]
+def settings_of(case: tuple[Variant, str]) -> list[tuple[str, str]]:
+    """Source and architecture, and each macro with them: pairs are those of one source."""
+    wanted, arch = case
+    own = wanted.source
+    return [(own, own), *((f"{own} {name}", value) for name, value in wanted.defines), (own, arch)]
 
 
-@pytest.mark.parametrize("wanted", marked(VARIANTS))
-def test_hopper(wanted: Variant) -> None:
-    assert wanted.only in ("", "sm_90a")
-    compile_and_check(wanted, "sm_90a")
+def marked(cases: list[tuple[Variant, str]], is_in_quick: bool) -> list[object]:
+    """Put the everyday cases in which all pairs of macros meet into the rest tier.
+
+    The quick tier has the first everyday one of each source, or none.
+    """
+    everyday = [case for case in cases if is_everyday(case[0])]
+    firsts = {case[0].source: case for case in reversed(everyday)} if is_in_quick else {}
+    chosen = of_pairs(everyday, settings_of)
+
+    def marks(case: tuple[Variant, str]) -> object:
+        if case == firsts.get(case[0].source):
+            return ()
+        return pytest.mark.rest if case in chosen else pytest.mark.slow
+
+    return [pytest.param(*case, id=f"{case[1]} {case[0]}", marks=marks(case)) for case in cases]
 
 
 def is_widest(wanted: Variant) -> bool:
@@ -142,10 +148,35 @@ def is_widest(wanted: Variant) -> bool:
     return defines.get("HEAD_SIZE", "128") in ("128", "256") and defines.get("VECTOR") != "1"
 
 
-@pytest.mark.parametrize("arch", quick_of(["sm_80", "sm_100a"], ["sm_80"]))
-@pytest.mark.parametrize("wanted", marked(list(filter(is_widest, VARIANTS))))
+HOPPER_CASES = marked([(wanted, "sm_90a") for wanted in VARIANTS], is_in_quick=True)
+# In the quick tier the other CUDA compiles each source, for these architectures in turn.
+OTHERS = [(wanted, arch) for wanted in filter(is_widest, VARIANTS) for arch in ("sm_80", "sm_100a")]
+OTHER_ARCHITECTURES = marked(OTHERS, is_in_quick=False)
+
+
+@pytest.mark.parametrize(("wanted", "arch"), HOPPER_CASES)
+def test_hopper(wanted: Variant, arch: str) -> None:
+    assert wanted.only in ("", arch)
+    compile_and_check(wanted, arch)
+
+
+@pytest.mark.parametrize(("wanted", "arch"), OTHER_ARCHITECTURES)
 def test_other_architectures(wanted: Variant, arch: str) -> None:
     compile_and_check(wanted, arch)
+
+
+def are_compiled(cases: list[object]) -> set[Pair]:
+    """Pairs of settings in the cases of the quick and the rest tier."""
+    found = [case.values for case in cases if "slow" not in {mark.name for mark in case.marks}]
+    return {pair for case in found for pair in pairs_of(settings_of(case))}
+
+
+def test_every_two_macros_that_meet_in_everyday_variants_are_compiled_together() -> None:
+    for cases in (HOPPER_CASES, OTHER_ARCHITECTURES):
+        everyday = [case.values for case in cases if is_everyday(case.values[0])]
+        compiled = are_compiled(cases)
+        assert {pair for case in everyday for pair in pairs_of(settings_of(case))} <= compiled
+        assert {wanted.source for wanted, _ in everyday} <= {name for (name, _), _ in compiled}
 
 
 @pytest.mark.slow

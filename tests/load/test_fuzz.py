@@ -14,6 +14,7 @@ NAMES = ("crashes", "serving", "fuzz_fields", "fuzz_cases", "fuzz_send", "fuzz_j
 
 
 @pytest.mark.triton
+@pytest.mark.beside
 @pytest.mark.rest
 def test_2000_requests(load, tmp_path):
     if not (server_directory() / "bin" / "tritonserver").is_file():

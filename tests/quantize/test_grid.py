@@ -177,5 +177,6 @@ def test_awq_of_equal_inputs_and_weights_is_rounding() -> None:
     for scales in awq_candidates(torch.ones(4, 48), ones, grid):
         assert torch.allclose(scales, ones)
     seen = seen_of(torch.eye(48))
-    assert torch.equal(awq_scales(torch.ones(4, 48), seen, grid), ones)
+    # Powers of one size differ from each other in their last bit, on some processors.
+    assert torch.allclose(awq_scales(torch.ones(4, 48), seen, grid), ones)
     assert torch.equal(bounded(torch.full((4,), 7.0)), torch.ones(4))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from slipstream_client.cli import main
 
-pytestmark = [pytest.mark.triton, pytest.mark.rest]
+pytestmark = [pytest.mark.triton, pytest.mark.rest, pytest.mark.beside]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from slipstream_runtime import draining
 from slipstream_runtime.directory import Runtime
 from slipstream_serve.triton import Endpoints
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.beside]
 TOKENS = 500
 PROMPT = "import os\n"
 

@@ -25,7 +25,7 @@ from fixtures.server.support import PROMPT
 from slipstream_serve.triton import SHARED_MEMORY
 from tritonclient.utils import InferenceServerException
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.beside]
 
 AUDIT = Path(__file__).with_name("audited_engine.py")
 

@@ -11,7 +11,7 @@ import pytest
 from fixtures.server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
 from fixtures.server.support import text as join
 
-pytestmark = [pytest.mark.triton, pytest.mark.rest]
+pytestmark = [pytest.mark.triton, pytest.mark.rest, pytest.mark.beside]
 
 BODY = {"text_input": PROMPT, "max_tokens": 12}
 

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 START_S, ANSWER_S, END_S = 240, 120, 60
 pytestmark = [
     pytest.mark.triton,
+    pytest.mark.beside,
     pytest.mark.rest,
     pytest.mark.timeout(900),
     pytest.mark.skipif(not server_directory().is_dir(), reason="no tritonserver: make install"),

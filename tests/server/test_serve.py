@@ -39,6 +39,7 @@ from tritonclient.utils import InferenceServerException
 
 pytestmark = [
     pytest.mark.triton,
+    pytest.mark.beside,
     pytest.mark.skipif(not server_directory().is_dir(), reason="no tritonserver: make install"),
 ]
 CONFIG = """

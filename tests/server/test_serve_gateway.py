@@ -16,7 +16,7 @@ from fixtures.gateway.served import Gateway
 from fixtures.server.listening import listening
 from fixtures.server.serve_process import Serve, short_directory
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.beside]
 
 
 def free_port() -> int:

@@ -14,6 +14,7 @@ from slipstream_serve.server import repository_root, server_directory
 
 pytestmark = [
     pytest.mark.triton,
+    pytest.mark.beside,
     pytest.mark.rest,
     pytest.mark.skipif(not server_directory().is_dir(), reason="no tritonserver: make install"),
 ]

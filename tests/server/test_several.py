@@ -20,7 +20,7 @@ from slipstream_serve.server import server_directory
 from slipstream_serve.triton import Endpoints, TritonServer
 from tritonclient.utils import InferenceServerException
 
-pytestmark = [pytest.mark.triton, pytest.mark.rest]
+pytestmark = [pytest.mark.triton, pytest.mark.rest, pytest.mark.beside]
 
 LONG = {"text_input": PROMPT, "max_tokens": 400, "stream": True, "end_id": -1}
 EACH = ("", "chat_")

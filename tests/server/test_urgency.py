@@ -20,9 +20,10 @@ from fixtures.server.support import (
     serving,
     text,
 )
+from fixtures.tiers import quick_of
 from slipstream.engine.waiting import OLDEST_EVERY
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.beside]
 
 MODELS = [*TEXT_MODELS, "vllm_model", "tensorrt_llm"]
 EXPIRED = re.compile(
@@ -68,14 +69,18 @@ def check_expired(error: str, num_responses: int) -> None:
     assert num_responses > 0
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    "urgency",
-    [{"parameters": {"timeout_ms": 400}}, {"timeout_us": 400_000}],
-    ids=["timeout_ms", "timeout of Triton"],
-)
-def test_a_stream_ends_at_its_deadline_with_all_it_has(idle, model, urgency):
+def in_turn(names: list[str]) -> list[object]:
+    """Every model with each name; in the quick tier, every model with one."""
+    pairs = [(model, name) for model in MODELS for name in names]
+    return quick_of(pairs, [(model, names[i % len(names)]) for i, model in enumerate(MODELS)])
+
+
+@pytest.mark.parametrize("asked", in_turn(["timeout_ms", "timeout of Triton"]), ids="-".join)
+def test_a_stream_ends_at_its_deadline_with_all_it_has(idle, asked):
+    model, name = asked
     request = long_request(model) | {"return_num_output_tokens": True}
+    is_tritons = name == "timeout of Triton"
+    urgency = {"timeout_us": 400_000} if is_tritons else {"parameters": {"timeout_ms": 400}}
     responses = []
     with pytest.raises(RequestError) as caught:
         responses.extend(idle.iterate(model, **urgency, **request))
@@ -88,9 +93,9 @@ def test_a_stream_ends_at_its_deadline_with_all_it_has(idle, model, urgency):
     assert whole == got
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", ["timeout_ms", "timeout"])
-def test_over_http(idle, model, name):
+@pytest.mark.parametrize("asked", in_turn(["timeout", "timeout_ms"]), ids="-".join)
+def test_over_http(idle, asked):
+    model, name = asked
     body = {name: 400 if name == "timeout_ms" else 400_000, "return_num_output_tokens": True}
     status, answer = idle.post(f"{model}/generate_stream", long_request(model) | body)
     assert status == 200
@@ -304,6 +309,7 @@ def test_a_full_queue_refuses_everywhere(narrow):
     narrow.wait_idle(60)
 
 
+@pytest.mark.rest
 def test_one_that_waits_is_over_time_too(narrow):
     running = narrow.iterate("ensemble", text_input=PROMPT, max_tokens=2000, end_id=-1, stream=True)
     next(running)
@@ -318,6 +324,7 @@ def test_one_that_waits_is_over_time_too(narrow):
     narrow.wait_idle(60)
 
 
+@pytest.mark.rest
 def test_too_many_tokens_wait(narrow):
     running = narrow.iterate("ensemble", text_input=PROMPT, max_tokens=2000, end_id=-1, stream=True)
     next(running)

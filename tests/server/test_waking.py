@@ -8,7 +8,7 @@ import pytest
 from fixtures.server.support import PROMPT, TEXT_MODELS, Client, serving
 from slipstream_serve import spawn
 
-pytestmark = [pytest.mark.triton, pytest.mark.rest]
+pytestmark = [pytest.mark.triton, pytest.mark.rest, pytest.mark.beside]
 
 BODY = {"text_input": PROMPT, "max_tokens": 4}
 USUAL, GENTLE = {os.SCHED_OTHER}, {os.SCHED_BATCH}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from fixtures.server.support import end
 from fixtures.stages.zoo import CORPUS, llama_bpe, save
 from slipstream_compose.pbtxt import model_config
 from slipstream_contract.stream_state import StreamState
@@ -75,8 +76,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         parameters = {"tokenizer_dir": "../../../checkpoint"}
         (version.parent / "config.pbtxt").write_text(model_config(MODELS[name], parameters))
     triton = TritonServer(base / "repository", Endpoints.free(), base / "log")
-    with triton.running():
+    try:
+        triton.start()
+        triton.wait_ready(240)
         yield Server(triton, Encoder.load(directory))
+    finally:
+        end(triton)
 
 
 def test_prompts_and_words(server: Server) -> None:

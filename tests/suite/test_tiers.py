@@ -1,6 +1,7 @@
 """What runs when: each test in one tier, long properties in both, and what was repeated is said."""
 
 import json
+from pathlib import Path
 
 import pytest
 from fixtures import crashes, durations, tiers
@@ -60,6 +61,7 @@ TestMachine.settings = settings(max_examples=124)
 def test_how_many_of_a_machine():
     print(f"machine {TestMachine.settings.max_examples}")
 """
+TESTS_FOLDER = Path(__file__).parents[1]
 MARKERS = "[pytest]\nmarkers =\n  gpu: g\n  slow: s\n  rest: r\n"
 BOTH = {"test_property", "runTest"}
 QUICK = {"test_plain", "test_small_property", "test_how_many", "test_how_many_of_a_machine"}
@@ -161,3 +163,31 @@ def test_durations_are_of_each_file_and_each_long_test(
     number, clock_s, processors_s = tiers["quick"][name]
     assert number == 2
     assert min(clock_s, processors_s) >= 0.2  # the kernel counts in hundredths
+
+
+def test_the_longest_files_come_first_in_their_own_order() -> None:
+    rows = {"total": [9, 9.0, 9.0], "a.py": [1, 3.0, 9.0], "b.py": [1, 7.0, 1.0]}
+    names = ["a.py::one", "b.py::two", "new.py::last", "a.py::first", "b.py::K::one"]
+    order = [names[i] for i in durations.longest_first(names, rows)]
+    assert order == ["new.py::last", "b.py::two", "b.py::K::one", "a.py::one", "a.py::first"]
+
+
+def test_workers_take_the_longest_file_first(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker has all files: its order is that of the durations, not of names or numbers."""
+    for name in ("test_a", "test_b", "test_c"):
+        pytester.makepyfile(**{name: "def test_one(): pass\ndef test_two(): pass"})
+    seconds = {"test_a.py": 1.0, "test_b.py": 3.0, "test_c.py": 2.0}
+    rows = {name: [2, took, took] for name, took in seconds.items()}
+    (pytester.path / "durations.json").write_text(json.dumps({"quick": rows}))
+    pytester.makeconftest(
+        "from pathlib import Path\nfrom fixtures import durations\n"
+        "durations.FILE = Path(__file__).with_name('durations.json')"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(TESTS_FOLDER))
+    plugins = ("-p", "fixtures.tiers", "-p", "fixtures.durations", "-p", "no:cacheprovider")
+    workers = ("-n1", "--dist", "loadfile", "--no-loadscope-reorder", "--tier", "quick", "-v")
+    lines = pytester.runpytest_subprocess(*plugins, *workers).outlines
+    ran = [line.split()[-1].partition("::")[0] for line in lines if " PASSED test_" in line]
+    assert ran == ["test_b.py"] * 2 + ["test_c.py"] * 2 + ["test_a.py"] * 2
