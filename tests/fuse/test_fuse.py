@@ -6,9 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 from slipstream import quant
-from slipstream.fuse.places import FusedGatedLinear, FusedLinearAdd, FusedNormLinear
+from slipstream.fuse.places import FusedGatedLinear, FusedLinearAdd, FusedNormLinear, Gated
 from slipstream.fuse.rewrite import Place, fused, rewrite
+from slipstream.kernels.elementwise.activation import ACTIVATIONS
 from slipstream.kernels.elementwise.fp8 import Quantized
+from slipstream.kernels.gemm.op import Around, gemm
 from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import Block, Decoder
 from slipstream.layers.dims import Dims
@@ -135,11 +137,33 @@ def test_a_rewrite_finds_all_places() -> None:
     assert made.head.product.linear.scheme is quant.named("none")
 
 
-def test_a_rewrite_finds_the_places_of_a_plain_mlp() -> None:
+@pytest.mark.parametrize(
+    ("activation", "place"), [("relu", FusedGatedLinear), ("relu, squared", Gated)]
+)
+def test_a_rewrite_finds_the_places_of_a_plain_mlp(activation: str, place: type) -> None:
     made = decoder(weights("fp8"))
-    made.blocks[0] = replace(made.blocks[0], mlp=PlainMLP(weights("fp8"), DIMS, "relu"))
+    made.blocks[0] = replace(made.blocks[0], mlp=PlainMLP(weights("fp8"), DIMS, activation))
     mlp = rewrite(made).blocks[0].mlp
-    assert [type(place) for place in (mlp.up, mlp.down)] == [FusedNormLinear, FusedLinearAdd]
+    assert [type(each) for each in (mlp.up, mlp.down)] == [place, FusedLinearAdd]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_layer_norms_and_activations_are_stages_of_a_gemm(activation: str, bias: bool) -> None:
+    """As plain layers compute them, and as the oracle of a GEMM with these stages does."""
+    w = weights()
+    norm = LayerNorm(w, HIDDEN, 1e-5, has_bias=bias)
+    norm.weight = torch.randn(HIDDEN)
+    norm.bias = torch.randn(HIDDEN) if bias else None
+    layer = PlainMLP(w, DIMS, activation, bias=True)
+    x = torch.randn(5, HIDDEN) * 3 + 2
+    expected = layer.inner(norm, Residual(x.clone()))
+    layer.up = fused(layer.up, layer.down.linear)
+    assert torch.equal(layer.inner(norm, Residual(x.clone())), expected)
+    stages = {"is_centred": True, "shift": norm.bias, "gate": layer.up.gate}
+    around = Around(norm.weight, 1e-5, bias=layer.up.linear.bias, **stages)
+    product = gemm.oracle(x, layer.up.linear.matrix.values, around)
+    torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("mlp", [GatedMLP, GeluMLP])

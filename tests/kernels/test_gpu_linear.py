@@ -16,6 +16,7 @@ from fixtures.kernels.checking import (
     spread,
 )
 from fixtures.kernels.fp8_cases import scaled, silu_mul
+from slipstream.kernels.elementwise.activation import EVERY, activate
 from slipstream.kernels.elementwise.fp8 import add_scaled, scale
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Matrix, Spec, spec_of
@@ -49,24 +50,33 @@ class Case:
     gated: bool = False
     residual: torch.Tensor | None = None
     kernel: Callable[..., torch.Tensor] = gemv
+    shift: torch.Tensor | None = None  # of a layer norm
+    activation: str = ""
 
     def expected(self, dtype: torch.dtype) -> torch.Tensor:
         x, weight = self.x.to(dtype), self.weight.to(dtype)
         if self.scales is not None:
             weight = weight * self.scales[:, None].to(dtype)
-        if self.norm is not None:
+        if self.shift is not None:
+            centred = x - x.mean(-1, keepdim=True)
+            factor = torch.rsqrt((centred * centred).mean(-1, keepdim=True) + EPS)
+            x = centred * factor * self.norm.to(dtype) + self.shift.to(dtype)
+        elif self.norm is not None:
             x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + EPS) * self.norm.to(dtype)
         bias = None if self.bias is None else self.bias.to(dtype)
         y = naive_linear(x, weight, bias)
         if self.gated:
             gate, up = y.chunk(2, -1)
             y = functional.silu(gate) * up
+        if self.activation:
+            y = activate(EVERY + self.activation, y)
         return y if self.residual is None else self.residual.to(dtype) + y
 
     def around(self, residual: torch.Tensor | None = None) -> Around:
-        gate = "silu" if self.gated else ""
+        gate = "silu" if self.gated else EVERY + self.activation if self.activation else ""
         stages = {"columns": self.scales, "bias": self.bias, "gate": gate, "residual": residual}
-        return Around(self.norm, EPS, **stages)
+        how = Around(self.norm, EPS, is_centred=self.shift is not None, shift=self.shift)
+        return how._replace(**stages)
 
     def is_taken(self, takes: Callable[[Spec], str | None]) -> bool:
         return takes(spec_of(self.x, self.weight, self.around(self.residual))) is None
@@ -87,7 +97,7 @@ def cases(rows: int, outputs: int, width: int, dtype: torch.dtype, fp8: bool) ->
     x = spread(random(rows, width, dtype=dtype, seed=seed))
     weight = random(outputs, width, dtype=dtype, seed=seed + 1) * width**-0.5
     norm = 1 + 0.1 * random(width, dtype=dtype, seed=2)
-    bias = random(outputs, dtype=dtype, seed=3)
+    bias, shift = random(outputs, dtype=dtype, seed=3), random(width, dtype=dtype, seed=5)
     residual = random(rows, outputs, dtype=dtype, seed=4)
     scales = None
     if fp8:
@@ -97,7 +107,13 @@ def cases(rows: int, outputs: int, width: int, dtype: torch.dtype, fp8: bool) ->
         "plain": Case(x, weight, scales=scales),
         "bias, residual": Case(x, weight, None, bias, scales, residual=residual),
         "norm, bias": Case(x, weight, norm, bias, scales),
+        # A mean far from zero, which one pass over the squares would lose.
+        "layer norm": Case(x + 20, weight, norm, bias, scales, shift=shift),
+        "bias, relu": Case(x, weight, None, bias, scales, activation="relu"),
     }
+    for activation in ("gelu", "gelu, by tanh"):
+        stages = {"shift": shift, "activation": activation}
+        found[f"layer norm, {activation}"] = Case(x, weight, norm, bias, scales, **stages)
     if outputs % 2 == 0:
         found["norm, gated"] = Case(x, weight, norm, None, scales, gated=True)
         found["bias, gated"] = Case(x, weight, None, bias, scales, gated=True)

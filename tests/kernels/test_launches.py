@@ -22,8 +22,8 @@ from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 from slipstream.layers.dims import Dims
 from slipstream.layers.embedding import Head
 from slipstream.layers.linear import Linear, LinearAdd, NormLinear
-from slipstream.layers.mlp import GatedMLP, GeluMLP
-from slipstream.layers.norm import Norm
+from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP
+from slipstream.layers.norm import LayerNorm, Norm
 from slipstream.layers.residual import Residual
 from slipstream.models.weights import Weights
 from torch import Tensor
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     size: str
     dtype: str
     scheme: str
-    variant: str  # plain, bias, qk norms, gemma, deterministic
+    variant: str  # plain, bias, qk norms, gemma, gpt, deterministic
 
     def __str__(self) -> str:
         return " ".join(self)
@@ -50,6 +50,8 @@ class Case(NamedTuple):
         rows = ROWS[self.size]
         if self.variant == "qk norms":
             return [n for n in rows if n in (1, 129)]
+        if self.variant == "gpt":
+            return [n for n in rows if n in (1, 3, 129)]
         return [n for n in rows if self.variant != "deterministic" or n % 128 == 0]
 
 
@@ -60,6 +62,7 @@ def cases() -> Iterator[Case]:
             for variant in variants:
                 if (scheme, variant) != ("fp8", "gemma"):
                     yield Case(size, "bfloat16", scheme, variant)
+            yield Case(size, "bfloat16", scheme, "gpt")
         yield Case(size, "float16", "none", "plain")
         yield Case(size, "float16", "fp8", "bias")
         yield Case(size, "float32", "none", "plain")
@@ -85,18 +88,23 @@ class Model:
         self.dims = d = SIZES[case.size]
         self.dtype = getattr(torch, case.dtype)
         w = Weights(NoWeights(), META, self.dtype, case.scheme, case.variant == "deterministic")
-        bias, gemma = case.variant == "bias", case.variant == "gemma"
+        bias, gemma = case.variant in ("bias", "gpt"), case.variant == "gemma"
+        is_gpt = case.variant == "gpt"  # layer norms, and an MLP without a gate
         self.sizes = [n * d.head_size for n in (d.num_heads, d.num_kv_heads, d.num_kv_heads)]
 
-        def norm(size: int = d.hidden_size) -> Norm:
-            return Norm(w, size, d.eps, gemma)
+        def norm(size: int = d.hidden_size) -> Norm | LayerNorm:
+            return LayerNorm(w, size, d.eps) if is_gpt else Norm(w, size, d.eps, gemma)
 
         qkv = Linear.read(w, ("q", "k", "v"), self.sizes, d.hidden_size, bias)
         out = Linear.read(w, ("o",), (d.hidden_size,), self.sizes[0], bias)
         self.qkv = fused(NormLinear(qkv, leaves_scales=True))
         self.out = fused(LinearAdd(out, norm() if gemma else None))
-        self.mlp = (GeluMLP if gemma else GatedMLP)(w, d, bias, norm() if gemma else None)
-        self.mlp.gate_up = fused(self.mlp.gate_up, self.mlp.down.linear)
+        if is_gpt:
+            self.mlp: TwoStepMLP = PlainMLP(w, d, "gelu, by tanh", bias)
+            self.mlp.up = fused(self.mlp.up, self.mlp.down.linear)
+        else:
+            self.mlp = (GeluMLP if gemma else GatedMLP)(w, d, bias, norm() if gemma else None)
+            self.mlp.gate_up = fused(self.mlp.gate_up, self.mlp.down.linear)
         self.mlp.down = fused(self.mlp.down)
         self.head = Head(w.tensor("weight", d.vocab_size, d.hidden_size), w.deterministic)
         self.head.product = fused(self.head.product)

@@ -146,6 +146,7 @@ def test_what_is_skinny(rows: int, outputs: int, dtype: torch.dtype, refusal: st
 
 
 NORM = torch.empty(512, dtype=torch.bfloat16)
+LAYER_NORM = {"norm": NORM, "shift": NORM, "is_centred": True}
 SCALES = torch.empty(28672)
 
 
@@ -155,6 +156,11 @@ SCALES = torch.empty(28672)
         (1, {"norm": NORM}, None, "gemv"),
         (2, {"norm": NORM, "gate": "silu"}, None, "gemv"),
         (2, {"norm": NORM, "plus_one": True}, None, "norm + gemv"),
+        (1, LAYER_NORM | {"gate": "every gelu, by tanh"}, None, "gemv"),
+        (2, LAYER_NORM | {"gate": "every silu"}, None, "gemv + behind"),
+        (2, LAYER_NORM, E4M3, "gemv"),  # the others take three kernels
+        (3, LAYER_NORM | {"gate": "every relu"}, None, "norm + skinny + behind"),
+        (256, LAYER_NORM | {"gate": "every relu"}, None, "norm + cublaslt + behind"),
         (3, {"norm": NORM}, None, "norm + skinny"),
         (3, {"norm": NORM, "gate": "silu"}, None, "norm + skinny"),
         (129, {"norm": NORM, "gate": "silu"}, None, "norm + cublaslt + behind"),

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise import fp8
-from slipstream.kernels.elementwise.activation import GATES
+from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand, follow, multiply, route_of
 from slipstream.kernels.gemm.op import E4M3, Around
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
-from slipstream.layers.norm import Norm, RowNorm
+from slipstream.layers.norm import LayerNorm, Norm, RowNorm
 from slipstream.layers.residual import Residual
 
 
@@ -22,14 +22,17 @@ def _behind_norm(
 ) -> tuple[Tensor, Around]:
     """Return the rows of a product behind a norm of the residual sum, and its stages.
 
-    An RMS norm, and what has yet to be added to the sum, are among the stages; any other norm is
-    computed here.
+    An RMS norm, a layer norm with a weight, and what has yet to be added to the sum, are among the
+    stages; any other norm is computed here.
     """
-    if not isinstance(norm, Norm):
+    if isinstance(norm, Norm):
+        how = Around(norm.weight, norm.eps, norm.plus_one)
+    elif isinstance(norm, LayerNorm) and norm.is_plain:
+        how = Around(norm.weight, norm.eps, is_centred=True, shift=norm.bias)
+    else:
         return norm(residual.values), Around(bias=linear.bias, gate=gate)
     x, addend = residual.take()
-    how = (norm.weight, norm.eps, norm.plus_one)
-    return x, Around(*how, bias=linear.bias, gate=gate, addend=addend)
+    return x, how._replace(bias=linear.bias, gate=gate, addend=addend)
 
 
 class FusedNormLinear(NormLinear):
@@ -72,9 +75,9 @@ class FusedGatedLinear(GatedLinear):
         quantises = next_matrix is not None and next_matrix.values.dtype == E4M3
         if isinstance(y, Tensor):
             return fp8.quantize(y) if quantises and route.path.quantises else y
-        if quantises:
+        if quantises and self.gate == "silu":
             return fp8.silu_mul_quantize(y.product, *y.scales)
-        return GATES[self.gate](y.finish(x.dtype))
+        return activate(self.gate, y.finish(x.dtype))
 
 
 class Gated(GatedLinear):
@@ -88,7 +91,7 @@ class Gated(GatedLinear):
         """Compute what `GatedLinear` computes."""
         y, scales = self.place(norm, residual)
         assert scales is None, "a gate applies no scales"
-        return GATES[self.gate](y)
+        return activate(self.gate, y)
 
 
 class FusedLinearAdd(LinearAdd):

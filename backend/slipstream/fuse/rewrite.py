@@ -11,10 +11,12 @@ from slipstream.fuse.places import (
 )
 from slipstream.fuse.slices import SlicedGatedLinear, SlicedLinearAdd, SlicedNormLinear
 from slipstream.fuse.whole import whole_blocks
+from slipstream.kernels.elementwise.activation import EVERY
 from slipstream.layers.decoder import Decoder
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 
-FUSED_GATES = ("silu",)  # that a GEMM may fuse
+# That a GEMM may fuse: a gate, and activations of every column.
+FUSED_GATES = ("silu", *(EVERY + name for name in ("gelu", "gelu, by tanh", "relu")))
 Place = NormLinear | GatedLinear | LinearAdd
 
 

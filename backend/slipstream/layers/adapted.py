@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise import fp8
-from slipstream.kernels.elementwise.activation import GATES
+from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.fp8 import Quantized
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
@@ -163,7 +163,7 @@ class AdaptedGatedLinear(GatedLinear):
         y, scales = self._product(norm, residual)
         assert scales is None, "a gate applies no scales"
         self._delta.add_to(y, x, groups)
-        gated = GATES[self.gate](y)
+        gated = activate(self.gate, y)
         if not self._delta.is_fixed:
             return gated
         # A fused gate may round otherwise: rows without a term keep what they have beside others.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream import quant
-from slipstream.kernels.elementwise.activation import GATES
+from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
 from slipstream.kernels.gemm.op import Matrix
@@ -110,7 +110,9 @@ class NormLinear:
 
 
 class GatedLinear:
-    """A linear layer of a norm, `[gate | up]`, with the gate applied: one of `GATES`."""
+    """A linear layer of a norm, `[gate | up]`, with the gate applied, or with an activation of
+    every column: `gate` is a name of `activate`.
+    """
 
     def __init__(self, linear: Linear, gate: str) -> None:
         self.linear = linear
@@ -120,7 +122,7 @@ class GatedLinear:
         """`act(gate) * up` of `linear(norm(residual))`; `[n, out / 2]`, quantised if the layer that
         reads it would quantise it.
         """
-        return GATES[self.gate](self.linear(norm(residual.values)))
+        return activate(self.gate, self.linear(norm(residual.values)))
 
 
 class LinearAdd:

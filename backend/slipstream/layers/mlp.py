@@ -1,13 +1,9 @@
 """MLPs: the gated ones (Shazeer, 2020) of Llama and its relatives, and the plain one."""
 
-from collections.abc import Callable
-
-from torch import Tensor
-from torch.nn import functional
-
+from slipstream.kernels.elementwise.activation import EVERY
 from slipstream.kernels.gemm.linear import Operand
 from slipstream.layers.dims import Dims
-from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
+from slipstream.layers.linear import GatedLinear, Linear, LinearAdd
 from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
@@ -54,36 +50,13 @@ class GeluMLP(GatedMLP):
     gate = "gelu"
 
 
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * (1.702 * x).sigmoid()
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return functional.gelu(x, approximate="tanh")
-
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return functional.relu(x).square()
-
-
-# By their names in `models/axes.py`. On 16 bits torch computes the first four in fp32 inside.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu, by tanh": _gelu_tanh,
-    "relu": functional.relu,
-    "relu, squared": _relu_squared,
-    "gelu, by a logistic function": _quick_gelu,
-}
-
-
 class PlainMLP(TwoStepMLP):
     """`down(act(up(x)))`; `out_norm` of what is added.
 
     Args:
         w: where the matrices are, `up_proj` and `down_proj`.
         dims: of the model.
-        activation: one of `ACTIVATIONS`.
+        activation: a name of `kernels/elementwise/activation.py`.
         bias: whether both have biases.
         out_norm: of what is added to the residual sum.
     """
@@ -97,12 +70,10 @@ class PlainMLP(TwoStepMLP):
         out_norm: RowNorm | None = None,
     ) -> None:
         hidden, inner = dims.hidden_size, dims.intermediate_size
-        self.up = NormLinear(Linear.read(w, ("up_proj",), (inner,), hidden, bias))
+        up = Linear.read(w, ("up_proj",), (inner,), hidden, bias)
+        self.up = GatedLinear(up, EVERY + activation)
         self.down = LinearAdd(Linear.read(w, ("down_proj",), (hidden,), inner, bias), out_norm)
-        self._activation = ACTIVATIONS[activation]
 
     def inner(self, norm: RowNorm, residual: Residual) -> Operand:
-        """Return the activated values, `[n, intermediate]`."""
-        y, scales = self.up(norm, residual)
-        assert scales is None, "an activation applies no scales"
-        return self._activation(y)
+        """Return the activated values, quantised if `down` would quantise them."""
+        return self.up(norm, residual)

@@ -19,7 +19,7 @@ class RowNorm(Protocol):
 class Norm:
     """RMS norm over the last dimension, with a learned weight, or one more than that (Gemma).
 
-    The one norm that GEMMs may fuse.
+    GEMMs may fuse it.
     """
 
     def __init__(self, w: WeightSource, size: int, eps: float, plus_one: bool = False) -> None:
@@ -62,6 +62,11 @@ class LayerNorm:
         self._is_grouped = groups > 0
         self.bias = w.tensor("bias", size) if has_bias else None
         self.eps = eps
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has one weight, of all rows: then GEMMs may fuse it."""
+        return self.weight is not None and not self._is_grouped
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise the rows of `[n, size]`."""

@@ -16,7 +16,7 @@ from slipstream.kernels.gemm.packing import Packing
 from slipstream.kernels.runtime.registry import Target
 from slipstream.layers.decoder import Decoder, StepDecoder
 from slipstream.layers.linear import GatedLinear, LinearAdd
-from slipstream.layers.norm import Norm
+from slipstream.layers.norm import LayerNorm, Norm
 from slipstream.models.decoder import build_any
 from slipstream.models.fileless import SizeSource
 from slipstream.models.model_config import ModelConfig
@@ -130,6 +130,8 @@ def _built(
 
 def _norm_kind(decoder: Decoder) -> str:
     """Return the norm that GEMMs may fuse, as their specs call it; "": they fuse none."""
+    if isinstance(decoder.norm, LayerNorm):
+        return "layer norm" if decoder.norm.is_plain else ""
     if not isinstance(decoder.norm, Norm):
         return ""
     return "norm plus one" if decoder.norm.plus_one else "norm"

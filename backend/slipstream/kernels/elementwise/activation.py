@@ -1,6 +1,6 @@
-"""Gated activations between the two halves of an MLP (Shazeer, 2020)."""
+"""Activations between the two halves of an MLP: gated (Shazeer, 2020), and of every column."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -27,7 +27,35 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return (functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * (1.702 * x).sigmoid()
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return functional.relu(x).square()
+
+
 GATES = {"silu": silu_mul, "gelu": gelu_mul}  # by the names that layers give them
+# By their names in `models/axes.py`. On 16 bits torch computes the first four in fp32 inside.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu, by tanh": _gelu_tanh,
+    "relu": functional.relu,
+    "relu, squared": _relu_squared,
+    "gelu, by a logistic function": _quick_gelu,
+}
+EVERY = "every "  # in front of an activation's name: it stands in a gate's place
+
+
+def activate(name: str, y: Tensor) -> Tensor:
+    """Apply a gate to `[gate | up]`, or `every NAME`, an activation, to every column."""
+    gate = GATES.get(name)
+    return ACTIVATIONS[name.removeprefix(EVERY)](y) if gate is None else gate(y)
 
 
 def _variant(dtype: torch.dtype, vector: int) -> jit.Variant:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
@@ -18,6 +19,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, plus_one: bool = False) -> T
     x32, factor = x.float(), weight.float()
     rstd = torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)
     return (x32 * rstd * (1 + factor if plus_one else factor)).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm (Ba et al., 2016) of rows `[n, size]`, by torch: in fp32, rounded once."""
+    return functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def _variant(

@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.elementwise.activation import GATES
-from slipstream.kernels.elementwise.norm import rms_norm
-from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Spec, gemm
+from slipstream.kernels.elementwise.activation import activate
+from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Spec, gemm, normed
 
 
 def takes(spec: Spec) -> str | None:
@@ -25,12 +24,12 @@ def cpu(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
         return functional.linear(x.float(), weight.float()).to(torch.bfloat16)
     bias, residual = around.bias, around.residual
     if around.norm is not None:
-        x = rms_norm(x, around.norm, around.eps, around.plus_one)
+        x = normed(x, around)
     if residual is not None and not around.gate:
         if bias is not None:
             residual += bias
         return residual.addmm_(x, weight.t())
     y = functional.linear(x, weight, bias)
     if around.gate:
-        y = GATES[around.gate](y)
+        y = activate(around.gate, y)
     return y if residual is None else residual.add_(y)

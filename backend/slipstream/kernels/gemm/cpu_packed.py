@@ -25,6 +25,8 @@ def takes(spec: Spec) -> str | None:
         return "takes rows of fp32"
     if spec.scales:
         return "takes no scales of columns"
+    if spec.norm == "layer norm":
+        return "has no layer norms"
     if spec.gate and (spec.gate != "silu" or spec.residual or spec.outputs % (2 * TILE)):
         return f"gates by silu, multiples of {TILE} outputs, without a sum"
     return None

@@ -11,10 +11,19 @@ from typing import NamedTuple
 from torch import Tensor
 
 from slipstream.kernels.elementwise import fp8
-from slipstream.kernels.elementwise.activation import GATES
+from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.fp8 import Quantized, Unscaled
-from slipstream.kernels.elementwise.norm import rms_norm
-from slipstream.kernels.gemm.op import ALIGNED, E4M3, PLAIN, Around, Matrix, Spec, gemm, spec_of
+from slipstream.kernels.gemm.op import (
+    ALIGNED,
+    E4M3,
+    PLAIN,
+    Around,
+    Matrix,
+    Spec,
+    gemm,
+    normed,
+    spec_of,
+)
 from slipstream.kernels.gemm.packing import arranged
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import Implementation, target_of
@@ -61,7 +70,7 @@ def paths(spec: Spec) -> Iterator[tuple[Path, Spec]]:
     is_packed = spec.packing is not None and spec.packing.for_e4m3  # whose kernels scale
     is_scaled = spec.weight == E4M3 or is_packed
     if is_scaled and spec.x != E4M3:
-        norms = spec.norm == "norm plus one"  # no kernel quantises such
+        norms = spec.norm in ("norm plus one", "layer norm")  # no kernel quantises such
         inner = spec._replace(x=E4M3, norm="", norm_aligned=True, scales="both", x_aligned=True)
         inner = inner._replace(x_pitch=spec.inputs % ALIGNED == 0)
         befores.append((Path(norms=norms, quantises=True, cost=1 + norms), inner))
@@ -101,12 +110,13 @@ def choose(spec: Spec) -> Route:
 def route_of(x: Operand, matrix: Matrix, around: Around = PLAIN) -> Route:
     """Return the route that was chosen for tensors that lie in memory like these."""
     rows = x.values if isinstance(x, Quantized) else x
-    values, norm, residual = matrix.values, around.norm, around.residual
+    values, norm, residual, shift = matrix.values, around.norm, around.residual, around.shift
     key = (
         *(rows.shape, rows.stride(), rows.data_ptr() % ALIGNED, rows.dtype),
         *(values.shape, values.dtype, values.data_ptr() % ALIGNED, values.is_contiguous()),
         None if matrix.groups is None else matrix.groups.packing,
         *(norm is None or norm.data_ptr() % ALIGNED, around.plus_one, around.bias is None),
+        *(around.is_centred, shift is None or shift.data_ptr() % ALIGNED),
         *(around.gate, residual is None or residual.dtype, target_of(rows.device)),
     )
     route = _routes.get(key)
@@ -177,7 +187,7 @@ def _arranged(x: Operand, matrix: Matrix, around: Around) -> tuple[Operand, Arou
 
 def _finish(y: Tensor, around: Around) -> Tensor:
     """Apply gate and sum, each by a kernel of its own."""
-    y = GATES[around.gate](y) if around.gate else y
+    y = activate(around.gate, y) if around.gate else y
     return y if around.residual is None else around.residual.add_(y)
 
 
@@ -196,8 +206,7 @@ def _before(path: Path, x: Operand, around: Around) -> Operand:
     if addend is not None:
         addend.add_to(x)
     if path.norms:
-        assert norm is not None
-        x = rms_norm(x, norm, around.eps, around.plus_one)
+        x = normed(x, around)
     return fp8.quantize(x) if path.quantises else x
 
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.elementwise.activation import GATES
+from slipstream.kernels.elementwise.activation import GATES, activate
 from slipstream.kernels.elementwise.fp8 import E4M3 as E4M3
+from slipstream.kernels.elementwise.norm import layer_norm, rms_norm
 from slipstream.kernels.elementwise.scales import Scales, scaled
 from slipstream.kernels.gemm import cpu_packing
 from slipstream.kernels.gemm.packing import Groups, Packing, arranged, dense
@@ -48,16 +49,27 @@ class Addend(Protocol):
 class Around(NamedTuple):
     """The stages around a product of `n` rows and `m` columns; the kernels' argument struct."""
 
-    norm: Tensor | None = None  # [k]: of the RMS norm of x
+    norm: Tensor | None = None  # [k]: weight of the norm of x
     eps: float = 0.0
     plus_one: bool = False  # the norm's weight is 1 + norm
+    is_centred: bool = False  # it is a layer norm; else an RMS norm
+    shift: Tensor | None = None  # [k]: bias of a layer norm
     rows: Tensor | None = None  # [n] f32: scales of e4m3 x
     columns: Tensor | None = None  # [m] f32: scales of e4m3 weights
     bias: Tensor | None = None  # [m]
-    gate: str = ""  # "silu", "gelu": of [gate | up], whose product of m / 2 columns is left
+    # "silu", "gelu": of [gate | up], whose product of m / 2 columns is left; "every NAME": an
+    # activation of every column (`kernels/elementwise/activation.py`).
+    gate: str = ""
     residual: Tensor | None = None  # [n, m]: added to in place
     addend: Addend | None = None  # added to x, in place, before all else
     groups: Groups | None = None  # of packed weights
+
+    @property
+    def norm_kind(self) -> str:
+        """Return the norm as `Spec` names it."""
+        if self.norm is None or self.is_centred:
+            return "" if self.norm is None else "layer norm"
+        return "norm plus one" if self.plus_one else "norm"
 
     @property
     def scales(self) -> Scales | None:
@@ -80,7 +92,7 @@ class Spec(NamedTuple):
     x: torch.dtype
     weight: torch.dtype
     out: torch.dtype  # that the model's layers have
-    norm: str  # "", "norm", "norm plus one"
+    norm: str  # "", "norm", "norm plus one" (by RMS), "layer norm"
     scales: str  # "", "columns" (of weights), "both" (of x, too)
     bias: bool
     gate: str
@@ -95,8 +107,7 @@ class Spec(NamedTuple):
 
 def spec_of(x: Tensor, weight: Tensor, around: Around) -> Spec:
     """Return the spec of a GEMM, by which an implementation is chosen."""
-    norm = around.norm
-    kind = "" if norm is None else "norm plus one" if around.plus_one else "norm"
+    norms = [each for each in (around.norm, around.shift) if each is not None]
     scales = "both" if around.rows is not None else "" if around.columns is None else "columns"
     out = x.dtype if around.residual is None else around.residual.dtype
     packing = None if around.groups is None else around.groups.packing
@@ -107,7 +118,7 @@ def spec_of(x: Tensor, weight: Tensor, around: Around) -> Spec:
         x=x.dtype,
         weight=weight.dtype,
         out=torch.bfloat16 if out == E4M3 else out,
-        norm=kind,
+        norm=around.norm_kind,
         scales=scales,
         bias=around.bias is not None,
         gate=around.gate,
@@ -115,10 +126,18 @@ def spec_of(x: Tensor, weight: Tensor, around: Around) -> Spec:
         x_aligned=x.data_ptr() % ALIGNED == 0 and x.stride(1) == 1,
         x_pitch=x.stride(0) * x.itemsize % ALIGNED == 0,
         weight_aligned=weight.data_ptr() % ALIGNED == 0 and weight.is_contiguous(),
-        norm_aligned=norm is None or norm.data_ptr() % ALIGNED == 0,
+        norm_aligned=all(each.data_ptr() % ALIGNED == 0 for each in norms),
         target=target_of(x.device),
         packing=packing,
     )
+
+
+def normed(x: Tensor, around: Around) -> Tensor:
+    """Apply the norm among the stages to rows `[n, k]`, by a kernel of its own."""
+    assert around.norm is not None, "there is a norm"
+    if around.is_centred:
+        return layer_norm(x, around.norm, around.shift, around.eps)
+    return rms_norm(x, around.norm, around.eps, around.plus_one)
 
 
 @op("x[n,k]:T, weight[_,_]:W", spec=spec_of, package=__package__)
@@ -132,7 +151,10 @@ def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
             packed weights is not.
     """
     y = x.float()
-    if around.norm is not None:
+    if around.is_centred and around.norm is not None:
+        shift = None if around.shift is None else around.shift.float()
+        y = functional.layer_norm(y, y.shape[-1:], around.norm.float(), shift, around.eps)
+    elif around.norm is not None:
         factor = around.norm.float() + (1 if around.plus_one else 0)
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + around.eps) * factor
     if around.groups is None:
@@ -149,7 +171,8 @@ def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
         y = y if around.columns is None else y * around.columns
         y = y if around.bias is None else y + around.bias.float()
     if around.gate:
-        y = GATES[around.gate].oracle(y)
+        gate = GATES.get(around.gate)
+        y = activate(around.gate, y) if gate is None else gate.oracle(y)
     if around.residual is not None:
         return around.residual.copy_(around.residual.float() + y)
     return y.to(dtype)

@@ -3,12 +3,17 @@
 // of x in registers, multiply. The partial sums of an output are added in an order that depends on nothing but the
 // width, so a row's result does not depend on its neighbours.
 // -D ELEMENT (T: of x and y, 16 bits), FP8 (whether W is e4m3 rather than T), ROWS (1 or 2), CHUNKS (pieces of 8
-// weights of a row for each thread), GROUP (weight rows multiplied at once), CTAS (of a multiprocessor)
+// weights of a row for each thread), GROUP (weight rows multiplied at once), CTAS (of a multiprocessor), CENTRES
+// (whether the norm is a layer norm), ACTIVATES (every output: 0 not, 1 by GELU, 2 by GELU's tanh form, 3 by ReLU)
+#ifndef CENTRES
+#define CENTRES 0
+#endif
+#ifndef ACTIVATES
+#define ACTIVATES 0
+#endif
+#include "gemm/sm90/gemv_part.cuh"
 #include "runtime/ring.cuh"
 
-struct E4m3 {
-  u8 bits;
-};
 #if FP8
 using Weight = E4m3;
 using Pair = u16;
@@ -19,7 +24,6 @@ using Pair = u32;
 
 constexpr int WARPS = 8;  // that multiply; one more copies
 constexpr int THREADS = 32 * WARPS;
-constexpr int PIECE = 8;
 constexpr int SUMS = GROUP * ROWS;  // of a group; each is left with LANES lanes
 constexpr int LANES = 32 / SUMS;
 constexpr int MAX_SLOTS = 16;
@@ -45,6 +49,9 @@ struct Task {
   bool adds;    // to `out`
   float eps, inverse_width;
   int begin, end;  // this CTA's outputs
+#if CENTRES
+  const T* shift;  // added by the layer norm, or null
+#endif
 
   DEVICE int row_bytes() const { return width * int(sizeof(Weight)); }
   DEVICE int slot_rows() const { return share * streams; }
@@ -74,46 +81,6 @@ DEVICE void stream_weights(const Task& task, CopyRing& ring) {
     ring.advance();
   }
 }
-
-DEVICE void unpack(u32 word, float* values, BFloat16) {
-  values[0] = __uint_as_float(word << 16);
-  values[1] = __uint_as_float(word & 0xffff0000u);
-}
-DEVICE void unpack(u32 word, float* values, Half) {
-  values[0] = to_float(Half{u16(word)});
-  values[1] = to_float(Half{u16(word >> 16)});
-}
-DEVICE void unpack(u16 pair, float* values, E4m3) {
-  u32 halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-  unpack(halves, values, Half{});
-}
-
-// The part of x that belongs to this thread: pieces threadIdx.x + THREADS * i of every row; zeros behind the end.
-template <bool PACKED>
-struct Part {
-  float values[ROWS][CHUNKS][PIECE];
-
-  DEVICE void set(int row, int i, int j, u32, const float (&pair)[2]) {
-    values[row][i][j] = pair[0];
-    values[row][i][j + 1] = pair[1];
-  }
-  DEVICE void get(int row, int i, int j, float (&pair)[2]) const {
-    pair[0] = values[row][i][j];
-    pair[1] = values[row][i][j + 1];
-  }
-};
-template <>
-struct Part<true> {
-  u32 words[ROWS][CHUNKS][PIECE / 2];
-
-  DEVICE void set(int row, int i, int j, u32 word, const float (&)[2]) { words[row][i][j / 2] = word; }
-  DEVICE void get(int row, int i, int j, float (&pair)[2]) const {
-    u32 word = words[row][i][j / 2];
-    asm volatile("" : "+r"(word));  // or it is unpacked once, before the loop, and spilled
-    unpack(word, pair, T{});
-  }
-};
 
 // Element at which piece i of this thread begins; of a piece behind the end, where x counts as zero, the row's first.
 DEVICE int piece_begin(const Task& task, int i) {
@@ -153,15 +120,94 @@ DEVICE void convert(const Task& task, const Words (&words)[ROWS][CHUNKS],
   }
 }
 
-// Waits for the kernels before.
-DEVICE void load_part(const Task& task, Part<PACKED>& part, float (&squares)[ROWS]) {
+DEVICE float total(const float* of_warps) {
+  float result = of_warps[0];
+#pragma unroll
+  for (int warp = 1; warp < WARPS; ++warp) result += of_warps[warp];
+  return result;
+}
+
+#if CENTRES
+// Add up a value of each row over all threads that multiply, in an order that depends on nothing else.
+DEVICE void sum_over_threads(float (&values)[ROWS], float* of_warps) {
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) {
+    const float sum = warp_sum(values[row]);
+    if (threadIdx.x % 32 == 0) of_warps[row * WARPS + threadIdx.x / 32] = sum;
+  }
+  barrier_of_readers();
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) values[row] = total(of_warps + row * WARPS);
+  barrier_of_readers();
+}
+
+// The layer norm of x. A mean and then the squares around it: one pass over both would lose what a large mean hides.
+DEVICE void centre(const Task& task, const Words (&words)[ROWS][CHUNKS], Part<PACKED>& part, float* of_warps) {
+  float mean[ROWS] = {}, rstd[ROWS] = {};
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row)
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float pair[2];
+        unpack(words[row][i].at[j], pair, T{});
+        if (is_inside(task, i)) mean[row] += pair[0] + pair[1];
+      }
+  sum_over_threads(mean, of_warps);
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) {
+    mean[row] *= task.inverse_width;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float pair[2];
+        unpack(words[row][i].at[j], pair, T{});
+        const float first = pair[0] - mean[row], second = pair[1] - mean[row];
+        if (is_inside(task, i)) rstd[row] = fmaf(second, second, fmaf(first, first, rstd[row]));
+      }
+  }
+  sum_over_threads(rstd, of_warps);
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) rstd[row] = rsqrtf(rstd[row] * task.inverse_width + task.eps);
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i) {
+    const auto factors = load<4>(reinterpret_cast<const u32*>(task.norm + piece_begin(task, i)));
+    Words shifts = {};
+    if (task.shift != nullptr) shifts = load<4>(reinterpret_cast<const u32*>(task.shift + piece_begin(task, i)));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float factor[2], shift[2];
+      unpack(factors.at[j], factor, T{});
+      unpack(shifts.at[j], shift, T{});
+#pragma unroll
+      for (int row = 0; row < ROWS; ++row) {
+        float pair[2];
+        unpack(words[row][i].at[j], pair, T{});
+        const bool real = is_inside(task, i) && row < task.num_rows;
+#pragma unroll
+        for (int k = 0; k < 2; ++k)
+          pair[k] = real ? fmaf((pair[k] - mean[row]) * rstd[row], factor[k], shift[k]) : 0.0f;
+        part.set(row, i, 2 * j, 0, pair);
+      }
+    }
+  }
+}
+#endif
+
+// Waits for the kernels before. `of_warps [ROWS * WARPS]` is memory for sums.
+DEVICE void load_part(const Task& task, Part<PACKED>& part, float (&squares)[ROWS], float* of_warps) {
+  Words words[ROWS][CHUNKS];
+#if !CENTRES
   const bool norms = !PACKED && task.norm != nullptr;
-  Words factors[CHUNKS], words[ROWS][CHUNKS];
+  Words factors[CHUNKS];
   if (norms) {
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i)
       factors[i] = load<4>(reinterpret_cast<const u32*>(task.norm + piece_begin(task, i)));
   }
+#endif
   wait_for_previous();
   // All loads before the first use: no latency comes twice.
 #pragma unroll
@@ -171,10 +217,14 @@ DEVICE void load_part(const Task& task, Part<PACKED>& part, float (&squares)[ROW
     for (int i = 0; i < CHUNKS; ++i)
       words[row][i] = load_fresh<4>(reinterpret_cast<const u32*>(x + piece_begin(task, i)));
   }
+#if CENTRES
+  centre(task, words, part, of_warps);
+#else
   if (norms)
     convert<true>(task, words, factors, part, squares);
   else
     convert<false>(task, words, factors, part, squares);
+#endif
 }
 
 // Multiply GROUP weight rows with this thread's part of every row of x.
@@ -228,11 +278,10 @@ DEVICE float reduce(const float (&sums)[COUNT]) {
     return reduce<MASK / 2>(folded);
 }
 
-DEVICE float total(const float* of_warps) {
-  float result = of_warps[0];
-#pragma unroll
-  for (int warp = 1; warp < WARPS; ++warp) result += of_warps[warp];
-  return result;
+DEVICE float activated(float x) {
+  if constexpr (ACTIVATES == 1) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+  if constexpr (ACTIVATES == 2) return times_logistic_fast(x, 1.5957691216057308f * (x + 0.044715f * x * x * x));
+  return x < 0.0f ? 0.0f : x;  // a NaN stays one
 }
 
 // The one output of a batch that this thread finishes. What it takes beside the sum is loaded as the batch begins.
@@ -263,13 +312,14 @@ class Output {
   DEVICE void write(const Task& task, const float* sums, const float* squares) const {
     if (!real) return;
     float rstd = 1.0f;
-    if (task.norm != nullptr)
+    if (!CENTRES && task.norm != nullptr)
       rstd = rsqrtf(total(squares + row * WARPS) * task.inverse_width + task.eps);
     float value = total(sums + at) * rstd * scale[0] + bias[0];
     if (task.streams == 2) {
       const float up = total(sums + at + task.share * ROWS * WARPS) * rstd * scale[1] + bias[1];
       value = silu_fast(value) * up;
     }
+    if constexpr (ACTIVATES != 0) value = activated(value);
     task.out[row * task.out_stride + column] = from_float<T>(value + before);
   }
 };
@@ -278,9 +328,9 @@ DEVICE void multiply_rows(const Task& task, CopyRing& ring, float* sums, float* 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Part<PACKED> part;
   float square[ROWS];
-  load_part(task, part, square);
+  load_part(task, part, square, squares);
 #pragma unroll
-  for (int row = 0; row < ROWS && task.norm != nullptr; ++row) {
+  for (int row = 0; row < ROWS && !CENTRES && task.norm != nullptr; ++row) {
     square[row] = warp_sum(square[row]);
     if (lane == 0) squares[row * WARPS + warp] = square[row];
   }
@@ -314,7 +364,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, CTAS)
     gemv(const T* x, i64 x_stride, const u8* weight, const T* norm, const T* bias,
          const float* scales, T* out, i64 out_stride, i64 num_rows, i64 num_outputs, i64 width,
          i64 streams, i64 share, i64 batch, i64 num_slots, i64 quotient, i64 remainder, i64 adds,
-         float eps, float inverse_width) {
+         float eps, float inverse_width
+#if CENTRES
+         ,
+         const T* shift
+#endif
+    ) {
   extern __shared__ __align__(128) u8 slots[];
   __shared__ u64 barriers[2 * MAX_SLOTS];
   __shared__ float sums[THREADS * WARPS], squares[ROWS * WARPS];
@@ -337,7 +392,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, CTAS)
                   eps,
                   inverse_width,
                   begin,
-                  begin + int(quotient) + (cta < remainder)};
+                  begin + int(quotient) + (cta < remainder)
+#if CENTRES
+                      ,
+                  shift
+#endif
+  };
   CopyRing ring(slots, barriers, task.slot_rows() * task.row_bytes(), int(num_slots));
   const bool copies = threadIdx.x == THREADS;
   if (copies) {

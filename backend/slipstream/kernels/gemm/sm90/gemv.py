@@ -1,7 +1,7 @@
 """GEMMs of one or two rows, as fast as the matrix can be read (sm_90).
 
 The stages around a product in a block are fused: the norm of its input, bias, scales of 8-bit
-weights, `silu(gate) * up`, the residual sum.
+weights, `silu(gate) * up` or an activation of every column, the residual sum.
 """
 
 import functools
@@ -12,6 +12,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from slipstream.kernels.elementwise.activation import EVERY, GATES
 from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Spec, gemm
 from slipstream.kernels.runtime import jit
 
@@ -27,6 +28,8 @@ SLOT_BYTES = 32 << 10
 # must not fit: CTAs of a kernel that starts late would crowd on the multiprocessors free first.
 RING_BYTES = {1: 200 << 10, 2: 104 << 10}
 MIN_BYTES = {1: 110 << 10, 2: 78 << 10}
+# Activations of every column, as gemv.cu counts them.
+ACTIVATIONS = {EVERY + name: n for n, name in enumerate(("gelu", "gelu, by tanh", "relu"), 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ class GemvTiling:
     slot_rows: int
     num_slots: int
     ctas: int = 1  # of a multiprocessor
+    is_centred: bool = False  # the norm is a layer norm
 
     @property
     def is_packed(self) -> bool:
@@ -51,22 +55,25 @@ class GemvTiling:
 
 
 @functools.cache
-def tiling(num_rows: int, width: int, row_bytes: int, gated: bool) -> GemvTiling | None:
+def tiling(
+    num_rows: int, width: int, row_bytes: int, gated: bool, is_centred: bool = False
+) -> GemvTiling | None:
     """For `num_rows` rows of x and weight rows of `width` elements; None where it does not fit."""
     chunks = next((c for c in CHUNKS if c * THREADS * PIECE >= width), None)
-    if chunks is None or chunks > MAX_CHUNKS[num_rows]:
+    if chunks is None or chunks > (4 if num_rows == 2 and is_centred else MAX_CHUNKS[num_rows]):
         return None
     is_fp8 = row_bytes == width
     group = 4 if chunks <= 2 else 2 if is_fp8 and (num_rows, chunks) == (1, 7) else 1
     step = max(group, 2 if gated else 1)
     # Measured: for one row, two CTAs a multiprocessor win 1 % wherever their rings are deep enough.
-    in_pairs = num_rows == 1 and chunks in ((2,) if is_fp8 else (2, 7))
+    # A layer norm of many inputs has no registers for that.
+    in_pairs = num_rows == 1 and chunks in ((2,) if is_fp8 or is_centred else (2, 7))
     for ctas in (2, 1) if in_pairs else (1,):
         slot_bytes = SLOT_BYTES // (2 if is_fp8 and ctas == 2 else 1)
         slot_rows = min(max(slot_bytes // row_bytes // step * step, step), THREADS // num_rows)
         num_slots = min(RING_BYTES[ctas] // (slot_rows * row_bytes), MAX_SLOTS)
         if num_slots > ctas:
-            return GemvTiling(num_rows, chunks, group, slot_rows, num_slots, ctas)
+            return GemvTiling(num_rows, chunks, group, slot_rows, num_slots, ctas, is_centred)
     return None
 
 
@@ -81,15 +88,16 @@ def refusal(spec: Spec) -> str | None:
         return "scales e4m3 weights, by column"
     if spec.norm == "norm plus one":
         return "has no norms plus one"
-    if spec.gate not in ("", "silu"):
-        return "gates by SiLU alone"
-    if spec.inputs % PIECE or row_bytes % 16 or spec.outputs % (2 if spec.gate else 1):
+    is_gated = spec.gate in GATES
+    if spec.gate not in ("", "silu", *ACTIVATIONS):
+        return "gates by SiLU, and activates by GELU and ReLU alone"
+    if spec.inputs % PIECE or row_bytes % 16 or spec.outputs % (2 if is_gated else 1):
         return f"takes multiples of {PIECE} inputs whose weights are multiples of 16 bytes"
     if not (spec.x_aligned and spec.weight_aligned and spec.norm_aligned):
         return "takes what is aligned to 16 bytes"
     if spec.rows > 1 and not spec.x_pitch:
         return "takes rows that are aligned to 16 bytes"
-    tiles = tiling(spec.rows, spec.inputs, row_bytes, bool(spec.gate))
+    tiles = tiling(spec.rows, spec.inputs, row_bytes, is_gated, spec.norm == "layer norm")
     if tiles is None or (spec.norm and tiles.is_packed):
         return "finds no registers for so many inputs"
     return None
@@ -97,7 +105,7 @@ def refusal(spec: Spec) -> str | None:
 
 def takes(spec: Spec) -> str | None:
     """Say why another is better; None: this is the fastest."""
-    if spec.gate and not spec.norm:
+    if spec.gate in GATES and not spec.norm:
         return "gates where it also computes the norm"
     return refusal(spec)
 
@@ -107,28 +115,24 @@ def cost(spec: Spec) -> float:
     return 2.5 if spec.weight == E4M3 and spec.rows > 1 else 0.0
 
 
-def _variant(dtype: torch.dtype, fp8: bool, tiles: GemvTiling) -> jit.Variant:
-    return jit.variant(
-        "gemm/sm90/gemv.cu",
-        dtype,
-        FP8=int(fp8),
-        ROWS=tiles.rows,
-        CHUNKS=tiles.chunks,
-        GROUP=tiles.group,
-        CTAS=tiles.ctas,
-    )
+def _variant(dtype: torch.dtype, fp8: bool, tiles: GemvTiling, gate: str = "") -> jit.Variant:
+    sizes = {"ROWS": tiles.rows, "CHUNKS": tiles.chunks, "GROUP": tiles.group, "CTAS": tiles.ctas}
+    more = {"CENTRES": 1} if tiles.is_centred else {}
+    if gate in ACTIVATIONS:
+        more["ACTIVATES"] = ACTIVATIONS[gate]
+    return jit.variant("gemm/sm90/gemv.cu", dtype, FP8=int(fp8), **sizes, **more)
 
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     found: dict[jit.Variant, None] = {}
-    for dtype, size, rows, chunks, gated in product(
-        DTYPES, (1, 2), MAX_CHUNKS, CHUNKS, (False, True)
+    for dtype, size, rows, chunks, gate, is_centred in product(
+        DTYPES, (1, 2), MAX_CHUNKS, CHUNKS, ("", "silu", *ACTIVATIONS), (False, True)
     ):
         width = chunks * THREADS * PIECE
-        tiles = tiling(rows, width, width * size, gated)
-        if tiles is not None:
-            found[_variant(dtype, size == 1, tiles)] = None
+        tiles = tiling(rows, width, width * size, gate in GATES, is_centred)
+        if tiles is not None and not (is_centred and tiles.is_packed):
+            found[_variant(dtype, size == 1, tiles, gate)] = None
     yield from found
 
 
@@ -136,7 +140,9 @@ def variants() -> Iterator[jit.Variant]:
 def gemv(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`gemm` on the GPU, everything in one kernel."""
     num_rows, width = x.shape
-    tiles = tiling(num_rows, width, width * weight.itemsize, bool(around.gate))
+    is_centred = around.norm_kind == "layer norm"
+    row_bytes = width * weight.itemsize
+    tiles = tiling(num_rows, width, row_bytes, around.gate in GATES, is_centred)
     jit.require(
         tiles is not None, "gemv: no kernel for {} and {} {}", x.shape, weight.shape, weight.dtype
     )
@@ -147,17 +153,18 @@ def gemv(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
 def launch(tiles: GemvTiling, x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`gemv` with tiles of choice."""
     num_rows, width = x.shape
-    streams = 2 if around.gate else 1
+    streams = 2 if around.gate in GATES else 1
     num_outputs = weight.shape[0] // streams
     out = around.residual
     if out is None:
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     jit.require(out.stride(1) == 1, "gemv: elements of a row of the residual must be contiguous")
     pointers = (0 if t is None else t for t in (around.norm, around.bias, around.columns))
+    shift = 0 if around.shift is None else around.shift
     num_ctas = min(tiles.ctas * jit.num_multiprocessors(x.get_device()), num_outputs)
     share = tiles.slot_rows // streams
     jit.launch(
-        _variant(x.dtype, weight.dtype == E4M3, tiles),
+        _variant(x.dtype, weight.dtype == E4M3, tiles, around.gate),
         "gemv",
         (num_ctas,),
         THREADS + 32,
@@ -178,6 +185,7 @@ def launch(tiles: GemvTiling, x: Tensor, weight: Tensor, around: Around = PLAIN)
         int(around.residual is not None),
         around.eps,
         1.0 / width,
+        *((shift,) if tiles.is_centred else ()),
         shared_memory=tiles.bytes(width * weight.itemsize),
         overlaps=True,
     )
