@@ -2,12 +2,15 @@
 
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from slipstream.layers.experts import Experts
 from slipstream.models.files import read_json
+from slipstream.models.weights import FileSource
 from slipstream_convert.writer import Writer
 from torch import Tensor
 from tqdm import tqdm
@@ -15,6 +18,7 @@ from tqdm import tqdm
 from slipstream_quantize.formats import config_of, tensors_of
 from slipstream_quantize.gptq import gptq
 from slipstream_quantize.grid import Fitted, Grid, output_error
+from slipstream_quantize.layout import check_layout, matrices_of, others_of
 from slipstream_quantize.observe import ROUNDINGS, Probe, Seen, round_blocks
 from slipstream_quantize.opened import Opened, ProbedLayer, Running
 from slipstream_quantize.recipe import Recipe
@@ -61,6 +65,8 @@ class Job:
         assert text is not None or not recipe.needs_text, "activations decide"
         self._opened = opened
         self._recipe = recipe
+        matrices = [name for probe in opened.probes for name in probe.names]
+        check_layout(opened.plan.model.tensors, matrices, recipe)
         self._grid = Grid(recipe, opened.dtype)
         self._writer = writer
         self._running = Running(opened, text) if text is not None and recipe.needs_text else None
@@ -98,7 +104,7 @@ class Job:
             self._running.block(i, part.clone())
         for place in places:
             place.probe.seen = None
-        return [each.finish() for each in seen]
+        return [each.finish(p.probe.values.shape[1]) for each, p in zip(seen, places, strict=True)]
 
     def _smooth(self, places: list[ProbedLayer], seen: list[Seen | None]) -> None:
         """Move scales between the layers of a block; `seen` is of the new inputs afterwards."""
@@ -136,17 +142,28 @@ class Job:
         rounded = self._grid.values(q, fitted)
         probe.values.copy_(rounded)
         probe.rounding = self._rounding
-        parts = (
-            torch.split(x, probe.sizes) for x in (weight, rounded, q, fitted.scale, fitted.zero)
+        parts = zip(
+            probe.names,
+            *(torch.split(x, probe.sizes) for x in (weight, rounded, q, fitted.scale, fitted.zero)),
+            strict=True,
         )
-        for name, before, after, codes, scale, zero in zip(probe.names, *parts, strict=True):
+        made: dict[str, list[Tensor]] = {}
+        for name, before, after, *own in parts:
             whole = output_error(before, second)
             self.errors[name] = output_error(before - after, second) / (whole or 1.0)
-            if self._writer:
-                own = Fitted(scale, zero, fitted.overall)
-                tensors = tensors_of(codes, own, self._recipe, self._opened.dtype)
-                stored = self._opened.plan.model.tensors.stored(name)
-                self._writer.add({f"{stored}.{key}": each for key, each in tensors.items()})
+            made[name] = own
+        if self._writer:
+            self._write(self._writer, made, weight.shape[1], fitted.overall)
+
+    def _write(
+        self, writer: Writer, made: dict[str, list[Tensor]], inputs: int, overall: float
+    ) -> None:
+        """Hand the tensors of the stored matrices of a layer to the writer."""
+        names = self._opened.plan.model.tensors
+        for stored, (codes, scale, zero) in matrices_of(names, made, inputs):
+            own = Fitted(scale, zero, overall)
+            tensors = tensors_of(codes, own, self._recipe, self._opened.dtype)
+            writer.add({f"{stored}.{key}": each for key, each in tensors.items()})
 
     def _fit(self, weight: Tensor, second: Tensor | None, sizes: list[int]) -> Fitted:
         """Fit; blocks of rows start anew in each matrix."""
@@ -170,7 +187,10 @@ def write_rest(opened: Opened, writer: Writer) -> None:
     source, stored = opened.source, opened.plan.model.tensors.stored
     done = {f"{name}.weight" for probe in opened.probes for name in probe.names}
     kept = {name: tensor for name, tensor in source.tensors.items() if name not in done}
-    writer.add({stored(name): tensor.to(opened.dtype) for name, tensor in kept.items()})
+    names = opened.plan.model.tensors
+    files = FileSource(opened.directory, opened.plan.device, names)  # that reads once more
+    others = others_of(files, names, kept)
+    writer.add({name: tensor.to(opened.dtype).contiguous() for name, tensor in others})
     writer.add({stored(name): torch.tensor([each]) for name, each in source.numbers.items()})
 
 
@@ -182,12 +202,22 @@ def write(opened: Opened, directory: Path, recipe: Recipe, report: Report, write
         config.pop(key, None)
     config["dtype"] = str(opened.dtype).removeprefix("torch.")
     model = opened.plan.model
-    head = model.tensors.stored("lm_head")
-    config["quantization_config"] = config_of(recipe, [head], model.fp8_cache)
+    kept = ["lm_head", *routers(opened)]
+    ignored = [model.tensors.stored(name) for name in kept]
+    config["quantization_config"] = config_of(recipe, ignored, model.fp8_cache)
     source = opened.source
     report.bytes_before = sum(x.numel() for x in source.tensors.values()) * opened.dtype.itemsize
     report.bytes_after = writer.num_bytes
     writer.finish(directory, {"config.json": config, "quantize_report.json": asdict(report)})
+
+
+def routers(opened: Opened) -> Iterator[str]:
+    """Yield the names of linear layers of mixtures that stay as they are."""
+    for i, block in enumerate(opened.decoder.blocks):
+        if isinstance(block.mlp, Experts):
+            yield f"model.layers.{i}.mlp.gate"
+            if block.mlp.config.shared_gated:
+                yield f"model.layers.{i}.mlp.shared_expert_gate"
 
 
 class Clock:

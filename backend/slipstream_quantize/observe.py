@@ -65,8 +65,11 @@ class Seen:
         self.count += len(x)
         self.kept.append(x[:: max(1, len(x) // 64)].clone())
 
-    def finish(self) -> "Seen":
-        """Turn sums into means."""
+    def finish(self, width: int) -> "Seen":
+        """Turn sums into means; of no rows at all (an expert without any), inputs count alike."""
+        if not self.count:
+            ones = torch.ones(width)
+            return Seen(1, torch.eye(width), ones, ones, [ones[None]])
         self.second = self.second / self.count
         self.mean = self.mean / self.count
         return self

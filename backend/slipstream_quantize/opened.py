@@ -9,10 +9,10 @@ import torch
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.layers.attention import AttentionInputs, StepRows
-from slipstream.layers.decoder import AnyBlock, Block, Decoder
+from slipstream.layers.decoder import AnyBlock, Decoder
 from slipstream.layers.experts import Experts
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
-from slipstream.layers.norm import Norm
+from slipstream.layers.norm import LayerNorm, Norm
 from slipstream.layers.residual import Residual
 from slipstream.models.cache_scheme import quantization_of
 from slipstream.models.decoder import build_decoder
@@ -23,6 +23,7 @@ from slipstream.quant.matrix import QuantMatrix
 from slipstream.runner.plan import Plan, settle_here
 from torch import Tensor
 
+from slipstream_quantize.experts import ProbedExperts
 from slipstream_quantize.observe import Probe
 
 BLOCK_SIZE = 32  # tokens of a block of the cache
@@ -35,12 +36,12 @@ class ProbedLayer:
 
     Attributes:
         probe: the layer.
-        norm: before it, whose factors may change with its columns; None: no norm.
+        norm: before it, whose factors may change with its columns; None: no norm, or not its own.
         rows: of the layer before whose results it reads one by one; None: none.
     """
 
     probe: Probe
-    norm: Norm | None
+    norm: Norm | LayerNorm | None
     rows: tuple[Probe, slice] | None
 
 
@@ -51,7 +52,7 @@ class Recording(FileSource):
         super().__init__(directory, device, plan.model.tensors)
         self.tensors: dict[str, Tensor] = {}
         self.numbers: dict[str, float] = {}
-        self.together: dict[int, list[str]] = {}  # address -> names of what lies there
+        self._at: dict[int, str] = {}  # address -> name of what lies there
 
     def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
         """Return None: blocks of a GGUF file are read as the numbers that they stand for."""
@@ -61,7 +62,15 @@ class Recording(FileSource):
         """Read and remember."""
         super().fill(names, outs)
         self.tensors |= zip(names, outs, strict=True)
-        self.together[outs[0].data_ptr()] = list(names)
+        self._at |= {out.data_ptr(): name for name, out in zip(names, outs, strict=True)}
+
+    def at(self, values: Tensor) -> list[str]:
+        """Return the names of what lies in a matrix, in the order of its rows."""
+        found, row = [], 0
+        while row < len(values):
+            found.append(self._at[values[row].data_ptr()])
+            row += len(self.tensors[found[-1]])
+        return found
 
     def number(self, name: str) -> float:
         """Read a scale and remember it."""
@@ -73,6 +82,7 @@ class Opened:
     """A checkpoint in memory.
 
     Attributes:
+        directory: its own.
         dtype: of the tensors that are written.
         plan: how the decoder runs.
         decoder: without fusion.
@@ -94,19 +104,12 @@ class Opened:
             raise ConfigError("--dtype float32 on a GPU: attention needs float16 or bfloat16 there")
         if plan.device.type == "cuda":
             plan = settle_here(msgspec.structs.replace(config, dtype=name))
-        self.plan = plan
+        self.plan, self.directory = plan, directory
         self.source = Recording(directory, plan.device, plan)
         weights = Weights(self.source, plan.device, plan.dtype, "none")
         build = family_of(plan.model.architecture).build or build_decoder
         self.decoder: Decoder = build(plan.model, weights, plan.max_model_len)
         weights.finish()
-        changed = [name for name in self.source.tensors if plan.model.tensors.change(name)]
-        if changed:
-            raise CheckpointError(
-                f"{directory}: {plan.model.tensors.stored(changed[0])} is stored in another layout "
-                "than the decoder's; such checkpoints are not written in fewer bits: "
-                "`--quantization` rounds them as they are loaded"
-            )
         self.blocks = [self._places(block) for block in self.decoder.blocks]
         self._round_others()
 
@@ -124,17 +127,19 @@ class Opened:
 
     def _places(self, block: AnyBlock) -> list[ProbedLayer]:
         """Put probes into a block; return its places in the order in which they run."""
-        if isinstance(block.mlp, Experts):
-            raise CheckpointError(
-                f"{self.plan.model.architecture}: mixtures of experts are not quantised offline; "
-                "--quantization fp8 rounds them as they are loaded"
-            )
         found: list[ProbedLayer] = []
-        # Scales of a cache are of the values as they are: none move into attention's output then.
+        # Scales of a cache, and limits of values, are of these as they are: none move into
+        # attention's output then.
+        is_fixed = bool(self.source.numbers) or self.plan.model.axes.qkv_most is not None
         for layer, norm in ((block.attention, block.input_norm), (block.mlp, block.mlp_norm)):
             before: Probe | None = None
-            # Factors move into an RMS norm, if nothing else reads it.
-            apart = norm if isinstance(norm, Norm) and isinstance(block, Block) else None
+            # Factors move into a norm, if nothing else reads it.
+            apart = norm if isinstance(norm, Norm | LayerNorm) and norm.weight is not None else None
+            if block.input_norm is block.mlp_norm:
+                apart = None
+            if isinstance(layer, Experts):
+                found += self._experts(block, layer)
+                continue
             for place in list(vars(layer).values()):
                 if isinstance(place, NormLinear | GatedLinear):
                     before = place.linear = self._probe(place.linear)
@@ -144,19 +149,39 @@ class Opened:
                 elif isinstance(place, LinearAdd):
                     probe = place.linear = self._probe(place.linear)
                     feeding = _feeding(before, probe)
-                    is_scaled = layer is block.attention and bool(self.source.numbers)
-                    found.append(ProbedLayer(probe, None, None if is_scaled else feeding))
+                    is_kept = layer is block.attention and is_fixed
+                    found.append(ProbedLayer(probe, None, None if is_kept else feeding))
         if not found:
             raise CheckpointError(
                 f"{self.plan.model.architecture}: its blocks have no linear layers that are known"
             )
         return found
 
+    def _experts(self, block: AnyBlock, experts: Experts) -> Iterator[ProbedLayer]:
+        """Put probes into a mixture: factors move between the matrices of an expert alone.
+
+        The router reads the norm, too, so none move into it.
+        """
+        if experts.config.is_fused:
+            raise CheckpointError(
+                f"{self.plan.model.architecture}: experts that are one tensor are not quantised"
+            )
+        probed = ProbedExperts(experts, self._probe)
+        object.__setattr__(block, "mlp", probed)
+        pairs = list(probed.pairs)
+        if probed.shared is not None:
+            shared = probed.shared
+            shared.gate_up, shared.down = map(self._probe, (shared.gate_up, shared.down))
+            pairs.append((shared.gate_up, shared.down))
+        for gate_up, down in pairs:
+            yield ProbedLayer(gate_up, None, None)
+            yield ProbedLayer(down, None, _feeding(gate_up, down))
+
     def _probe(self, linear: Linear) -> Probe:
         matrix = linear.matrix
         if matrix is None or matrix.scales is not None:
             raise CheckpointError("the checkpoint has quantised weights: quantise the original")
-        names = self.source.together[matrix.values.data_ptr()]
+        names = self.source.at(matrix.values)
         sizes = [self.source.tensors[name].shape[0] for name in names]
         return Probe(linear, [name.removesuffix(".weight") for name in names], sizes)
 

@@ -8,7 +8,7 @@ al., 2023) makes activations easy to round, AWQ (Lin et al., 2024) the weights t
 from collections.abc import Callable, Iterator
 
 import torch
-from slipstream.layers.norm import Norm
+from slipstream.layers.norm import LayerNorm, Norm
 from torch import Tensor
 
 from slipstream_quantize.grid import Grid, output_error
@@ -22,20 +22,24 @@ _MOST_ROWS = 512  # of weights whose outputs are compared, evenly from all
 _MOST = 2.0**15  # of a scale and its inverse: 16-bit norms can hold the quotients
 
 
-def divide_norm(norm: Norm, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def divide_norm(norm: Norm | LayerNorm, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Divide a norm's factors, in place; return what they were divided by, `[k]` fp32.
 
     That is not quite `scales`, as the new factors are rounded to `dtype`: columns of weights that
     are multiplied by it leave the model as it was.
     """
-    one = float(norm.plus_one)
+    one = float(isinstance(norm, Norm) and norm.plus_one)
+    assert norm.weight is not None, "only factors can be divided"
     before = norm.weight.float() + one
     stored = (before / scales - one).to(dtype).float()
     after = stored + one
     is_kept = (after == 0) | (before == 0) | ~after.isfinite()
     stored = torch.where(is_kept, norm.weight.float(), stored)
     norm.weight.copy_(stored)
-    return torch.where(is_kept, torch.ones_like(before), before / after)
+    divided = torch.where(is_kept, torch.ones_like(before), before / after)
+    if isinstance(norm, LayerNorm) and norm.bias is not None:
+        norm.bias.copy_((norm.bias.float() / divided).to(dtype))
+    return divided
 
 
 def awq_scales(weight: Tensor, seen: Seen, grid: Grid) -> Tensor:

@@ -21,7 +21,6 @@ from slipstream.models.hf import read_config
 from slipstream.models.padding import with_heads_of
 from slipstream.runner.cache_dtype import model_on
 from slipstream.runner.plan import resolve
-from slipstream_quantize.opened import Opened
 from torch import Tensor
 
 SIZES = (16, 48, 64)
@@ -126,5 +125,3 @@ def test_what_other_layouts_do_not_go_with(tmp_path: Path) -> None:
     save(make_model("gpt2"), tmp_path)
     with pytest.raises(ConfigError, match="GPT2LMHeadModel has a table of positions"):
         resolve(EngineConfig(checkpoint=str(tmp_path), device="cpu", attention_window=8))
-    with pytest.raises(CheckpointError, match=r"c_attn\.weight is stored in another layout"):
-        Opened(tmp_path, "cpu")

@@ -43,7 +43,7 @@ def inputs(seed: int, k: int = 48, count: int = 200) -> Tensor:
 def seen_of(x: Tensor) -> Seen:
     seen = Seen()
     seen.add(x)
-    return seen.finish()
+    return seen.finish(x.shape[1])
 
 
 def numbers(recipe: Recipe) -> Tensor:

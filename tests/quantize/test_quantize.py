@@ -1,19 +1,28 @@
 """`slipstream quantize`: scales move without a change, files are whole, wrong inputs are named."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from fixtures.models import static_scales
-from fixtures.models.checkpoints import edit_config, make_model, rewrite
+from fixtures.models.checkpoints import (
+    Driver,
+    Generation,
+    edit_config,
+    make_model,
+    make_runner,
+    rewrite,
+)
 from fixtures.models.gguf_files import write_gguf
 from fixtures.quantize import tiny
 from fixtures.tiers import quick_of
 from safetensors.torch import load_file
 from slipstream_client.cli import main
 from slipstream_convert.writer import Writer
-from slipstream_quantize.job import divide_rows
+from slipstream_quantize.job import Job, Report, divide_rows, write
+from slipstream_quantize.make import recipe_of
 from slipstream_quantize.opened import Opened, Running
 from slipstream_quantize.recipe import RECIPES
 from slipstream_quantize.smooth import divide_norm
@@ -223,11 +232,62 @@ def test_wrong_texts(
     assert message in capsys.readouterr().err
 
 
-def test_mixtures_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    directory = tiny.checkpoint(tmp_path / "original", "qwen3_moe", **experts)
+_HEADS = {"num_key_value_heads": 4}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LAYOUTS: dict[str, tuple[str, str, dict[str, object]]] = {  # family, scheme, what is its own
+    "gpt_neox": ("gpt_neox", "awq", {}),
+    "falcon": ("falcon", "int4", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "bloom": ("bloom", "awq-gptq", {"hidden_size": 64, "n_head": 4}),
+    "gpt2": ("gpt2", "awq", {"n_inner": 96}),
+    "gpt_bigcode": ("gpt_bigcode", "int8", {"multi_query": False, "n_inner": 96}),
+    "phi3": ("phi3", "awq", _HEADS),
+    "glm4": ("glm4", "nvfp4", {}),
+    "cohere": ("cohere", "int4", {"use_qk_norm": True}),
+    "codegen": ("codegen", "fp8", {"n_inner": 96, "rotary_dim": 8}),
+    "olmo, values that are cut": ("olmo", "awq", {"clip_qkv": 0.5} | _HEADS),
+    "stablelm": ("stablelm", "int8-sq", _HEADS),
+    "mixtral": ("mixtral", "awq", _LOCAL),
+    "qwen2 moe": ("qwen2_moe", "awq", {"shared_expert_intermediate_size": 96} | _EXPERTS),
+    "qwen3 moe": ("qwen3_moe", "fp8-block", {"num_hidden_layers": 2} | _EXPERTS),
+    "qwen3 moe, int4": ("qwen3_moe", "int4", {"mlp_only_layers": [1]} | _EXPERTS),
+    "phimoe": ("phimoe", "int8", _LOCAL),
+}
+
+
+@pytest.mark.parametrize("name", quick_of(LAYOUTS, {"gpt_neox", "mixtral"}))
+def test_other_layouts_and_mixtures(name: str, tmp_path: Path) -> None:
+    """What is read of the new checkpoint computes what the quantised decoder in memory does."""
+    family, scheme, own = LAYOUTS[name]
+    directory = tiny.checkpoint(tmp_path / "original", family, **own)
+    opened = Opened(directory, "cpu", "float32")
+    before = logits(opened)
+    recipe = recipe_of(opened, scheme, None, symmetric=False)
+    recipe = replace(recipe, activations="" if scheme != "int8-sq" else recipe.activations)
+    text = torch.arange(2 * 64).view(2, 64) * 13 % 256
+    writer, output = Writer(tmp_path / "out"), tmp_path / "out"
+    job = Job(opened, recipe, text if recipe.needs_text else None, writer)
+    job.run()
+    write(opened, directory, recipe, Report("", {}), writer)
+    for probe in opened.probes:
+        probe.rounding = None
+    generation = Generation((torch.arange(40) * 7 % 256).tolist(), 1)
+    Driver(make_runner(output, quantization="none"), keep_logits=True).finish([generation])
+    wanted = logits(opened)[0, -1]
+    assert (generation.logits[0] - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+    assert (wanted - before[0, -1]).abs().max() <= 0.5 * before[0, -1].abs().max()
+    assert bool(job.smoothed) == bool(recipe.smooth)
+    if "clip_qkv" in own:
+        assert not any("o_proj" in each for each in job.smoothed)
+
+
+def test_layouts_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tiny.checkpoint(tmp_path / "phi3", "phi3")
+    assert quantize(directory, tmp_path / "out", "fp8-block", "--no-measure") == 1
+    assert "qkv_proj are not in the decoder's order" in capsys.readouterr().err
+    directory = tiny.checkpoint(tmp_path / "gpt_oss", "gpt_oss", **_LOCAL)
     assert quantize(directory, tmp_path / "out", "int8", "--no-measure") == 1
-    assert "Qwen3MoeForCausalLM: mixtures of experts are not quantised" in capsys.readouterr().err
+    assert "experts that are one tensor are not quantised" in capsys.readouterr().err
 
 
 def test_wrong_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

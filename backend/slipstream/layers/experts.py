@@ -72,11 +72,7 @@ class Experts:
         """`residual [n, h] += ` the experts of `norm(residual)`."""
         x = norm(residual.values)
         logits = self.router(x)
-        routed = self.routed(logits)
-        inner = gate_up(
-            x, self.gate_up.values, self.gate_up, routed, self.config.gate, self.is_fixed
-        )
-        products = down(inner, self.down.values, self.down, routed, self.is_fixed)
+        products = self.products(x, self.routed(logits))
         shared = gate = None
         if self.shared is not None:
             shared = self.shared(x)
@@ -88,6 +84,12 @@ class Experts:
             return
         total = combine(torch.zeros_like(x), products, shared, gate)
         residual.values.add_(self.out_norm(total))
+
+    def products(self, x: Tensor, routed: Routed) -> Tensor:
+        """Return the outputs of pairs of rows `[n, h]` and experts, times their weights."""
+        fixed, kind = self.is_fixed, self.config.gate
+        inner = gate_up(x, self.gate_up.values, self.gate_up, routed, kind, fixed)
+        return down(inner, self.down.values, self.down, routed, fixed)
 
     def routed(self, logits: Tensor) -> Routed:
         """Choose experts by the router's outputs, and put their rows in order."""

@@ -84,7 +84,7 @@ class _Checkpoint:
         self._unread = set(self._entries)
         lacks = tensors.optional and not any(n.startswith(tensors.optional) for n in self._entries)
         self._lacking = tensors.optional if lacks else ""
-        self._formats = Formats(directory, self, self._stored("lm_head"))
+        self._formats = Formats(directory, self, self.stored("lm_head"))
         self._notes: dict[str, int] = {}
 
     def entry(self, name: str) -> TensorEntry | None:
@@ -112,7 +112,7 @@ class _Checkpoint:
 
     def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
         """Read a matrix that the checkpoint has quantised, with all that belongs to it."""
-        stored, weight = self._stored(name), self._stored(f"{name}.weight")
+        stored, weight = self.stored(name), self.stored(f"{name}.weight")
         self._refuse_cut(f"{name}.weight", (rows, inputs), stored)
         moves = self._tensors.moves(name)
         if (entry := self._entries.get(weight)) is not None and entry.dtype in KEPT:
@@ -131,7 +131,7 @@ class _Checkpoint:
         cuts = self._tensors.cuts
         if cuts is None or cuts.of(name, shape) is None:
             return
-        entry = self._entries.get(self._stored(name))
+        entry = self._entries.get(self.stored(name))
         if self._formats.is_quantised(stored) or (entry and entry.dtype in QUANTISED):
             raise CheckpointError(
                 f"{self._directory}: tensor_parallel = {cuts.size}: {stored} is quantised: parts "
@@ -140,9 +140,9 @@ class _Checkpoint:
 
     def is_quantised(self, name: str) -> bool:
         """Return whether the checkpoint has the matrix quantised."""
-        entry = self._entries.get(self._stored(f"{name}.weight"))
+        entry = self._entries.get(self.stored(f"{name}.weight"))
         is_kept = entry is not None and entry.dtype in KEPT
-        return is_kept or self._formats.is_quantised(self._stored(name))
+        return is_kept or self._formats.is_quantised(self.stored(name))
 
     def note(self, text: str) -> None:
         """Count what is said of matrices; `finish` logs it."""
@@ -150,20 +150,20 @@ class _Checkpoint:
 
     def has(self, name: str) -> bool:
         """Return whether a file has the tensor."""
-        return self._stored(name) in self._entries
+        return self.stored(name) in self._entries
 
     def _note_values(self, name: str, entry: TensorEntry, out: Tensor) -> None:
         """Keep what is needed to check that values are finite; shapes alone need nothing."""
 
-    def _stored(self, name: str) -> str:
-        """Return the checkpoint's name of a tensor of the decoder."""
+    def stored(self, name: str) -> str:
+        """Return the name of a tensor of the decoder in this checkpoint."""
         return self._tensors.stored(name).removeprefix(self._lacking)
 
     def _take(self, name: str, shape: Sequence[int]) -> TensorEntry:
         """Return the tensor's place; raises `CheckpointError` if absent or of another shape."""
         cut = self._cut(name, shape)
         shape = shape if cut is None else cut.whole(shape)
-        change, name = self._tensors.change(name), self._stored(name)
+        change, name = self._tensors.change(name), self.stored(name)
         entry = self._entries.get(name)
         if entry is None:
             raise CheckpointError(f"{self._directory}: tensor {name} is missing")
@@ -196,7 +196,7 @@ class _Checkpoint:
 
     def number(self, name: str) -> float:
         """Read the scale from a tensor of one element."""
-        stored = self._stored(name)
+        stored = self.stored(name)
         entry = self._entries.get(stored)
         if entry is not None and math.prod(entry.shape) != 1:
             raise CheckpointError(
@@ -287,7 +287,7 @@ class FileSource(_Checkpoint):
             if change is None:
                 plain.append((name, out))
                 continue
-            entry, key = self._take(name, out.shape), self._stored(name)
+            entry, key = self._take(name, out.shape), self.stored(name)
             if key not in stored:
                 stored[key] = self.raw(key)
             out.copy_(change(stored[key]))
@@ -297,7 +297,7 @@ class FileSource(_Checkpoint):
 
     def _fill_part(self, name: str, cut: Cut, change: Change | None, out: Tensor) -> None:
         """Copy a part of a tensor. Of what no change moves, only the part's bytes are read."""
-        entry, key = self._take(name, out.shape), self._stored(name)
+        entry, key = self._take(name, out.shape), self.stored(name)
         how = (_DTYPES[entry.dtype], cut, change, self._reader, out)
         num_bytes = self._mapped.fill(key, entry, *how)
         self._note_values(key, entry, out)
@@ -314,7 +314,7 @@ class FileSource(_Checkpoint):
         entries = [self._take(name, out.shape) for name, out in zip(names, outs, strict=True)]
         regions = [
             Region(
-                self._stored(name),
+                self.stored(name),
                 entry.file,
                 entry.begin,
                 _DTYPES.get(entry.dtype, torch.uint8),  # of blocks, their bytes
