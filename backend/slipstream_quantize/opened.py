@@ -8,6 +8,7 @@ import msgspec
 import torch
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.kernels.elementwise.activation import GATES
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.decoder import AnyBlock, Decoder
 from slipstream.layers.experts import Experts
@@ -144,8 +145,8 @@ class Opened:
                 if isinstance(place, NormLinear | GatedLinear):
                     before = place.linear = self._probe(place.linear)
                     found.append(ProbedLayer(before, apart, None))
-                    if isinstance(place, NormLinear) and layer is not block.attention:
-                        before = None  # an activation is no factor
+                    if isinstance(place, GatedLinear) and place.gate not in GATES:
+                        before = None  # an activation of every column is no factor
                 elif isinstance(place, LinearAdd):
                     probe = place.linear = self._probe(place.linear)
                     feeding = _feeding(before, probe)

@@ -35,8 +35,9 @@ FAMILIES = {
     "qwen2": ("qwen2", {"num_key_value_heads": 4}),
     "qwen3": ("qwen3", {"num_key_value_heads": 4}),
     "gemma3": ("gemma3", {"num_key_value_heads": 4, "sliding_window": 16}),
+    "gpt2, no gate": ("gpt2", {"num_key_value_heads": 4, "n_inner": 96}),
 }
-QUICK = ("mha", "gemma3")
+QUICK = ("mha", "gemma3", "gpt2, no gate")
 
 
 @pytest.fixture
@@ -62,6 +63,7 @@ def logits(opened: Opened) -> torch.Tensor:
 def test_scales_that_move_change_nothing(family: str, dtype: str, tmp_path: Path) -> None:
     """Norms are rounded to the dtype of the files, and what is multiplied is what they became."""
     name, overrides = FAMILIES[family]
+    heads, has_gate = overrides.get("num_key_value_heads", 2), name != "gpt2"
     opened = Opened(tiny.checkpoint(tmp_path, name, **overrides), "cpu", dtype)
     before = logits(opened)
     generator, moved = torch.Generator().manual_seed(0), 0
@@ -77,9 +79,10 @@ def test_scales_that_move_change_nothing(family: str, dtype: str, tmp_path: Path
                 continue
             values.copy_(values * scales)
             moved += 1
-    heads = overrides.get("num_key_value_heads", 2)
-    assert moved == 2 * (4 if heads == 4 else 3)
-    assert (logits(opened) - before).abs().max() <= 1e-4 * before.abs().max()
+    assert moved == 2 * ((4 if heads == 4 else 3) - (not has_gate))  # none through an activation
+    # A layer norm's bias is rounded for itself.
+    most = 1e-4 if has_gate or dtype == "float32" else 2e-3
+    assert (logits(opened) - before).abs().max() <= most * before.abs().max()
 
 
 @pytest.mark.parametrize("scheme", RECIPES)
