@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
+from fixtures.memory import private_bytes
 from fixtures.models.checkpoints import make_model, make_runner, save
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
+from slipstream.kernels.cache.kv_spec import KVSpec
 from slipstream.runner import memory
 from slipstream.runner.plan import Plan, resolve
 
@@ -120,3 +123,15 @@ def test_a_runner_on_a_cpu_keeps_to_its_share(
     runner = make_runner(checkpoint, kv_cache_tokens=None, block_size=32, memory_share=0.5)
     room = 0.9 * (total / 2 - plan.weight_bytes)
     assert runner.num_blocks == room // plan.block_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_a_cache_on_a_cpu_takes_memory_as_it_is_written(dtype: torch.dtype) -> None:
+    spec = KVSpec(dtype, num_kv_heads=2, head_size=64, block_size=32, num_layers=2)
+    before, size = private_bytes(), 1 << 28
+    cache = spec.allocate(size // spec.block_bytes, torch.device("cpu"))
+    assert cache.nbytes > 0.9 * size
+    assert private_bytes() - before < size // 16
+    cache[0, -1] = 1
+    assert not cache.view(torch.uint8)[0, :-1:1000].any()
+    assert (cache[0, -1].float() == 1).all()

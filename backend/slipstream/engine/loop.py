@@ -425,6 +425,7 @@ def main(arguments: list[str] | None = None) -> int:
     faulthandler.enable()  # a crash in native code says where
     faulthandler.register(signal.SIGUSR1)  # the supervisor sends it to an engine that is stuck
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    gc.disable()  # a start makes objects that stay: collections would take a tenth of it
     try:
         config = read_config(options.config)
         loop = load(config, options.socket, options.memory_lock, options.ranks)
@@ -434,6 +435,7 @@ def main(arguments: list[str] | None = None) -> int:
         return CANNOT_START
     gc.collect()
     gc.freeze()  # weights and modules stay: keep them out of collections
+    gc.enable()
     code = loop.run()
     if code:  # skip destructors: on a broken device they could hang
         logging.shutdown()

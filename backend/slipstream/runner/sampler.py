@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slipstream.kernels.runtime.zeroed import zeroed
 from slipstream.kernels.sampling.constrain import Masks, constrain
 from slipstream.kernels.sampling.narrow import narrow
 from slipstream.kernels.sampling.sample import count_tokens, sample
@@ -52,7 +53,7 @@ class Results:
 
 def make_counts(num_slots: int, vocab_size: int, device: torch.device) -> Tensor:
     """The state of penalties, `[num_slots, vocab_size]` i16; a slot means nothing until counted."""
-    return torch.zeros((num_slots, vocab_size), dtype=torch.int16, device=device)
+    return zeroed((num_slots, vocab_size), torch.int16, device)
 
 
 def count(counts: Tensor, inputs: HistoryInputs) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cache import kv_format
+from slipstream.kernels.runtime.zeroed import zeroed
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +60,4 @@ class KVSpec:
         Zeros, since padding may be multiplied by 0 and must be finite for that.
         """
         shape = (self.num_layers, *self.layer_shape(num_blocks))
-        return torch.zeros(shape, dtype=self.dtype, device=device)
+        return zeroed(shape, self.dtype, device)
