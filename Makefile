@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots sanitize-cpu perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields pairs attention compose-check figures draft clean loc
+.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu bench-cpu guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots sanitize-cpu perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields pairs attention compose-check figures draft clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -78,6 +78,9 @@ bench: install   ## the engine alone on the shared workloads (ARGS="--shape ... 
 
 bench-gpu: install ## the GPU table: ours, and vLLM where it can be imported; ends with one JSON line
 	@$(BIN)/python benchmarks/step.py --tune $(ARGS)
+
+bench-cpu: install ## a CPU beside llama.cpp and transformers, same model, bits and threads (ARGS="--threads 2"); ends likewise
+	@$(BIN)/python benchmarks/cpu.py $(ARGS)
 
 guided-bench: install ## ARGS="FOLDER" of JSON schemas, as JSONSchemaBench's: accepted, refused, invalid, mask times
 	@$(BIN)/python benchmarks/guided.py $(ARGS)

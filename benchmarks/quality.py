@@ -16,7 +16,8 @@ from slipstream.config import EngineConfig
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.decoder import Decoder
 from slipstream.models.decoder import build
-from slipstream.models.weights import FileSource, Weights
+from slipstream.models.source import Weights
+from slipstream.models.weights import FileSource
 from slipstream.runner.plan import resolve
 from tokenizers import Tokenizer
 
