@@ -19,7 +19,8 @@ from slipstream.models.cache_scheme import quantization_of
 from slipstream.models.decoder import build_decoder
 from slipstream.models.hf import weights_dtype
 from slipstream.models.registry import family_of
-from slipstream.models.weights import FileSource, Weights
+from slipstream.models.source import Weights
+from slipstream.models.weights import FileSource
 from slipstream.quant.matrix import QuantMatrix
 from slipstream.runner.plan import Plan, settle_here
 from torch import Tensor
@@ -58,6 +59,14 @@ class Recording(FileSource):
     def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
         """Return None: blocks of a GGUF file are read as the numbers that they stand for."""
         return None
+
+    def mapped(
+        self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> None:
+        """Return None: tensors are changed, and written again."""
+
+    def stored_rows(self, name: str, rows: int, inputs: int, dtype: torch.dtype) -> None:
+        """Return None likewise."""
 
     def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
         """Read and remember."""

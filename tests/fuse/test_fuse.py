@@ -20,7 +20,7 @@ from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP
 from slipstream.layers.norm import LayerNorm, Norm, identity
 from slipstream.layers.residual import Residual
 from slipstream.models.fileless import RandomSource
-from slipstream.models.weights import Weights
+from slipstream.models.source import Weights
 from torch import Tensor
 
 HIDDEN, INNER, ROWS = 64, 96, 128

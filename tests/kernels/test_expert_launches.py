@@ -11,7 +11,7 @@ from slipstream.layers.experts import Experts
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
 from slipstream.models.fileless import SizeSource
-from slipstream.models.weights import Weights
+from slipstream.models.source import Weights
 
 META = torch.device("meta")
 HIDDEN, CONFIG = 2048, ExpertsConfig(Routing(128, 8, normalises=True), 768)

@@ -20,12 +20,12 @@ from fixtures.tiers import quick_of
 from slipstream.fuse.rewrite import fused
 from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 from slipstream.layers.dims import Dims
-from slipstream.layers.embedding import Head
+from slipstream.layers.embedding import Head, Table
 from slipstream.layers.linear import Linear, LinearAdd, NormLinear
 from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP
 from slipstream.layers.norm import LayerNorm, Norm
 from slipstream.layers.residual import Residual
-from slipstream.models.weights import Weights
+from slipstream.models.source import Weights
 from torch import Tensor
 
 GOLDEN = Path(__file__).with_name("launches.json")
@@ -106,7 +106,7 @@ class Model:
             self.mlp = (GeluMLP if gemma else GatedMLP)(w, d, bias, norm() if gemma else None)
             self.mlp.gate_up = fused(self.mlp.gate_up, self.mlp.down.linear)
         self.mlp.down = fused(self.mlp.down)
-        self.head = Head(w.tensor("weight", d.vocab_size, d.hidden_size), w.deterministic)
+        self.head = Head(Table(w.tensor("weight", d.vocab_size, d.hidden_size)), w.deterministic)
         self.head.product = fused(self.head.product)
         self.norms = [norm(), norm(), norm()]
         self.qk = Norm(w, d.head_size, d.eps) if case.variant == "qk norms" else None

@@ -24,7 +24,7 @@ from slipstream.models.check import check_tensors
 from slipstream.models.decoder import build
 from slipstream.models.fileless import SizeSource
 from slipstream.models.hf import read_config
-from slipstream.models.weights import Weights
+from slipstream.models.source import Weights
 from slipstream.runner.plan import settle
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "gpt_oss")

@@ -20,7 +20,8 @@ from slipstream.models.gguf.kept import KEPT, kept
 from slipstream.models.gguf.restore import restore
 from slipstream.models.gguf.types import QUANTISED
 from slipstream.models.hf import read_config
-from slipstream.models.weights import FileSource, Weights
+from slipstream.models.source import Weights
+from slipstream.models.weights import FileSource
 from slipstream.quant.matrix import dequantise
 from slipstream.runner.matrices import weight_bytes
 
@@ -74,14 +75,35 @@ def test_packed_weights_are_those_of_a_cpu(
         assert matrix.groups is not None, name
         weight = dense(matrix.values, matrix.groups)
         assert torch.equal(weight.bfloat16(), plain[name].values), name
-    config = EngineConfig(checkpoint=str(directory))
-    bytes_on = [
-        weight_bytes(config, read_config(directory), BF16, target)
-        for target in (CPU, KNOWN["sm_90a"])
-    ]
+    config, model = EngineConfig(checkpoint=str(directory)), read_config(directory)
+    bytes_on = [weight_bytes(config, model, BF16, target) for target in (CPU, KNOWN["sm_90a"])]
     count = sum(each.values.numel() for name, each in plain.items() if not name.startswith("head"))
     saved = 2 - QUANTISED[kind].num_bytes / QUANTISED[kind].elements
+    count -= model.dims.vocab_size * model.dims.hidden_size  # rows that a CPU looks up in the file
     assert bytes_on[0] - bytes_on[1] == saved * count
+
+
+@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_the_embedding_are_dequantised_as_they_are_looked_up(
+    kind: str, tied: bool, tmp_path: Path
+) -> None:
+    sizes = SIZES | {"tie_word_embeddings": tied}
+    path = write_gguf(make_model("llama", **sizes), "llama", tmp_path / "model.gguf", kind)
+    directory = unpacked(path, tmp_path / "checkpoint")
+    model = read_config(directory)
+    source = FileSource(directory, HOST, model.tensors)
+    decoder = build(model, Weights(source, HOST, torch.float32), max_model_len=8)
+    entry = source.entry("model.embed_tokens.weight")
+    assert entry is not None
+    whole = torch.empty(entry.shape)
+    blocks = np.frombuffer(path.read_bytes()[entry.begin : entry.end], np.uint8).copy()
+    restore(entry, torch.from_numpy(blocks), whole)
+    ids = torch.tensor([0, 3, 3, len(whole) - 1])
+    table = decoder.embedding.table
+    assert torch.equal(table.rows(ids), whole[ids])
+    assert "weight" not in vars(table), "all of it was dequantised"
+    assert torch.equal(table.weight, whole)
 
 
 def test_the_start_says_what_is_dequantised(

@@ -34,8 +34,9 @@ from slipstream.models.axes import Moves, TensorNames
 from slipstream.models.decoder import build
 from slipstream.models.hf import read_config
 from slipstream.models.moves import moved
+from slipstream.models.source import Weights
 from slipstream.models.transforms import arranged, head_order
-from slipstream.models.weights import FileSource, Weights
+from slipstream.models.weights import FileSource
 from slipstream.quant.matrix import dequantise
 
 HOST = torch.device("cpu")
@@ -159,6 +160,8 @@ def test_rearranged_and_of_experts(
 ) -> None:
     """Logits are, to the last bit, those of the checkpoint that has been dequantised before."""
     monkeypatch.setattr(remote_drawn, "Sizes", Of128)
+    # Torch's last bits depend on where weights begin, and those in their file begin anywhere.
+    monkeypatch.setattr(FileSource, "mapped", lambda *_: None)
     family, case, own = REARRANGED[name]
     directories = tmp_path / "quantised", tmp_path / "dequantised"
     for directory in directories:

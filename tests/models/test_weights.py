@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from fixtures.memory import private_bytes
 from fixtures.models.checkpoints import (
     Driver,
     Generation,
@@ -22,7 +23,10 @@ from fixtures.models.checkpoints import (
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError
 from slipstream.models.check import check_tensors
-from slipstream.models.hf import describe
+from slipstream.models.decoder import build
+from slipstream.models.hf import describe, read_config
+from slipstream.models.source import Weights
+from slipstream.models.weights import FileSource
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve
 
@@ -54,6 +58,26 @@ def test_other_dtypes_are_converted_exactly(dtype: torch.dtype, tmp_path: Path) 
     edit_config(low, "dtype")
     same = save(model.float(), tmp_path / "float32")
     assert greedy(make_runner(low)) == greedy(make_runner(same))
+
+
+@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 0, 0.3), ("float16", 0.9, 1.5)])
+def test_weights_in_the_dtype_of_the_engine_stay_in_their_file(
+    dtype: str, least: float, most: float, tmp_path: Path
+) -> None:
+    """Of another dtype they are converted, which takes their size in private memory."""
+    sizes = {"vocab_size": 4096, "hidden_size": 256}
+    model = make_model("llama", intermediate_size=4096, tie_word_embeddings=False, **sizes)
+    count = sum(each.numel() for each in model.parameters())
+    directory = save(model.to(getattr(torch, dtype)), tmp_path / "checkpoint")
+    del model
+    source = FileSource(directory, torch.device("cpu"), read_config(directory).tensors)
+    weights = Weights(source, torch.device("cpu"), torch.float32)
+    before = private_bytes()
+    decoder = build(read_config(directory), weights, max_model_len=8)
+    grown = private_bytes() - before
+    assert least * 4 * count < grown < most * 4 * count, grown / count / 4
+    assert weights.mapped_bytes == 0 if least else weights.mapped_bytes > 0.7 * 4 * count
+    del decoder
 
 
 def test_sixteen_bit_computation_on_the_cpu(checkpoint: Path) -> None:

@@ -22,7 +22,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.layers.linear import Linear
 from slipstream.models.fileless import RandomSource
-from slipstream.models.weights import Weights
+from slipstream.models.source import Weights
 from slipstream.quant.scheme import MatrixSource, Scheme
 from slipstream.runner.plan import resolve
 from torch import Tensor

@@ -23,7 +23,7 @@ from slipstream.layers.dims import ExpertsConfig
 from slipstream.models.decoder import build
 from slipstream.models.fileless import RandomSource
 from slipstream.models.hf import read_config
-from slipstream.models.weights import Weights
+from slipstream.models.source import Weights
 from slipstream.runner import tune
 from slipstream.runner.matrices import weights_of
 from slipstream.runner.plan import resolve

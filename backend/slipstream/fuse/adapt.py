@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from torch import Tensor
-
 from slipstream.fuse.places import Gated, NormedAdd
 from slipstream.fuse.rewrite import Place, fused, layers_of, places_of
 from slipstream.layers.adapted import (
@@ -16,6 +14,7 @@ from slipstream.layers.adapted import (
 )
 from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import Decoder
+from slipstream.layers.embedding import Table
 from slipstream.layers.linear import GatedLinear, Linear, NormLinear
 from slipstream.layers.mlp import TwoStepMLP
 
@@ -33,7 +32,7 @@ class AdaptedPlace(NamedTuple):
     sizes: tuple[int, ...]  # outputs of each
     inputs: int
     linear: Linear | None = None  # None: the embedding
-    weight: Tensor | None = None  # of head or embedding
+    table: Table | None = None  # of head or embedding
 
 
 def adapt(decoder: Decoder, groups: StepGroups) -> list[AdaptedPlace]:
@@ -61,15 +60,16 @@ def adapt(decoder: Decoder, groups: StepGroups) -> list[AdaptedPlace]:
 
 def _ends(decoder: Decoder, groups: StepGroups) -> list[AdaptedPlace]:
     """Make the head and the embedding ready; one whose rows are scaled is left as it is."""
-    head, weight = decoder.head, decoder.head.weight
-    outputs, inputs = weight.shape
+    head, table = decoder.head, decoder.head.table
+    outputs, inputs = table.shape
     delta = Delta(HEAD, head.product.linear, groups, "head")
     head.product = _norm_linear(head.product, delta)
-    found = [AdaptedPlace(HEAD, (HEAD,), (outputs,), inputs, head.product.linear, weight)]
+    found = [AdaptedPlace(HEAD, (HEAD,), (outputs,), inputs, head.product.linear, table)]
     if not decoder.embedding.is_scaled:
         decoder.embedding.adapt = AdaptedRows(EMBEDDING, groups)
-        rows = decoder.embedding.weight
-        found.append(AdaptedPlace(EMBEDDING, (EMBEDDING,), (len(rows),), rows.shape[1], None, rows))
+        table = decoder.embedding.table
+        (rows, width), name = table.shape, EMBEDDING
+        found.append(AdaptedPlace(name, (name,), (rows,), width, None, table))
     return found
 
 

@@ -1,5 +1,6 @@
 """Token embedding, and the same matrix (or its own) as the head that gives logits."""
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from slipstream.layers.dims import Dims
 from slipstream.layers.linear import Linear, NormLinear
 from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
-from slipstream.layers.source import WeightSource
+from slipstream.layers.source import Stored, WeightSource
 from slipstream.quant.forms import make_tiles, takes_tiles
 from slipstream.quant.matrix import write
 
@@ -44,6 +45,29 @@ class Ends(NamedTuple):
 PLAIN = Ends()
 
 
+class Table:
+    """Rows by token id: a tensor, or what a file has of them, of which rows are looked up.
+
+    `weight` is all of it: of what a file has it is made when it is first asked for, and kept.
+    """
+
+    def __init__(self, source: Tensor | Stored) -> None:
+        self._source = source
+        self.shape = (source.shape[0], source.shape[1])  # tokens, and the numbers of a row
+        self.dtype = source.dtype
+
+    @functools.cached_property
+    def weight(self) -> Tensor:
+        """`[vocab, hidden]`."""
+        return self._source if isinstance(self._source, Tensor) else self._source.whole()
+
+    def rows(self, token_ids: Tensor) -> Tensor:
+        """`[n] i64 -> [n, hidden]`."""
+        if isinstance(self._source, Tensor):
+            return functional.embedding(token_ids, self._source)
+        return self._source(token_ids)
+
+
 class Embedding:
     """A row for each token id, times a scale, which is rounded as the weights are; then a row for
     its position, and a norm, where there are such.
@@ -51,14 +75,14 @@ class Embedding:
 
     def __init__(
         self,
-        weight: Tensor,
+        table: Table,
         scale: float = 1.0,
         positions: Tensor | None = None,
         norm: RowNorm | None = None,
     ) -> None:
-        self.weight = weight
-        self.lookup: Callable[[Tensor, Tensor], Tensor] = functional.embedding
-        self._scale = float(torch.tensor(scale, dtype=weight.dtype))
+        self.table = table
+        self.lookup: Callable[[Tensor], Tensor] = table.rows
+        self._scale = float(torch.tensor(scale, dtype=table.dtype))
         self._positions = positions
         self._norm = norm
         self.adapt: Callable[[Tensor, Tensor], Tensor] | None = None  # of ids and their rows
@@ -70,7 +94,7 @@ class Embedding:
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """`[n] i64`, of tokens and of their positions, `-> [n, hidden]`."""
-        rows = self.lookup(token_ids, self.weight)
+        rows = self.lookup(token_ids)
         if self.adapt is not None:
             rows = self.adapt(token_ids, rows)
         if self._scale != 1.0:
@@ -81,7 +105,7 @@ class Embedding:
 
 
 class Head:
-    """Logits of every token id: `weight [vocab, hidden]`, which is never quantised here.
+    """Logits of every token id: `table [vocab, hidden]`, whose weight is never quantised here.
 
     A bias is added to the product; then come a scale and a cap. `matrix` is the same weights as
     the checkpoint has them quantised, where a GEMM takes them so.
@@ -89,14 +113,14 @@ class Head:
 
     def __init__(
         self,
-        weight: Tensor,
+        table: Table,
         is_sliced: bool,
         bias: Tensor | None = None,
         ends: Ends = PLAIN,
         matrix: Matrix | None = None,
     ) -> None:
-        self.weight = weight
-        own = Matrix(weight) if matrix is None else matrix
+        self.table = table
+        own = Matrix(table.weight) if matrix is None else matrix
         self.product = NormLinear(Linear(quant.named("none"), own, bias, is_sliced))
         self._scale, self._cap = ends.logit_scale, ends.logit_cap
 
@@ -131,23 +155,34 @@ def embedding_and_head(
         )
     is_one = is_tied and not (below.has("weight") and above.has("weight"))
     source = above if is_one and above.has("weight") else below
-    below_weight = source.tensor("weight", dims.vocab_size, dims.hidden_size)
-    embedding = Embedding(below_weight, ends.scale, _positions(w, dims, ends), norm)
+    name = "lm_head" if source is above else "model.embed_tokens"
+    matrix = _as_stored(w, name, dims) if is_one else None
+    is_multiplied = is_tied and matrix is None
+    table = _table(w, name, dims, is_multiplied)
+    embedding = Embedding(table, ends.scale, _positions(w, dims, ends), norm)
     bias = above.tensor("bias", dims.vocab_size) if ends.head_bias else None
     if is_one:
-        name = "lm_head" if source is above else "model.embed_tokens"
-        matrix = _as_stored(w, name, dims)
-        return embedding, Head(below_weight, w.deterministic, bias, ends, matrix)
+        return embedding, Head(table, w.deterministic, bias, ends, matrix)
     weight = _head_weight(w, above, dims)
     # Where only shapes are checked there are no numbers to compare.
-    if is_tied and (weight.is_meta or torch.equal(weight, below_weight)):
-        weight = below_weight
-    elif is_tied:
+    if is_tied and (weight.is_meta or torch.equal(weight, table.weight)):
+        return embedding, Head(table, w.deterministic, bias, ends)
+    if is_tied:
         _log.warning(
             "config.json says tie_word_embeddings = true, but lm_head.weight differs from "
             "model.embed_tokens.weight: each is used as it is"
         )
-    return embedding, Head(weight, w.deterministic, bias, ends)
+    return embedding, Head(Table(weight), w.deterministic, bias, ends)
+
+
+def _table(w: WeightSource, name: str, dims: Dims, is_multiplied: bool) -> Table:
+    """Return the embedding: as the file has it, unless all of it is multiplied as numbers."""
+    sizes = (dims.vocab_size, dims.hidden_size)
+    stored = None if is_multiplied else w.stored_rows(name, *sizes)
+    if stored is None:
+        return Table(w.at(name).tensor("weight", *sizes))
+    w.note("the embedding: rows are dequantised when they are looked up")
+    return Table(stored)
 
 
 def _as_stored(w: WeightSource, name: str, dims: Dims) -> Matrix | None:

@@ -2,26 +2,27 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from slipstream.kernels.comm.ranks import Ranks
-from slipstream.layers.embedding import Head
+from slipstream.layers.embedding import Head, Table
 from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 
 
 class TokensOfRank:
-    """Rows of an embedding of which each rank has `rows`, in order: `[n] i64 -> [n, hidden]`."""
+    """Rows of an embedding of which each rank has as many, in order: `[n] i64 -> [n, hidden]`."""
 
-    def __init__(self, rows: int, ranks: Ranks) -> None:
-        self._first, self._rows, self._ranks = rows * ranks.rank, rows, ranks
+    def __init__(self, table: Table, ranks: Ranks) -> None:
+        self._table, self._ranks = table, ranks
+        self._rows = table.shape[0]
+        self._first = self._rows * ranks.rank
 
-    def __call__(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor) -> Tensor:
         """Look up the tokens; those of other ranks come from there."""
         own = token_ids - self._first
         is_own = (own >= 0) & (own < self._rows)
-        found = functional.embedding(own.clamp(0, self._rows - 1), weight)
+        found = self._table.rows(own.clamp(0, self._rows - 1))
         return self._ranks.sum(found * is_own[:, None].to(found.dtype))
 
 
@@ -32,7 +33,7 @@ class GatheredHead(Head):
     """
 
     def __init__(self, head: Head, ranks: Ranks, vocab_size: int) -> None:
-        self.weight, self.product = head.weight, head.product
+        self.table, self.product = head.table, head.product
         self._head, self._ranks, self._vocab_size = head, ranks, vocab_size
 
     def __call__(self, norm: RowNorm, residual: Residual) -> Tensor:

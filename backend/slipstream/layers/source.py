@@ -10,6 +10,19 @@ from slipstream.kernels.runtime.registry import Target
 from slipstream.quant.matrix import QuantMatrix
 
 
+class Stored(Protocol):
+    """A matrix as a file has it, of which rows are looked up."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype  # of rows
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Return some rows: `[n] i64 -> [n, inputs]`."""
+
+    def whole(self) -> Tensor:
+        """Return all rows."""
+
+
 class WeightSource(Protocol):
     """A checkpoint's tensors below a prefix; each comes in the engine's dtype, on its device."""
 
@@ -50,6 +63,9 @@ class WeightSource(Protocol):
 
     def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
         """The matrix `name`, `[rows, inputs]`, if the checkpoint has it quantised."""
+
+    def stored_rows(self, name: str, rows: int, inputs: int) -> Stored | None:
+        """A matrix of which rows are looked up as the checkpoint has them, where a CPU can."""
 
     def is_quantised(self, name: str) -> bool:
         """Whether the checkpoint has the matrix `name` quantised."""

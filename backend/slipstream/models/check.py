@@ -16,7 +16,8 @@ def check_tensors(directory: Path, config: ModelConfig | None = None) -> None:
 
     from slipstream.models.decoder import build_any
     from slipstream.models.hf import read_config
-    from slipstream.models.weights import ShapeSource, Weights
+    from slipstream.models.source import Weights
+    from slipstream.models.weights import ShapeSource
 
     # Build on the device `meta`, where tensors have no data, with the code that loads a model.
     config = config or read_config(directory)

@@ -21,7 +21,7 @@ from slipstream.models.axes import Activation, NormKind, QkNorms, Residuals
 from slipstream.models.fileless import SizeSource
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.registry import family_of
-from slipstream.models.weights import Weights
+from slipstream.models.source import Weights
 
 _GATED = {Activation.SILU: GatedMLP, Activation.GELU_TANH: GeluMLP}
 _OF_LAYER = re.compile(r"\.\d+\.")  # tensors of numbered layers

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.layers.source import Stored
 from slipstream.models.cuts import Cuts
 from slipstream.quant.matrix import QuantMatrix
 
@@ -16,7 +17,19 @@ _log = logging.getLogger(__name__)
 class _Unquantised:
     """A source without quantised matrices."""
 
+    mapped_bytes = 0
+
     def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
+        """Return None."""
+        return None
+
+    def mapped(
+        self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return None: there is no file."""
+        return None
+
+    def stored_rows(self, name: str, rows: int, inputs: int, dtype: torch.dtype) -> Stored | None:
         """Return None."""
         return None
 

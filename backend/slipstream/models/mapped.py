@@ -1,10 +1,14 @@
-"""Read parts of tensors of files: a rank reads only its own bytes.
+"""Tensors of files that are mapped into memory: what is used is read, and nothing twice.
 
-Rows are read as whole tensors are. Of what is cut otherwise, or moved by a change, files are mapped
-into memory, and what is copied is read: a change that does not copy by itself costs nothing.
+A processor computes with them where they lie, if their dtype and order are the engine's. A rank
+reads only its own bytes: rows as whole tensors are read; what is cut otherwise, or moved by a
+change, is mapped, and what is copied of it is read.
 """
 
 import mmap
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -23,6 +27,26 @@ class MappedFiles:
 
     def __init__(self) -> None:
         self._files: dict[Path, mmap.mmap] = {}
+
+    def stacked(
+        self,
+        entries: Sequence[TensorEntry],
+        name: str,
+        dtype: torch.dtype,
+        shapes: Sequence[Sequence[int]],
+    ) -> Tensor | None:
+        """Return tensors that lie behind one another as one; None where they do not.
+
+        Raises `CheckpointError`.
+        """
+        first = entries[0]
+        shape = (sum(each[0] for each in shapes), *shapes[0][1:])
+        follows = all(
+            one.end == other.begin and one.file == other.file for one, other in pairwise(entries)
+        )
+        if not follows or first.begin % dtype.itemsize or prod(shape) == 0:
+            return None
+        return self.tensor(name, replace(first, end=entries[-1].end), dtype, shape)
 
     def fill(
         self,
@@ -45,11 +69,13 @@ class MappedFiles:
             reader.read([region], [out[:count]])
             out[count:].zero_()
         else:
-            values = self._tensor(name, entry, dtype)
+            values = self.tensor(name, entry, dtype, entry.shape)
             cut.fill(out, cut.part_of(values if change is None else change(values)))
         return cut.stored[1] * prod(entry.shape) // cut.total * dtype.itemsize
 
-    def _tensor(self, name: str, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
+    def tensor(
+        self, name: str, entry: TensorEntry, dtype: torch.dtype, shape: Sequence[int]
+    ) -> Tensor:
         """Return the stored tensor on the CPU, of which nothing is read yet.
 
         Raises `CheckpointError` if the file is shorter than its header says.
@@ -63,9 +89,8 @@ class MappedFiles:
                 f"{entry.file}: truncated: tensor {name} ends at byte {entry.end}, "
                 f"the file at {len(memory)}"
             )
-        count = prod(entry.shape)
+        count = prod(shape)
         if count == 0:
-            return torch.empty(entry.shape, dtype=dtype)
-        return torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.begin).view(
-            entry.shape
-        )
+            return torch.empty(tuple(shape), dtype=dtype)
+        flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=entry.begin)
+        return flat.view(tuple(shape))

@@ -100,8 +100,7 @@ def share(decoder: StepDecoder, ranks: Ranks, vocab_size: int) -> None:
     assert isinstance(decoder, Decoder), "classes of transformers are refused"
     for block in decoder.blocks:
         _share_block(block, ranks)
-    rows = len(decoder.embedding.weight)
-    decoder.embedding.lookup = TokensOfRank(rows, ranks)
+    decoder.embedding.lookup = TokensOfRank(decoder.embedding.table, ranks)
     decoder.head = GatheredHead(decoder.head, ranks, vocab_size)
 
 

@@ -10,14 +10,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from slipstream.errors import CheckpointError
-from slipstream.kernels.runtime.registry import Target, target_of
+from slipstream.layers.source import Stored
 from slipstream.models.axes import Change, TensorNames
 from slipstream.models.cuts import Cut
 from slipstream.models.entries import TensorEntry
@@ -25,6 +24,7 @@ from slipstream.models.files import SINGLE, tensor_entries
 from slipstream.models.formats.registry import Formats
 from slipstream.models.gguf.kept import KEPT, kept
 from slipstream.models.gguf.restore import buffer_for, restore
+from slipstream.models.gguf.rows import BlockRows
 from slipstream.models.gguf.types import QUANTISED
 from slipstream.models.mapped import MappedFiles
 from slipstream.models.moves import moved
@@ -49,33 +49,10 @@ _STORED = _DTYPES | {
 _MOST = 64  # exponent of the largest scale and of the inverse of the smallest: quotients stay exact
 
 
-class Source(Protocol):
-    """A source of tensors."""
-
-    def has(self, name: str) -> bool:
-        """Return whether the source has the tensor."""
-
-    def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
-        """Write each tensor into its `out`; `CheckpointError` if absent or of another shape."""
-
-    def number(self, name: str) -> float:
-        """Return a scale; raises `CheckpointError` if it is absent or out of range."""
-
-    def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
-        """Read the matrix `name` if it is quantised; raises `CheckpointError` if it is wrong."""
-
-    def is_quantised(self, name: str) -> bool:
-        """Return whether the matrix `name` is quantised."""
-
-    def note(self, text: str) -> None:
-        """Say this when all is read, once."""
-
-    def finish(self) -> None:
-        """Raise `CheckpointError` if a tensor was never read."""
-
-
 class _Checkpoint:
     """The tensors of a directory by the decoder's names, and which of them were read."""
+
+    mapped_bytes = 0
 
     def __init__(self, directory: Path, tensors: TensorNames, single: str = SINGLE) -> None:
         self._directory = directory
@@ -194,6 +171,23 @@ class _Checkpoint:
         cuts = self._tensors.cuts
         return None if cuts is None else cuts.of(name, shape)
 
+    def mapped(
+        self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return None: there is nothing but shapes."""
+        return None
+
+    def stored_rows(self, name: str, rows: int, inputs: int, dtype: torch.dtype) -> Stored | None:
+        """Return a matrix of blocks of which a scale for each makes values, if it is one."""
+        stored = self.stored(f"{name}.weight")
+        entry = self._entries.get(stored)
+        if entry is None or entry.dtype not in KEPT or entry.paired_heads:
+            return None
+        self._take(f"{name}.weight", (rows, inputs))
+        found = BlockRows(entry, self.raw(stored), dtype)
+        self._note_values(stored, entry, found.scales)
+        return found
+
     def number(self, name: str) -> float:
         """Read the scale from a tensor of one element."""
         stored = self.stored(name)
@@ -267,13 +261,51 @@ class FileSource(_Checkpoint):
         )
 
     def raw(self, name: str) -> Tensor:
-        """Read a tensor as it is stored, by the checkpoint's name."""
-        out = torch.empty_like(super().raw(name), device=self._device)
-        entry = self._entries[name]
+        """Read a tensor as it is stored, by the checkpoint's name; on a CPU it is mapped."""
+        shape, entry = super().raw(name), self._entries[name]
+        self._count(entry.end - entry.begin)
+        if self._device.type == "cpu":
+            return self._mapped.tensor(name, entry, shape.dtype, shape.shape)
+        out = torch.empty_like(shape, device=self._device)
         self._reader.read([Region(name, entry.file, entry.begin, out.dtype)], [out])
-        self._num_bytes += entry.end - entry.begin
-        self._bar.update(entry.end - entry.begin)
         return out
+
+    def mapped(
+        self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return tensors as they lie in their file, if a CPU can compute with them there."""
+        if self._device.type != "cpu" or self._tensors.cuts is not None:
+            return None
+        if any(not self._is_plain(name, dtype) for name in names):
+            return None
+        entries = [self._take(name, shape) for name, shape in zip(names, shapes, strict=True)]
+        found = self._mapped.stacked(entries, names[0], dtype, shapes)
+        if found is not None:
+            self.mapped_bytes += found.nbytes
+            parts = torch.split(found, [shape[0] for shape in shapes])
+            for name, entry, part in zip(names, entries, parts, strict=True):
+                self._note_values(self.stored(name), entry, part)
+                self._count(entry.end - entry.begin)
+        return found
+
+    def stored_rows(self, name: str, rows: int, inputs: int, dtype: torch.dtype) -> Stored | None:
+        """Return rows of a matrix of blocks that is mapped."""
+        found = super().stored_rows(name, rows, inputs, dtype)
+        if found is not None:
+            entry = self._entries[self.stored(f"{name}.weight")]
+            self.mapped_bytes += entry.end - entry.begin
+        return found
+
+    def _is_plain(self, name: str, dtype: torch.dtype) -> bool:
+        """Whether a tensor is stored as the decoder has it, in this dtype."""
+        entry = self._entries.get(self.stored(name))
+        is_same = entry is not None and _DTYPES.get(entry.dtype) == dtype
+        is_moved = entry is not None and (entry.paired_heads or entry.added)
+        return is_same and not is_moved and self._tensors.change(name) is None
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        self._bar.update(num_bytes)
 
     def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
         """Copy the tensors into `outs`, converting their dtypes; change those that need it."""
@@ -301,8 +333,7 @@ class FileSource(_Checkpoint):
         how = (_DTYPES[entry.dtype], cut, change, self._reader, out)
         num_bytes = self._mapped.fill(key, entry, *how)
         self._note_values(key, entry, out)
-        self._num_bytes += num_bytes
-        self._bar.update(num_bytes)
+        self._count(num_bytes)
 
     def _note_values(self, name: str, entry: TensorEntry, out: Tensor) -> None:
         """Keep the extremes: they are checked at the end, so that nothing waits for a GPU here."""
@@ -330,8 +361,7 @@ class FileSource(_Checkpoint):
                 self.note(f"tensors of {entry.dtype}: dequantised to {dtype} as they are loaded")
             self._note_values(region.name, entry, out)
         num_bytes = sum(entry.end - entry.begin for entry in entries)
-        self._num_bytes += num_bytes
-        self._bar.update(num_bytes)
+        self._count(num_bytes)
 
     def finish(self) -> None:
         """Refuse tensors that were never read and values that are not finite; log the speed."""
@@ -356,93 +386,3 @@ class FileSource(_Checkpoint):
                 raise CheckpointError(
                     f"{file}: tensor {name} holds NaN, infinity or values beyond {extremes.dtype}"
                 )
-
-
-class Weights:
-    """The tensors of a source below a prefix, from which a layer is built."""
-
-    def __init__(
-        self,
-        source: Source,
-        device: torch.device,
-        dtype: torch.dtype,
-        quantization: str = "auto",
-        deterministic: bool = False,
-        prefix: str = "",
-        target: Target | None = None,
-    ) -> None:
-        self._source = source
-        self._target = target or target_of(device)
-        self._device = device
-        self._dtype = dtype
-        self._quantization = quantization
-        self._deterministic = deterministic
-        self._prefix = prefix
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensors."""
-        return self._device
-
-    @property
-    def target(self) -> Target:
-        """The device that multiplies: that of the tensors unless they stand in for others."""
-        return self._target
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tensors."""
-        return self._dtype
-
-    @property
-    def quantization(self) -> str:
-        """The scheme of the blocks' matrices, one of `quant.names()`, unless they come in one."""
-        return self._quantization
-
-    @property
-    def deterministic(self) -> bool:
-        """Whether a row's result must not depend on the other rows of the batch."""
-        return self._deterministic
-
-    def at(self, prefix: str) -> "Weights":
-        """Return the weights below `prefix.`."""
-        prefix = f"{self._prefix}{prefix}."
-        settings = (self._device, self._dtype, self._quantization, self._deterministic)
-        return Weights(self._source, *settings, prefix, self._target)
-
-    def has(self, name: str) -> bool:
-        """Return whether the source has this tensor."""
-        return self._source.has(self._prefix + name)
-
-    def number(self, name: str) -> float:
-        """Read the scale in a tensor of one element, above zero."""
-        return self._source.number(self._prefix + name)
-
-    def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
-        """Read the matrix `name`, `[rows, inputs]`, if the source has it quantised."""
-        return self._source.quantized(self._prefix + name, rows, inputs)
-
-    def is_quantised(self, name: str) -> bool:
-        """Return whether the source has the matrix `name` quantised."""
-        return self._source.is_quantised(self._prefix + name)
-
-    def note(self, text: str) -> None:
-        """Have the source say this when all is read, once."""
-        self._source.note(text)
-
-    def tensor(self, name: str, *shape: int) -> Tensor:
-        """Read a tensor, which must have this shape."""
-        return self.stacked([name], shape[:1], *shape[1:])
-
-    def stacked(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
-        """Read tensors of shapes `[rows[i], *rest]`, concatenated to `[sum(rows), *rest]`."""
-        shape = (sum(rows), *rest) if rows else ()  # one number
-        out = torch.empty(shape, dtype=self._dtype, device=self._device)
-        self._source.fill(
-            [self._prefix + name for name in names], torch.split(out, list(rows)) if rows else [out]
-        )
-        return out
-
-    def finish(self) -> None:
-        """Raise `CheckpointError` if the source has a tensor that was never read."""
-        self._source.finish()

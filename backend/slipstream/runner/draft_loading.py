@@ -10,7 +10,8 @@ from slipstream.models.drafts.medusa import FILE, NAMES, load_medusa
 from slipstream.models.fileless import RandomSource
 from slipstream.models.files import SINGLE
 from slipstream.models.model_config import ModelConfig
-from slipstream.models.weights import FileSource, Source, Weights
+from slipstream.models.source import Source, Weights
+from slipstream.models.weights import FileSource
 from slipstream.runner.draft_plan import DraftPlan
 from slipstream.runner.drafters import (
     Drafter,
@@ -58,7 +59,7 @@ def load_drafter(
     assert isinstance(decoder, Decoder), "its states are those of a family's layers"
     if draft.medusa is not None:
         w = _weights(plan, draft, NAMES, FILE)
-        heads = load_medusa(w, draft.medusa, decoder.head.weight)
+        heads = load_medusa(w, draft.medusa, decoder.head.table.weight)
         taps = Taps(num_rows, d.hidden_size, 1, *where)
         tap_head(decoder, taps)
         return MedusaDrafter(heads, taps)
@@ -73,7 +74,7 @@ def load_drafter(
         draft_ids = torch.arange(config.draft_vocab_size)
     if draft_ids is not None:
         draft_ids = draft_ids.to(plan.device)
-    head = Eagle3(w, config, decoder.embedding.weight, draft_ids, plan.max_model_len)
+    head = Eagle3(w, config, decoder.embedding.table.weight, draft_ids, plan.max_model_len)
     w.finish()
     taps = Taps(num_tokens, d.hidden_size, len(config.layers), *where)
     tap_blocks(decoder, config.layers, taps)

@@ -95,7 +95,7 @@ class _TappedHead:
 
     def __init__(self, decoder: Decoder, taps: Taps) -> None:
         self._head, self._taps = decoder.head, taps
-        self.weight, self.product = decoder.head.weight, decoder.head.product
+        self.table, self.product = decoder.head.table, decoder.head.product
 
     def __call__(self, norm: RowNorm, residual: Residual) -> Tensor:
         if len(residual) <= len(self._taps.states):  # else these are pieces of a prompt

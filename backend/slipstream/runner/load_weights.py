@@ -1,7 +1,8 @@
 """The weights that a plan asks for."""
 
 from slipstream.models.fileless import RandomSource
-from slipstream.models.weights import FileSource, Source, Weights
+from slipstream.models.source import Source, Weights
+from slipstream.models.weights import FileSource
 from slipstream.runner.plan import Plan
 
 

@@ -20,7 +20,8 @@ from slipstream.layers.norm import LayerNorm, Norm
 from slipstream.models.decoder import build_any
 from slipstream.models.fileless import SizeSource
 from slipstream.models.model_config import ModelConfig
-from slipstream.models.weights import ShapeSource, Source, Weights
+from slipstream.models.source import Source, Weights
+from slipstream.models.weights import ShapeSource
 
 META = torch.device("meta")
 _PACKAGE = "slipstream."

@@ -89,7 +89,9 @@ class ModelRunner:
         self._kinds = sorted(set(self._layers))
         self._places = [place for _, place in places]
         num_positions = window.size if window.has_gaps else plan.max_model_len
-        self._model = build_any(plan.model, load_weights(plan), num_positions)
+        weights = load_weights(plan)
+        self._model = build_any(plan.model, weights, num_positions)
+        self._mapped_bytes = weights.mapped_bytes
         self.adapters = Adapters(plan, self._model)
         self._group.share(self._model, self.vocab_size)
         log_scales(plan.cache_dtype, self._model)
@@ -118,7 +120,7 @@ class ModelRunner:
     def _measure(self, plan: Plan, buckets: Buckets, laps: Laps) -> int:
         """Bytes that are left for the cache. On a GPU all kernels are compiled then, and loaded."""
         if plan.device.type == "cpu":
-            return available_on_host() // plan.model.num_ranks
+            return max(0, available_on_host() - self._mapped_bytes) // plan.model.num_ranks
         self._make_caches(plan, 1)
         layout, budget = self._builder.layout, plan.max_num_batched_tokens
         size = min(plan.max_num_seqs, budget)

@@ -93,7 +93,7 @@ def _term(part: Part, stored: Stored, dtype: torch.dtype, path: Path) -> Term:
     assert stored.b is not None
     if stored.base is not None:
         _check_whole(part, stored.base, where)
-        ours = part.weight
+        ours = None if part.table is None else part.table.weight
         far = None if ours is None else (stored.base.float() - ours.float().cpu()).abs().max()
         if ours is None or far is None or far > _MOST_APART * ours.abs().max():
             raise CheckpointError(f"{where}: base_layer.weight is not the model's matrix")

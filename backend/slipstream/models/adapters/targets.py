@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.fuse.adapt import AdaptedPlace
+from slipstream.layers.embedding import Table
 from slipstream.layers.linear import Linear
 from slipstream.models.axes import TensorNames
 
@@ -26,7 +27,7 @@ class Part:
     name: str  # the decoder's
     names: TensorNames
     linear: Linear | None  # None: the embedding
-    weight: Tensor | None  # of head or embedding
+    table: Table | None  # of head or embedding
     dtype: torch.dtype  # of rows that the layer multiplies
     device: torch.device
 
@@ -87,7 +88,7 @@ class Targets:
             first = 0
             for name, outputs in zip(place.parts, place.sizes, strict=True):
                 sizes = (place.name, first, outputs, place.inputs)
-                own = (place.linear, place.weight, dtype, device)
+                own = (place.linear, place.table, dtype, device)
                 part = Part(*sizes, name, names, *own)
                 stored = names.stored(f"{name}.weight").removesuffix(".weight")
                 self._parts.setdefault(stored, []).append(part)

@@ -28,7 +28,7 @@ from slipstream.models.files import read_json, tensor_entries
 from slipstream.models.hf import read_model
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader
-from slipstream.models.weights import Weights
+from slipstream.models.source import Weights
 
 _NAMES = ("LlamaForCausalLMEagle3", "LlamaForCausalLM")
 _LAYERS = "eagle_aux_hidden_state_layer_ids"

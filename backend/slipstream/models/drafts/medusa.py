@@ -18,7 +18,7 @@ from slipstream.layers.linear import Linear
 from slipstream.models.axes import TensorNames
 from slipstream.models.files import read_json
 from slipstream.models.reader import Reader
-from slipstream.models.weights import Weights
+from slipstream.models.source import Weights
 
 FILE = "medusa_lm_head.safetensors"
 NAMES = TensorNames()

@@ -15,7 +15,7 @@ from slipstream.layers.residual import Residual
 from slipstream.models.foreign.interface import attending
 from slipstream.models.foreign.parts import Parts, empty_model
 from slipstream.models.model_config import ModelConfig
-from slipstream.models.weights import Weights
+from slipstream.models.source import Weights
 
 _log = logging.getLogger(__name__)
 
