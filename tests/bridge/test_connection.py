@@ -82,7 +82,7 @@ class Ear:
 
     def wait(self) -> object:
         """Return the next message that it received."""
-        return self.heard.get(timeout=30)
+        return self.heard.get(timeout=60)
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_the_end_of_the_engine_is_noticed_at_once_and_the_next_one_is_found(link
     begin = time.monotonic()
     peer.kill()
     assert ear.wait() == "lost"
-    assert time.monotonic() - begin < 20  # pings alone would take 90 s to tell
+    assert time.monotonic() - begin < 60  # pings alone would take 90 s to tell
     with pytest.raises(ContractError, match="UNAVAILABLE"):
         connection.send(wire.Cancel(1))
     start()
@@ -197,7 +197,7 @@ def test_an_engine_that_stands_still_does_not_answer_in_time(link):
     begin = time.monotonic()
     with pytest.raises(ContractError, match="UNAVAILABLE: the engine did not answer within"):
         connection.request_status(0.3)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60
     peer.process.send_signal(signal.SIGCONT)
     assert connection.request_status(30).running == 3
 
@@ -222,7 +222,7 @@ def test_hello_carries_protocol_version_name_and_process(address):
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(address)
         connection = Connection(address, "ensemble", Ear(), lambda: None)
-        assert router.poll(30_000)
+        assert router.poll(60_000)
         _, frame = router.recv_multipart()
         hello = wire.Hello(wire.PROTOCOL, __version__, "ensemble", os.getpid())
         assert wire.decode_engine(frame) == hello
@@ -257,7 +257,7 @@ def test_what_is_sent_does_not_wait_until_nothing_comes(address):
             router.send_multipart([who, wire.encode(wire.StepOutputs(step, 2, []))])
         connection.send(wire.Submit(1, pack([1]), SamplingParams(max_tokens=1), 0))
         while True:
-            assert router.poll(30_000)
+            assert router.poll(60_000)
             message = wire.decode_engine(router.recv_multipart()[1])
             if isinstance(message, wire.Submit):
                 break

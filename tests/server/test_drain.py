@@ -120,7 +120,7 @@ def test_a_draining_server_ends_what_runs_and_refuses_what_is_new(repository: Pa
             last.wait_token()
         finally:
             serve.end(signal.SIGTERM)  # drains, too: `--drain`
-        last.join(10)
+        last.join(60)
         _check_whole(last)
         serve.assert_gone()
 
@@ -134,7 +134,7 @@ def _check_bounded(server: Drained, capfd) -> None:
         assert "2 requests still run after 0.5 s" in capfd.readouterr().err
     assert server.drain("--delay", "0", "--timeout", "60") == 0
     for stream in streams:
-        stream.join(5)
+        stream.join(60)
         assert not stream.is_alive()
     _check_whole(streams[0])
     said = "".join(str(piece["text_output"]) for piece in streams[1].pieces)

@@ -79,7 +79,7 @@ def test_stop_ends_the_request_of_the_same_id_with_what_it_has(idle):
     assert "output_ids" not in answer
     thread.join(60)
     assert 3 < answers[0]["sequence_length"] < 1203
-    idle.wait_idle(30)
+    idle.wait_idle(60)
 
 
 @pytest.mark.parametrize("model", [*TEXT_MODELS, "tensorrt_llm"])

@@ -85,4 +85,4 @@ def test_the_ensemble_served_by_the_bridge(client, tmp_path):
         stream = fused.iterate("ensemble", **BODY | {"max_tokens": 1200}, stream=True)
         next(stream)
         stream.close()
-        fused.wait_idle(30)
+        fused.wait_idle(60)

@@ -43,7 +43,7 @@ def client(tmp_path_factory) -> Iterator[Client]:
 @pytest.fixture
 def idle(client: Client) -> Iterator[Client]:
     yield client
-    client.wait_idle(30)
+    client.wait_idle(60)
     assert client.server.exit_code is None
 
 

@@ -75,7 +75,7 @@ def test_stop_is_a_cancel_on_the_server(chat, gateway, how: str) -> None:
         chat.tab.press("Escape")
     else:
         chat.tab.click("#stop")
-    chat.tab.wait("!document.querySelector('.running')", 5)
+    chat.tab.wait("!document.querySelector('.running')")
     gateway.wait_idle()
     assert gateway.figures()[name] == before + 1
     assert chat.texts(".answer > .note") == ["Stopped."] * 4
