@@ -30,17 +30,18 @@ LOAD_S = 5.0  # of a model whose process starts slowly
 PATIENCE_S = 60.0
 
 
-@pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """Run a server with one HTTP thread, which has all streams."""
     if not (server_directory() / "bin" / "tritonserver").is_file():
         pytest.skip("no tritonserver: make install")
-    usual = TritonServer._arguments
+    folder, usual = tmp_path_factory.mktemp("streams"), TritonServer._arguments
     one = "--http-thread-count=1"
-    monkeypatch.setattr(TritonServer, "_arguments", lambda *given: [*usual(*given), one])
     options = ("--kv-cache-tokens", "8192", "--dtype", "float32")
-    repository = compose(CHECKPOINT, tmp_path / "models", *options)
-    server = start(repository, tmp_path / "log", is_supervised=True)
+    repository = compose(CHECKPOINT, folder / "models", *options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TritonServer, "_arguments", lambda *given: [*usual(*given), one])
+        server = start(repository, folder / "log", is_supervised=True)
     try:
         yield Client(server)
     finally:

@@ -1,5 +1,6 @@
 """Features in pairs on a real server, over gRPC and HTTP, which must agree: see tests/features."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import isfinite
@@ -23,6 +24,19 @@ pytestmark = [pytest.mark.triton, pytest.mark.beside]
 
 CASES = [(model, names) for model in MODELS for names in cases(model)]
 SAMPLE = [(model, cases(model)[place]) for model in MODELS for place in (0, -1)]
+TIMES = 2  # that the rest tier asks for each feature; tests/features asks all without a server
+
+
+def chosen(model: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Choose cases of a model in which each feature is often enough."""
+    asked: Counter[str] = Counter()
+    for names in cases(model):
+        if any(asked[name] < TIMES for name in names):
+            asked.update(names)
+            yield model, names
+
+
+REST = [case for model in MODELS for case in chosen(model)]
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +77,12 @@ def ask_grpc(client: Client, model: str, body: dict[str, Any]) -> list[dict[str,
     return client.stream(model, parameters=parameters, **inputs)
 
 
-@pytest.mark.parametrize(
-    "case", quick_of(CASES, SAMPLE), ids=["-".join((model, *names)) for model, names in CASES]
-)
+def marked(case: tuple[str, tuple[str, ...]]) -> object:
+    marks = () if case in SAMPLE else pytest.mark.rest if case in REST else pytest.mark.slow
+    return pytest.param(case, id="-".join((case[0], *case[1])), marks=marks)
+
+
+@pytest.mark.parametrize("case", list(map(marked, CASES)))
 def test_both_protocols_give_the_answer_of_the_features(client: Client, case) -> None:
     model, names = case
     body = body_of(model, names)

@@ -16,10 +16,11 @@ pytestmark = [pytest.mark.triton, pytest.mark.rest, pytest.mark.beside]
 BODY = {"text_input": PROMPT, "max_tokens": 12}
 
 
-@pytest.fixture
-def explicit(repository, tmp_path):
+@pytest.fixture(scope="module")
+def explicit(repository, tmp_path_factory):
     """A server whose models can be unloaded and loaded."""
-    with serving(repository, tmp_path / "log", is_supervised=True) as client:
+    log = tmp_path_factory.mktemp("explicit") / "log"
+    with serving(repository, log, is_supervised=True) as client:
         yield client
 
 

@@ -96,6 +96,7 @@ def test_a_conversation(scratch: Path) -> None:
     assert_gone(scratch)
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_the_prompt_ends_it(scratch: Path) -> None:
     terminal = Terminal(command(free_ports()), ROOT, {"TMPDIR": str(scratch)})
     terminal.wait("> ", START_S)
