@@ -112,7 +112,7 @@ def link(address):
 def test_a_request_goes_out_and_its_tokens_come_back_past_a_broken_frame(link):
     connection, ear, start = link
     start()
-    welcome = connection.wait_welcome(60)
+    welcome = connection.wait_welcome(180)
     assert welcome is not None
     assert (welcome.model, welcome.vocab_size) == ("m", 9)
     connection.send(wire.Submit(5, pack([1, 2, 3]), SamplingParams(max_tokens=1), 0))
@@ -126,7 +126,7 @@ def test_a_request_goes_out_and_its_tokens_come_back_past_a_broken_frame(link):
 def test_requests_without_a_token_are_submitted_to_the_next_engine_once(link):
     connection, ear, start = link
     peer = start("silent")
-    assert connection.wait_welcome(60)
+    assert connection.wait_welcome(180)
     for number in (5, 6, 7):
         connection.send(wire.Submit(number, pack([number]), SamplingParams(max_tokens=1), 0))
     said = [peer.process.stdout.readline() for _ in range(3)]
@@ -146,7 +146,7 @@ def test_requests_without_a_token_are_submitted_to_the_next_engine_once(link):
 def test_requests_with_a_token_are_not_submitted_again(link):
     connection, ear, start = link
     peer = start()
-    assert connection.wait_welcome(60)
+    assert connection.wait_welcome(180)
     connection.send(wire.Submit(5, pack([1, 2, 3]), SamplingParams(max_tokens=9), 0))
     assert isinstance(ear.wait(), wire.StepOutputs)
     peer.kill()
@@ -157,7 +157,7 @@ def test_requests_do_not_wait_for_ever_for_the_next_engine(link, monkeypatch):
     monkeypatch.setattr("slipstream.bridge.connection._KEEP_S", 0.5)
     connection, ear, start = link
     peer = start("silent")
-    assert connection.wait_welcome(60)
+    assert connection.wait_welcome(180)
     connection.send(wire.Submit(5, pack([1]), SamplingParams(max_tokens=9), 0))
     peer.process.stdout.readline()
     peer.kill()
@@ -176,7 +176,7 @@ def test_a_request_without_an_engine_is_refused_and_one_is_started(link):
 def test_the_end_of_the_engine_is_noticed_at_once_and_the_next_one_is_found(link):
     connection, ear, start = link
     peer = start()
-    assert connection.wait_welcome(60)
+    assert connection.wait_welcome(180)
     begin = time.monotonic()
     peer.kill()
     assert ear.wait() == "lost"
@@ -184,7 +184,7 @@ def test_the_end_of_the_engine_is_noticed_at_once_and_the_next_one_is_found(link
     with pytest.raises(ContractError, match="UNAVAILABLE"):
         connection.send(wire.Cancel(1))
     start()
-    assert connection.wait_welcome(60)
+    assert connection.wait_welcome(180)
     connection.send(wire.Cancel(1))
     assert isinstance(ear.wait(), wire.Rejected)
 
@@ -192,7 +192,7 @@ def test_the_end_of_the_engine_is_noticed_at_once_and_the_next_one_is_found(link
 def test_an_engine_that_stands_still_does_not_answer_in_time(link):
     connection, _, start = link
     peer = start()
-    assert connection.wait_welcome(60)
+    assert connection.wait_welcome(180)
     peer.process.send_signal(signal.SIGSTOP)
     begin = time.monotonic()
     with pytest.raises(ContractError, match="UNAVAILABLE: the engine did not answer within"):
@@ -206,13 +206,13 @@ def test_a_refusal_reaches_the_caller(link):
     connection, _, start = link
     start("refuse")
     with pytest.raises(ContractError, match="UNAVAILABLE: not you"):
-        connection.wait_welcome(60)
+        connection.wait_welcome(180)
 
 
 def test_bye_is_said(address):
     peer = Peer(address)
     connection = Connection(address, "test", Ear(), lambda: None)
-    assert connection.wait_welcome(60)
+    assert connection.wait_welcome(180)
     connection.close()
     assert peer.process.stdout.readline() == b"bye\n"
     peer.kill()
@@ -271,7 +271,7 @@ def test_an_answer_is_heard_though_somebody_sends_just_as_it_comes(link):
     """A send sees what has come, and the descriptor does not signal that to the thread again."""
     connection, _, start = link
     start("silent")
-    assert connection.wait_welcome(60)
+    assert connection.wait_welcome(180)
     is_over = threading.Event()
 
     def send() -> None:
@@ -298,7 +298,7 @@ def test_no_descriptor_is_left(address):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         connection = Connection(address, "test", Ear(), lambda: None)
-        assert connection.wait_welcome(60)
+        assert connection.wait_welcome(180)
         connection.close()
     begin = time.monotonic()
     while len(os.listdir("/proc/self/fd")) > before:  # other tests' servers open some for a moment

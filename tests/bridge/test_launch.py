@@ -32,20 +32,20 @@ def test_one_engine_serves_all_and_is_replaced_when_it_dies_and_ends_with_the_se
     for supervision in server.supervisions:
         supervision.ensure()
     connection = server.connect()
-    first = connection.wait_welcome(60)
+    first = connection.wait_welcome(180)
     assert first is not None, server.runtime.log.read_text()
     assert first.engine_pid == server.engine
     assert server.is_locked
     os.kill(first.engine_pid, signal.SIGKILL)
     wait_for(lambda: connection.wait_welcome(0) is None)
-    second = connection.wait_welcome(60)
+    second = connection.wait_welcome(180)
     assert second is not None
     assert second.engine_pid != first.engine_pid
     # A supervisor that is killed takes its engine along, and the bridges start the next.
     os.kill(server.supervisor, signal.SIGKILL)
     wait_for(lambda: not is_alive(second.engine_pid))
     wait_for(lambda: connection.wait_welcome(0) is None)
-    third = connection.wait_welcome(60)
+    third = connection.wait_welcome(180)
     assert third is not None
     assert third.engine_pid not in (first.engine_pid, second.engine_pid)
     connection.close()
@@ -70,7 +70,7 @@ def test_an_engine_wakes_at_once_though_all_that_starts_it_wakes_gently(server):
         server.supervisions[0].ensure()
     connection = server.connect()
     for _ in range(2):
-        welcome = connection.wait_welcome(60)
+        welcome = connection.wait_welcome(180)
         assert welcome is not None, server.runtime.log.read_text()
         assert policies(server.supervisor) == {os.SCHED_BATCH}
         assert policies(welcome.engine_pid) == {os.SCHED_OTHER}
@@ -84,7 +84,7 @@ def test_a_hangup_ends_neither_engine_nor_supervisor(server):
     """The kernel sends SIGHUP to a group that is orphaned while a process of it is stopped."""
     server.supervisions[0].ensure()
     connection = server.connect()
-    welcome = connection.wait_welcome(60)
+    welcome = connection.wait_welcome(180)
     assert welcome is not None, server.runtime.log.read_text()
     assert os.getpgid(welcome.engine_pid) == server.supervisor != os.getpgrp()
     os.killpg(server.supervisor, signal.SIGHUP)
@@ -115,7 +115,7 @@ def test_an_engine_that_cannot_start_leaves_one_line_and_no_process(server, chec
     assert later.failure() is None
     later.ensure()
     connection = server.connect()
-    assert connection.wait_welcome(60)
+    assert connection.wait_welcome(180)
     connection.close()
 
 
@@ -128,7 +128,7 @@ def test_an_engine_that_is_stuck_is_ended_and_says_where(tmp_path, checkpoint, m
     server = Server(tmp_path / "run", config)
     connection = server.connect()
     try:
-        first = connection.wait_welcome(60)
+        first = connection.wait_welcome(180)
         assert first is not None, server.runtime.log.read_text()
         time.sleep(1.0)
         assert server.engine == first.engine_pid
@@ -138,7 +138,7 @@ def test_an_engine_that_is_stuck_is_ended_and_says_where(tmp_path, checkpoint, m
         assert connection.request_status(30).engine_pid == first.engine_pid
         os.kill(first.engine_pid, signal.SIGSTOP)
         wait_for(lambda: connection.wait_welcome(0) is None)
-        second = connection.wait_welcome(60)
+        second = connection.wait_welcome(180)
         assert second is not None
         assert second.engine_pid != first.engine_pid
         assert f"(pid {first.engine_pid}) made no turn for 3 s" in server.runtime.log.read_text()
@@ -262,8 +262,8 @@ def processes_of(module: str, directory: Path) -> list[int]:
 def test_an_engine_ends_when_its_last_model_is_unloaded_and_comes_back_with_the_next(server):
     directory = server.runtime.directory
     first, second = server.connect(), server.connect()
-    engine = first.wait_welcome(60).engine_pid
-    assert second.wait_welcome(60).engine_pid == engine
+    engine = first.wait_welcome(180).engine_pid
+    assert second.wait_welcome(180).engine_pid == engine
     first.close()
     time.sleep(4.5)
     assert second.wait_welcome(10).engine_pid == engine  # one that is left keeps it
@@ -274,7 +274,7 @@ def test_an_engine_ends_when_its_last_model_is_unloaded_and_comes_back_with_the_
     assert parked  # it cleans up where no other does
     assert server.runtime.unloaded.exists()
     third = server.connect()
-    again = third.wait_welcome(60)
+    again = third.wait_welcome(180)
     assert again is not None
     assert again.engine_pid != engine
     assert not server.runtime.unloaded.exists()
@@ -288,10 +288,10 @@ def test_an_engine_ends_when_its_last_model_is_unloaded_and_comes_back_with_the_
 
 def test_a_connection_that_keeps_nothing_does_not_keep_the_engine(server):
     model = server.connect()
-    engine = model.wait_welcome(60).engine_pid
+    engine = model.wait_welcome(180).engine_pid
     address = server.runtime.address
     gateway = Connection(address, "gateway", Deaf(), lambda: None, keeps_engine=False)
-    assert gateway.wait_welcome(60).engine_pid == engine
+    assert gateway.wait_welcome(180).engine_pid == engine
     model.close()
     wait_for(lambda: not server.engine)
     gateway.close()
@@ -308,12 +308,12 @@ def test_engines_of_a_server_have_files_of_their_own(tmp_path, checkpoint, monke
     plain = server.connect()
     chat = Connection(other.address, "test", Deaf(), starter.ensure)
     try:
-        pids = {plain.wait_welcome(60).engine_pid, chat.wait_welcome(60).engine_pid}
+        pids = {plain.wait_welcome(180).engine_pid, chat.wait_welcome(60).engine_pid}
         assert len(pids) == 2
         os.kill(chat.wait_welcome(0).engine_pid, signal.SIGKILL)
         wait_for(lambda: chat.wait_welcome(0) is None)
         assert plain.wait_welcome(0) is not None
-        assert chat.wait_welcome(60).engine_pid not in pids
+        assert chat.wait_welcome(180).engine_pid not in pids
         assert other.log.exists()
     finally:
         plain.close()

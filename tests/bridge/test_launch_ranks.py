@@ -20,7 +20,7 @@ def test_ranks_live_and_die_together(tmp_path, checkpoint, monkeypatch):
     try:
         seen = []
         for number in (signal.SIGKILL, signal.SIGSTOP, None):
-            welcome = connection.wait_welcome(60)
+            welcome = connection.wait_welcome(180)
             assert welcome is not None, server.runtime.log.read_text()
             assert welcome.engine_pid not in seen
             seen += [welcome.engine_pid, server.rank]
