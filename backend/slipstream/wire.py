@@ -13,11 +13,12 @@ from enum import StrEnum
 import msgspec
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.lora import LoraTask
+from slipstream_contract.prompt_table import PromptTable
 from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-PROTOCOL = 12
+PROTOCOL = 13
 
 
 class FinishReason(StrEnum):
@@ -78,6 +79,7 @@ class Submit(ToEngine, frozen=True):
     is_streaming: bool = False  # of a beam search: the beams are wanted after every step
     adapter: str = ""  # its name; empty: none
     task: LoraTask | None = None  # an adapter that the client has numbered
+    table: PromptTable | None = None  # embeddings of virtual tokens
 
     @property
     def num_streams(self) -> int:
@@ -211,6 +213,7 @@ class Values(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt: list[Likely] = []  # of the prompt's tokens but the first, in parts; once
     context: list[bytes] = []  # fp32 `[tokens of the prompt, vocab]`, in parts; once
     mode: int = 0  # flags of `TopMode` in core/batch.py
+    num_context: int = 0  # rows of `context`: virtual tokens have one each
 
 
 class Tokens(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -13,6 +13,7 @@ import numpy as np
 
 from slipstream_contract import limits
 from slipstream_contract.errors import ContractError
+from slipstream_contract.prompt_table import TABLE
 
 ID, WEIGHTS, CONFIG = "lora_task_id", "lora_weights", "lora_config"
 MAX_ROWS = 1 << 16
@@ -64,9 +65,9 @@ def read_task(read: _Inputs) -> LoraTask | None:
 
 
 def without_batch(arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a request's arrays, the two of an adapter without a leading 1 that clients send."""
+    """Return a request's arrays, those of adapters without a leading 1 that clients send."""
     found = dict(arrays)
-    for name in (WEIGHTS, CONFIG):
+    for name in (WEIGHTS, CONFIG, TABLE):
         array = found.get(name)
         if isinstance(array, np.ndarray) and array.ndim == 3 and len(array) == 1:
             found[name] = array[0]

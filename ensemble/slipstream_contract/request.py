@@ -9,6 +9,7 @@ from slipstream_contract import limits
 from slipstream_contract.fields import Asked, Field
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.lora import LoraTask
+from slipstream_contract.prompt_table import PromptTable
 from slipstream_contract.retention import Retention, split_salt
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import Urgency, split_urgency
@@ -78,6 +79,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     retention: Retention | None = None
     adapter: str = ""  # name of it; empty: none
     task: LoraTask | None = None  # an adapter that the client has numbered
+    table: PromptTable | None = None  # embeddings of virtual tokens
     is_stop: bool = False  # cancel the request of the same id; nothing else of this one counts
 
     @property

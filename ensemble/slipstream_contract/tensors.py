@@ -63,9 +63,9 @@ _TEXT_INPUTS = """
     return_num_output_tokens BOOL[1]?
     beam_width INT32[1]?
     stream BOOL[1]?
-    prompt_embedding_table FP16[-1,-1]? =
-    prompt_table_extra_id UINT64[1]? =0
-    prompt_vocab_size INT32[1]? =0
+    prompt_embedding_table FP16[-1,-1]?
+    prompt_table_extra_id UINT64[1]?
+    prompt_vocab_size INT32[1]?
     embedding_bias_words STRING[-1]?
     embedding_bias_weights FP32[-1]?
     add_special_tokens BOOL[1]?
@@ -131,7 +131,7 @@ _PREPROCESSING_INPUTS = """
     ADD_SPECIAL_TOKENS BOOL[1]?
     END_ID INT32[1]?
     PAD_ID INT32[1]?
-    PROMPT_TABLE_EXTRA_ID UINT64[1]? =0
+    PROMPT_TABLE_EXTRA_ID UINT64[1]?
 """
 
 _PREPROCESSING_OUTPUTS = """
@@ -145,7 +145,7 @@ _PREPROCESSING_OUTPUTS = """
     REQUEST_OUTPUT_LEN INT32[-1]
     OUT_END_ID INT32[1]
     OUT_PAD_ID INT32[1]
-    OUT_PROMPT_TABLE_EXTRA_IDS UINT64[-1] =
+    OUT_PROMPT_TABLE_EXTRA_IDS UINT64[-1]
     PIXEL_VALUES FP16[-1,-1,-1,-1] =
     ASPECT_RATIO_IDS INT64[-1] =
     ASPECT_RATIO_MASK INT64[-1,-1] =
@@ -214,9 +214,9 @@ _LLM_INPUTS = """
     exclude_input_in_output BOOL[1]?r
     stop BOOL[1]?r
     streaming BOOL[1]?r
-    prompt_embedding_table FP16[-1,-1]?~ =
-    prompt_table_extra_ids UINT64[-1]?~ =0
-    prompt_vocab_size INT32[1]?r =0
+    prompt_embedding_table FP16[-1,-1]?~
+    prompt_table_extra_ids UINT64[-1]?~
+    prompt_vocab_size INT32[1]?r
     cross_attention_mask BOOL[-1,-1]?~ =
     mrope_rotary_cos_sin FP32[-1]? =
     mrope_position_deltas INT64[1]? =0

@@ -18,10 +18,7 @@ Array = NDArray[Any]
 _NONE: Mapping[str, object] = {}
 
 # Inputs not implemented yet; the error names them as clients of the ensemble do.
-_KNOWN_AS = {
-    "DECODER_QUERY": "decoder_text_input",
-    "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",
-}
+_KNOWN_AS = {"DECODER_QUERY": "decoder_text_input"}
 _LATER = {
     tensor.name: msgspec.structs.replace(tensor, name=_KNOWN_AS.get(tensor.name, tensor.name))
     for tensor in MODELS["preprocessing"].inputs
@@ -38,14 +35,16 @@ def encode_batch(
         encoder: of the checkpoint.
         inputs: QUERY bytes[B, 1] and REQUEST_OUTPUT_LEN int32[B, 1]; optionally END_ID and PAD_ID
             int32[B, 1], BAD_WORDS_DICT, STOP_WORDS_DICT and EMBEDDING_BIAS_WORDS bytes[B, n],
-            EMBEDDING_BIAS_WEIGHTS float32[B, n], ADD_SPECIAL_TOKENS bool[B, 1].
+            EMBEDDING_BIAS_WEIGHTS float32[B, n], ADD_SPECIAL_TOKENS bool[B, 1],
+            PROMPT_TABLE_EXTRA_ID uint64[B, 1].
         parameters: request parameters; `add_special_tokens` may replace the input, the next step
             of the ensemble reads the others.
 
     Returns:
         INPUT_ID int32[B, length] padded with the pad id, REQUEST_INPUT_LEN, REQUEST_OUTPUT_LEN,
         OUT_END_ID, OUT_PAD_ID int32[B, 1]; and only if there are any words BAD_WORDS_IDS,
-        STOP_WORDS_IDS int32[B, 2, n], EMBEDDING_BIAS float32[B, vocabulary].
+        STOP_WORDS_IDS int32[B, 2, n], EMBEDDING_BIAS float32[B, vocabulary]. With
+        PROMPT_TABLE_EXTRA_ID, OUT_PROMPT_TABLE_EXTRA_IDS uint64[B, length] repeats it for each id.
 
     Raises ContractError.
     """
@@ -76,6 +75,10 @@ def encode_batch(
         outputs["STOP_WORDS_IDS"] = _pack(stop)
     if any(bad):
         outputs["BAD_WORDS_IDS"] = _pack(bad)
+    if "PROMPT_TABLE_EXTRA_ID" in inputs:
+        extra_ids = _column(inputs, "PROMPT_TABLE_EXTRA_ID", "prompt_table_extra_id", size)
+        column = np.array(extra_ids, np.uint64).reshape(-1, 1)
+        outputs["OUT_PROMPT_TABLE_EXTRA_IDS"] = np.repeat(column, outputs["INPUT_ID"].shape[1], 1)
     bias = _bias(encoder, inputs, adds)
     if bias is not None:
         outputs["EMBEDDING_BIAS"] = bias

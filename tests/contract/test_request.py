@@ -197,7 +197,7 @@ def test_what_is_said_of_the_handling_is_in_the_request():
         ({"stop_word": "a"}, "'stop_word'; do you mean stop_words"),
         ({"tenant": 5}, "unknown request parameter 'tenant'"),
         ({"lora_task_id": -1}, "lora_task_id is -1"),
-        ({"prompt_vocab_size": 4}, "prompt_vocab_size is not .*: it is 4, only 0 is served$"),
+        ({"prompt_vocab_size": 4}, "prompt_vocab_size is given without prompt_embedding_table$"),
         ({"return_context_logits": "maybe"}, "return_context_logits is 'maybe'"),
         ({"stop_words": "a"}, "stop_words .* must be a tensor"),
         ({"request_type": "context_only"}, "context_only is not supported yet"),

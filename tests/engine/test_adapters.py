@@ -20,10 +20,12 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.wire import Submit
+from slipstream_contract.drafts import Drafts
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.ids import pack
 from slipstream_contract.log_probs import LogProbs
 from slipstream_contract.lora import LoraTask
+from slipstream_contract.prompt_table import PromptTable
 from slipstream_contract.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, log_probs=True)
@@ -61,10 +63,14 @@ class House:
             self.store.load(name, str(self.folder / name))
 
     def submit(
-        self, prompt: list[int], adapter: str | LoraTask, sampling: SamplingParams = GREEDY
+        self,
+        prompt: list[int],
+        adapter: str | LoraTask | PromptTable,
+        sampling: SamplingParams = GREEDY,
     ) -> int:
         submit = self.asker.engine.submit
-        chosen = {"adapter" if isinstance(adapter, str) else "task": adapter}
+        kinds = {str: "adapter", LoraTask: "task", PromptTable: "table"}
+        chosen = {kinds[type(adapter)]: adapter}
 
         def with_adapter(bridge: bytes, message: Submit) -> None:
             submit(bridge, Submit(message.request, pack(prompt), sampling, 1, **chosen))
@@ -260,3 +266,91 @@ def test_a_changed_head_beside_values_of_a_prompt(tmp_path: Path, is_fixed: bool
     assert found[0] != house.expected(prompts[0], "")
     with pytest.raises(ContractError, match=r"prompt_logprobs .* not implemented for an adapter"):
         house.submit(prompts[0], "head", asked)
+
+
+VOCABULARY = 1009
+
+
+def table_of(rows: int, seed: int, *extra_ids: int) -> PromptTable:
+    """Embeddings of virtual tokens."""
+    drawn = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
+    return PromptTable(rows, 64, drawn.half().numpy().tobytes(), extra_ids)
+
+
+def greedy_of(
+    house: House, table: PromptTable, prompt: list[int], penalty: float = 1.0
+) -> list[int]:
+    """Greedy tokens behind virtual ones, by embeddings; ids behind the vocabulary are rows."""
+    rows = torch.frombuffer(bytearray(table.rows), dtype=torch.half).view(-1, 64).float()
+    ids, outputs = list(prompt), list[int]()
+    if max(prompt) < VOCABULARY:
+        ids = [*range(VOCABULARY, VOCABULARY + len(rows)), *prompt]
+    matrix = torch.cat([house.model.get_input_embeddings().weight, rows])
+    with torch.no_grad():
+        for _ in range(GREEDY.max_tokens):
+            logits = house.model(inputs_embeds=matrix[ids][None]).logits[0, -1]
+            seen = [each for each in set(ids) if each < VOCABULARY]
+            own = logits[seen]
+            logits[seen] = torch.where(own > 0, own / penalty, own * penalty)
+            outputs.append(int(logits.argmax()))
+            ids.append(outputs[-1])
+    return outputs
+
+
+def test_tables_of_requests_in_chunks_beside_adapters_and_under_pressure(tmp_path: Path) -> None:
+    house = House(tmp_path, kv_cache_tokens=96)  # too few for all: some are preempted
+    house.restart(Limits(8, 16))
+    house.load("a")
+    prompts = random_prompts([5, 30, 14, 9])
+    placed = [7, VOCABULARY + 3, 8, 9, VOCABULARY, VOCABULARY + 3]
+    tables = [table_of(4, 1), table_of(25, 2), table_of(4, 3)]
+    for _ in range(2):  # the second time, what is cached of the first
+        asked = [house.submit(p, t) for p, t in zip(prompts, tables, strict=False)]
+        asked += [house.submit(placed, tables[0]), house.submit(prompts[3], "a")]
+        house.asker.drain()
+        wanted = [greedy_of(house, t, p) for p, t in zip(prompts, tables, strict=False)]
+        wanted += [greedy_of(house, tables[0], placed), house.expected(prompts[3], "a")]
+        assert [house.asker.answers[number, 0].token_ids for number in asked] == wanted
+        assert len(house.runner.adapters._loaded) == 1  # `a`: tables end with their requests
+
+
+def test_tables_of_the_same_ids_share_nothing_and_equal_ones_do(house: House) -> None:
+    prompt, found = random_prompts([40])[0], list[list[int]]()
+    counters: list[float] = []
+    one, two = table_of(8, 1), table_of(8, 2)
+    for table in (one, two, table_of(8, 1, 5), one):
+        number = house.submit(prompt, table)
+        house.asker.drain()
+        found.append(house.asker.answers[number, 0].token_ids)
+        counters.append(house.asker.engine.figures().counters["prefix_hits"])
+    assert found == [greedy_of(house, each, prompt) for each in (one, two, one, one)]
+    assert counters[:3] == [0, 0, 0]
+    assert counters[3] > 32
+
+
+def test_what_else_a_request_with_virtual_tokens_may_want(house: House) -> None:
+    table, prompt = table_of(6, 4), random_prompts([12])[0] * 3
+    penalised = replace(GREEDY, repetition_penalty=1.7)
+    asked = [
+        house.submit(prompt, table, penalised),
+        house.submit(prompt, table, replace(GREEDY, no_repeat_ngram_size=2)),
+        house.submit(prompt, table, replace(GREEDY, drafts=Drafts(most=4))),
+        house.submit(prompt, table, replace(GREEDY, n=2)),
+    ]
+    house.asker.drain()
+    answers = house.asker.answers
+    plain = greedy_of(house, table, prompt)
+    assert answers[asked[0], 0].token_ids == greedy_of(house, table, prompt, 1.7)
+    assert len(answers[asked[1], 0].token_ids) == GREEDY.max_tokens
+    assert answers[asked[2], 0].token_ids == answers[asked[3], 1].token_ids == plain
+    for given, sampling, why in (
+        (table, replace(GREEDY, values=LogProbs(prompt=1)), "virtual tokens have no log probs"),
+        (replace(table, num_rows=3, width=128), GREEDY, r"rows are \[3, 128\], not \[.*, 64\]"),
+        (table_of(300, 0), GREEDY, "the prompt is 336 tokens long"),
+    ):
+        with pytest.raises(ContractError, match=why):
+            house.submit(prompt, given, sampling)
+    with pytest.raises(ContractError, match=r"id 1015 is outside .* 1008 and 6 virtual tokens"):
+        house.submit([VOCABULARY + 6], table)
+    with pytest.raises(ContractError, match=r"id 1009 is outside the vocabulary 0 \.\. 1008$"):
+        house.submit([VOCABULARY], "")

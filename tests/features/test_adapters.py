@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.bridge.texts import CHECKPOINT, TEXT
 from fixtures.features import answers
 from fixtures.features.house import House
 from fixtures.features.pairing import cases
 from fixtures.features.table import body_of
 from fixtures.models.adapters import write_adapter
 from fixtures.tiers import quick_of
+from safetensors.torch import load_file
 from slipstream_contract.errors import Code, ContractError
 
 LAYERS = range(7)
@@ -84,6 +86,42 @@ def test_adapters_come_and_go_by_messages(house: House) -> None:
     ):
         with pytest.raises(ContractError, match=why):
             change()
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "tensorrt_llm"])
+def test_rows_of_a_table_that_are_tokens_embeddings_say_what_the_tokens_say(
+    house: House, model: str
+) -> None:
+    text, first = "def main(argv):", "# a"
+    ids, before = (TEXT.encode(each) for each in (text, first))
+    weights = load_file(CHECKPOINT / "model.safetensors")
+    name = next(each for each in weights if each.endswith("embed_tokens.weight"))
+    size = len(weights[name])
+    table = {"prompt_embedding_table": weights[name][before].half().tolist()}
+    table["prompt_vocab_size"] = len(before)
+    asked = {"input_ids": before + ids, "input_lengths": len(before + ids)}
+    plain = ids_of(house, asked)
+    if model == "tensorrt_llm":
+        assert ids_of(house, {"input_ids": ids, "input_lengths": len(ids)} | table) == plain
+        virtual = [size + place for place in range(len(before))]
+        given = {"input_ids": virtual + ids, "input_lengths": len(virtual + ids)} | table
+        assert ids_of(house, given | {"prompt_table_extra_ids": [7] * len(virtual + ids)}) == plain
+        return
+    body = {"text_input": text, "max_tokens": 12, "exclude_input_in_output": False}
+    own = {"return_num_input_tokens": True, "prompt_table_extra_id": 7}
+    response = house.ask(model, body | own | table)[-1]
+    said = response["text_output"].reshape(-1)[0].decode()
+    assert said == text + TEXT.whole(plain, 0, True)  # virtual tokens have no text
+    assert response["num_input_tokens"].item() == len(ids)  # those that were sent
+    rows = house.ask(model, body | table | {"return_context_logits": True})[-1]["context_logits"]
+    assert rows.shape[-2:] == (len(before + ids), size)
+
+
+def ids_of(house: House, body: dict[str, object]) -> list[int]:
+    """Greedy tokens of `tensorrt_llm`."""
+    asked = {"request_output_len": 12, "exclude_input_in_output": True}
+    response = house.ask("tensorrt_llm", asked | body)[-1]
+    return response["output_ids"].reshape(-1).tolist()
 
 
 CASES = cases("vllm_model")

@@ -154,8 +154,8 @@ def test_weights_of_several_words_add_up(encoder: Encoder) -> None:
         ({"IMAGE_URL": strings(["http://x"])}, "IMAGE_URL is not supported yet"),
         ({"IMAGE_BYTES": np.zeros((1, 1, 2, 2, 3), np.uint8)}, "IMAGE_BYTES is not supported yet"),
         (
-            {"PROMPT_TABLE_EXTRA_ID": np.array([[3]], np.uint64)},
-            "prompt_table_extra_id is not supported yet",
+            {"PROMPT_TABLE_EXTRA_ID": np.array([[3], [4]], np.uint64)},
+            "prompt_table_extra_id has shape \\[2, 1\\], not \\[1, 1\\]",
         ),
     ],
 )
@@ -172,10 +172,17 @@ def test_missing_input_is_named(encoder: Encoder) -> None:
             encode_batch(encoder, inputs)
 
 
+def test_the_id_of_a_prompt_table_is_repeated_for_each_token(encoder: Encoder) -> None:
+    given = {"PROMPT_TABLE_EXTRA_ID": np.array([[2**63]], np.uint64)}
+    outputs = encode_batch(encoder, minimal("a few words") | given)
+    found = outputs["OUT_PROMPT_TABLE_EXTRA_IDS"]
+    assert found.dtype == np.uint64
+    assert found.tolist() == [[2**63] * outputs["INPUT_ID"].shape[1]]
+
+
 def test_neutral_values_of_later_work_are_accepted(encoder: Encoder) -> None:
     neutral = {
         "DECODER_QUERY": strings([""]),
-        "PROMPT_TABLE_EXTRA_ID": np.array([[0]], np.uint64),
         "EMBEDDING_BIAS_WORDS": strings([""]),
         "EMBEDDING_BIAS_WEIGHTS": np.zeros((1, 1), np.float32),
         "IMAGE_BYTES": np.zeros((1, 0, 1, 1, 1), np.uint8),

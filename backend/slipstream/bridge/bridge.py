@@ -131,6 +131,7 @@ class Bridge:
             request.options.is_streaming,
             request.adapter,
             request.task,
+            request.table,
         )
 
     def start(self, call: Call, submits: list[wire.Submit], has_flow: bool = False) -> None:

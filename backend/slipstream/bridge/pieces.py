@@ -92,7 +92,8 @@ class Extras:
             outputs["generation_logits"] = _rows(rows, len(rows))[None, None]
         context = [part for values in piece.values for part in values.context]
         if self._wanted.context_logits and context:
-            outputs["context_logits"] = _rows(context, self._num_input_tokens)[None]
+            count = sum(values.num_context for values in piece.values)
+            outputs["context_logits"] = _rows(context, count)[None]
         return outputs
 
 

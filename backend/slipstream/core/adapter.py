@@ -1,6 +1,12 @@
-"""An adapter as the engine sees it: its digest, and how many use it."""
+"""An adapter as the engine sees it: its digest, and how many use it.
+
+An adapter may have virtual tokens: rows of embeddings, for token ids from the vocabulary's size on.
+One that has nothing else (rank 0) changes only what is computed of a prompt.
+"""
 
 from dataclasses import dataclass
+
+from slipstream_contract.ids import TokenIds, are_below
 
 
 @dataclass(slots=True, eq=False)
@@ -12,5 +18,18 @@ class Adapter:
     rank: int
     num_bytes: int
     changes_head: bool = False
+    num_virtual: int = 0  # tokens
     num_users: int = 0  # requests that have not ended
     num_names: int = 0  # that point to it
+
+
+def with_virtual(token_ids: TokenIds, num_virtual: int, vocab_size: int) -> TokenIds:
+    """Return a prompt with the virtual tokens before it, unless it addresses them itself."""
+    if not token_ids or not are_below(token_ids, vocab_size):
+        return token_ids
+    return TokenIds("i", range(vocab_size, vocab_size + num_virtual)) + token_ids
+
+
+def without_virtual(token_ids: TokenIds, vocab_size: int) -> TokenIds:
+    """Return the tokens that have a text."""
+    return TokenIds("i", [token_id for token_id in token_ids if token_id < vocab_size])

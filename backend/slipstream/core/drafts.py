@@ -95,6 +95,11 @@ def can_have_drafts(sampling: SamplingParams) -> bool:
     return not (counts_tokens(sampling) or moves(sampling) or sampling.beams is not None)
 
 
+def sequence_can_have_drafts(sequence: "Sequence") -> bool:
+    """Return whether drafts of a sequence can be verified: virtual tokens are in no text."""
+    return can_have_drafts(sequence.sampling) and not sequence.has_virtual
+
+
 def most_drafts(sequence: "Sequence", most: int) -> int:
     """Return how many drafts a step may have of a sequence: `most`, or fewer if it asked so."""
     drafts = sequence.sampling.drafts

@@ -40,7 +40,7 @@ def decode_row(sequence: Sequence, sample: int) -> Row:
         logits_mode=-1 if sequence.wanted is None else sequence.wanted.logits_mode,
         mask=_mask(sequence),
         needs_mask=guide is None or guide.needs_all,
-        adapter=sequence.adapter,
+        adapter=sequence.adapter_at(start),
     )
     sequence.num_scheduled = start + 1
     sequence.is_new = False
@@ -124,7 +124,7 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
         -1,
         sequence.is_new,
         sequence.num_prompt,
-        sequence.ids(0, end) if samples and sequence.needs_history else None,
+        sequence.texts(sequence.ids(0, end)) if samples and sequence.needs_history else None,
         sequence.cache.gap,
         sequence.num_top if samples else -1,
         sequence.top_mode,
@@ -133,7 +133,7 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
         mask=_mask(sequence) if samples else None,
         moved=sequence.moving.next(sequence.outputs) if sequence.moving and samples else (),
         needs_mask=guide is None or guide.needs_all,
-        adapter=sequence.adapter,
+        adapter=sequence.adapter_at(start),
     )
     sequence.num_scheduled = end
     sequence.num_in_flight += 1

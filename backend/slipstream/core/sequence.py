@@ -7,7 +7,7 @@ from typing import Protocol
 from slipstream_contract.ids import TokenIds, pack
 from slipstream_contract.sampling import SamplingParams
 
-from slipstream.core.adapter import Adapter
+from slipstream.core.adapter import Adapter, without_virtual
 from slipstream.core.batch import PromptAsk, PromptValues, TopMode
 from slipstream.core.cache_state import CacheState
 from slipstream.core.draft_state import DraftState
@@ -220,10 +220,24 @@ class Sequence:
         self.is_reported = False  # its end was sent
         self.length = 0  # of the output, once `is_reported`
 
+    def adapter_at(self, start: int) -> int:
+        """Return the runner's number of the adapter of tokens from `start` on; 0: none."""
+        adapter = self.request.adapter
+        if adapter is None or (not adapter.rank and start >= self.num_prompt):
+            return 0
+        return adapter.number
+
     @property
-    def adapter(self) -> int:
-        """The runner's number of its adapter; 0: none."""
-        return 0 if self.request.adapter is None else self.request.adapter.number
+    def has_virtual(self) -> bool:
+        """Whether tokens of the prompt may be virtual."""
+        adapter = self.request.adapter
+        return adapter is not None and adapter.num_virtual > 0
+
+    def texts(self, token_ids: TokenIds) -> TokenIds:
+        """Return those of the sequence's tokens that have a text."""
+        if not self.has_virtual:
+            return token_ids
+        return without_virtual(token_ids, self.request.edit_context.vocab_size)
 
     @property
     def num_outputs(self) -> int:
@@ -259,7 +273,8 @@ class Sequence:
             request = self.request
             if request.edit_plan is None:
                 ends = frozenset[int]() if self.guide is None else self.guide.end_ids
-                parts = (self.prompt, request.edit_context, request.processors, ends)
+                prompt = self.texts(self.prompt)
+                parts = (prompt, request.edit_context, request.processors, ends)
                 request.edit_plan = EditPlan(self.sampling, *parts)
             self.edits = Edits(request.edit_plan)
             self.needs_every_token |= self.edits.needs_every_token

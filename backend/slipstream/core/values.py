@@ -105,4 +105,5 @@ class Wanted:
         prompt, self._prompt = self._prompt, []
         context, self._context = self._context, []
         likely = _likely(tops) if tops else None
-        return Values(likely, self._logits[start:end], prompt, context, self.top_mode)
+        logits, num_context = self._logits[start:end], self.num_given if context else 0
+        return Values(likely, logits, prompt, context, self.top_mode, num_context)

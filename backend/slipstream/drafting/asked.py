@@ -13,11 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from slipstream_contract.limits import MAX_CLIENT_DRAFTS, MAX_DRAFT_TOKENS
-from slipstream_contract.sampling import SamplingParams
 
 from slipstream.core.batch import Batch
 from slipstream.core.draft_state import DraftState
-from slipstream.core.drafts import Speculation, can_have_drafts, most_drafts
+from slipstream.core.drafts import Speculation, most_drafts, sequence_can_have_drafts
 from slipstream.core.guided import needs_all_masks
 from slipstream.core.sequence import Sequence, SequenceStatus
 from slipstream.drafting.lookup import PromptLookup
@@ -70,7 +69,7 @@ class AskedDrafts:
             sequence.draft = DraftState(given=drafts.token_ids)
             looks_up = self._own is None and bool(drafts.most)
             given = () if drafts.most == 0 else drafts.token_ids
-            is_verified = self.accepted is None and _can_have_drafts(sequence.sampling)
+            is_verified = self.accepted is None and _can_have_drafts(sequence)
             if is_verified and (given or looks_up):
                 self._asked[sequence.id] = _Asked(sequence, given, looks_up)
 
@@ -163,7 +162,8 @@ class AskedDrafts:
             self._own.release(sequence)
 
 
-def _can_have_drafts(sampling: SamplingParams) -> bool:
+def _can_have_drafts(sequence: Sequence) -> bool:
     """Return whether rows of drafts can be sampled; a mask is of one row."""
+    sampling = sequence.sampling
     has_masks = sampling.guide is not None and needs_all_masks(sampling)
-    return can_have_drafts(sampling) and not has_masks
+    return sequence_can_have_drafts(sequence) and not has_masks

@@ -16,7 +16,7 @@ from time import monotonic_ns
 
 from slipstream.core.batch import Batch
 from slipstream.core.draft_state import DraftState
-from slipstream.core.drafts import Accepted, Drafter, can_have_drafts, most_drafts
+from slipstream.core.drafts import Accepted, Drafter, most_drafts, sequence_can_have_drafts
 from slipstream.core.sequence import Sequence
 from slipstream.drafting.costs import StepTimes
 from slipstream.drafting.judged import Learning, Record
@@ -164,4 +164,4 @@ class Speculator:
 
 
 def _can_have_drafts(sequence: Sequence) -> bool:
-    return can_have_drafts(sequence.sampling) and not sequence.request.message.is_probe
+    return sequence_can_have_drafts(sequence) and not sequence.request.message.is_probe

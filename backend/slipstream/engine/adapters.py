@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from msgspec.structs import replace
 from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.lora import LoraTask
+from slipstream_contract.prompt_table import TABLE, PromptTable
 
-from slipstream.core.adapter import Adapter
+from slipstream.core.adapter import Adapter, with_virtual
 from slipstream.errors import StartError
 from slipstream.wire import AdapterInfo, Submit
 
@@ -29,6 +31,7 @@ class ReadWeights(Protocol):
     rank: int
     num_bytes: int
     changes_head: bool
+    num_virtual: int
 
 
 class Holder(Protocol):
@@ -39,6 +42,9 @@ class Holder(Protocol):
 
     def read_task(self, task: LoraTask) -> Any:
         """Read and check the weights of a request; return `ReadWeights`. Raises `StartError`."""
+
+    def read_table(self, table: PromptTable) -> Any:
+        """Read and check the embeddings of a request; return `ReadWeights`. Raises `StartError`."""
 
     def add(self, weights: Any) -> int:
         """Take weights; return their number, which is used once."""
@@ -108,8 +114,28 @@ class AdapterStore:
             )
         return adapter
 
+    def with_virtual(self, message: Submit, vocab_size: int) -> tuple[Submit, int]:
+        """Return a request with its virtual tokens, and how many it has. Raises ContractError."""
+        count = self._num_virtual(message)
+        if not count:
+            return message, 0
+        token_ids = with_virtual(message.token_ids, count, vocab_size)
+        return replace(message, token_ids=token_ids), count
+
+    def _num_virtual(self, message: Submit) -> int:
+        if message.table is None:
+            found = self.find(message.adapter) if message.task is None else None
+            return 0 if found is None else found.num_virtual
+        if message.adapter or message.task is not None:
+            raise ContractError(f"{TABLE} beside an adapter (lora_name, lora_task_id): ask for one")
+        return message.table.num_rows
+
     def choose(self, message: Submit) -> Adapter | None:
-        """Return the adapter of a request, by name or by number. Raises ContractError."""
+        """Return the adapter of a request: of its own table, by name or by number. One of a table
+        is there until `release`. Raises ContractError.
+        """
+        if message.table is not None:
+            return self._of_table(message.table)
         found = self.find(message.adapter) if message.task is None else self._of_task(message.task)
         values = message.sampling.values
         if found is None or values is None or not found.changes_head:
@@ -120,6 +146,14 @@ class AdapterStore:
                 "that changes the head (lm_head)"
             )
         return found
+
+    def _of_table(self, table: PromptTable) -> Adapter:
+        if self._holder is None:
+            raise ContractError("this engine serves no adapters", Code.UNSUPPORTED)
+        try:
+            return self._adopt(self._holder.read_table(table))
+        except StartError as error:
+            raise ContractError(str(error)) from None
 
     def _of_task(self, task: LoraTask) -> Adapter:
         """Return the adapter that a client has numbered, after its weights were taken if it sends
@@ -261,7 +295,7 @@ class AdapterStore:
         if adapter is None:
             number = self._holder.add(weights)
             facts = (weights.digest, weights.rank, weights.num_bytes, weights.changes_head)
-            adapter = Adapter(number, *facts)
+            adapter = Adapter(number, *facts, weights.num_virtual)
             self._adapters[weights.digest] = adapter
         return adapter
 

@@ -46,8 +46,8 @@ def add_wanted(request: Request, mode: str) -> None:
 def make_request(bridge: bytes, message: Submit) -> Request:
     """Return a request without sequences; where the best are chosen, log probs are kept."""
     sampling = message.sampling
-    if message.task is not None:
-        message = replace(message, task=None)  # its weights are large
+    if message.task is not None or message.table is not None:
+        message = replace(message, task=None, table=None)  # they are large
     if (sampling.best_of or 0) <= sampling.n:
         return Request(bridge, message)
     judged = replace(message, sampling=replace(sampling, log_probs=True))

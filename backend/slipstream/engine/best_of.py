@@ -54,5 +54,6 @@ class Choice:
 def _with_prompt(tokens: Tokens, of_prompt: Values, is_first: bool) -> Tokens:
     """Return a sample with the values of the prompt if it is the first, which bridges read."""
     own = tokens.values or Values(mode=of_prompt.mode)
-    prompt, context = (of_prompt.prompt, of_prompt.context) if is_first else ([], [])
-    return replace(tokens, values=replace(own, prompt=prompt, context=context))
+    given = of_prompt if is_first else Values()
+    found = {name: getattr(given, name) for name in ("prompt", "context", "num_context")}
+    return replace(tokens, values=replace(own, **found))

@@ -132,7 +132,7 @@ class Engine:
             self._scheduler.guides = self._guides
             if speculation is not None and speculation.accepted is None:
                 self._guides.looks_ahead = True
-        self._bounds = self._make_bounds()
+        self._bounds = self._make_bounds(device_drafts is not None)
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
         self._request_ids = RequestIds()
@@ -145,12 +145,10 @@ class Engine:
         self._num_received = 0  # requests, refused ones included
         self._num_received_tokens = 0  # of their prompts
 
-    def _make_bounds(self) -> RequestBounds:
+    def _make_bounds(self, drafts_on_device: bool) -> RequestBounds:
         runner = self._runner
         return RequestBounds(
-            runner.vocab_size,
-            runner.max_model_len,
-            runner.num_blocks,
+            *(runner.vocab_size, runner.max_model_len, runner.num_blocks),
             runner.num_blocks // runner.window.num_tables * runner.block_size,
             self._scheduler.cache.blocks_for,
             has_tokenizer=self._vocab is not None,
@@ -158,6 +156,7 @@ class Engine:
             max_logits_bytes=self._limits.max_logits_bytes,
             has_guides=self._guides is not None,
             has_thinking=self._edit_context.thinking is not None,
+            drafts_on_device=drafts_on_device,
         )
 
     @property
@@ -176,9 +175,10 @@ class Engine:
         self._num_received += 1
         self._num_received_tokens += len(message.token_ids)
         self._request_ids.refuse_duplicate(bridge, message.model, message.request_id)
-        self._bounds.validate(message)
-        sampling = message.sampling
-        processors = start_processors(self._edit_context.processors, sampling.logits_processors)
+        message, num_virtual = self.adapters.with_virtual(message, self._runner.vocab_size)
+        self._bounds.validate(message, num_virtual)
+        sampling, known = message.sampling, self._edit_context.processors
+        processors = start_processors(known, sampling.logits_processors)
         self.load().raise_if_full(len(message.token_ids))
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         request = make_request(bridge, message)
@@ -249,8 +249,7 @@ class Engine:
     def step(self) -> dict[bytes, list[Tokens]]:
         """Launch ahead, commit the oldest step; return the new tokens for each bridge."""
         self._end_overdue()
-        guides = self._guides
-        if guides is not None and guides.num_active:
+        if (guides := self._guides) is not None and guides.num_active:
             guides.poll()
         self._launch_ahead()
         if self.fatal is not None:

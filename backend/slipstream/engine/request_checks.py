@@ -36,10 +36,16 @@ class RequestBounds:
     max_running: int  # sequences
     max_logits_bytes: int = 1 << 26  # of one request
     has_thinking: bool = False  # the model marks where its thinking ends
+    drafts_on_device: bool = False  # a drafter on the device reads the prompt's tokens
 
-    def validate(self, message: Submit) -> None:
-        """Raise `ContractError` with field, value and limit if the request cannot be served."""
-        self._check_prompt(message.token_ids)
+    def validate(self, message: Submit, num_virtual: int = 0) -> None:
+        """Raise `ContractError` with field, value and limit if the request cannot be served.
+
+        `num_virtual`: tokens that it may have behind the vocabulary.
+        """
+        if num_virtual:
+            self._check_virtual(message.sampling)
+        self._check_prompt(message.token_ids, num_virtual)
         self._check_sampling(message.sampling)
         if message.sampling.beams is not None:
             self._check_beams(len(message.token_ids), message.sampling)
@@ -52,7 +58,17 @@ class RequestBounds:
         if message.retention is not None:
             check_retention(message.retention)
 
-    def _check_prompt(self, token_ids: TokenIds) -> None:
+    def _check_virtual(self, sampling: SamplingParams) -> None:
+        """Refuse what virtual tokens cannot have."""
+        if sampling.values is not None and sampling.values.prompt is not None:
+            raise ContractError("prompt_logprobs: virtual tokens have no log probs")
+        if self.drafts_on_device:
+            raise ContractError(
+                "virtual tokens (prompt_embedding_table, prompt tuning) are not implemented beside "
+                "a drafter on the device (speculation = draft, medusa or eagle3)"
+            )
+
+    def _check_prompt(self, token_ids: TokenIds, num_virtual: int) -> None:
         if not token_ids:
             raise ContractError("the prompt is empty, 1 token is the least")
         length, limit = len(token_ids), self.max_model_len
@@ -67,8 +83,8 @@ class RequestBounds:
                 f"the prompt is {length} tokens long: with one to generate it needs {needed} "
                 f"blocks, the KV cache has {total} ({self.num_tokens} tokens)"
             )
-        if not are_below(token_ids, self.vocab_size):  # last: it reads every id
-            self._check_ids("input_ids", token_ids)
+        if not are_below(token_ids, self.vocab_size + num_virtual):  # last: it reads every id
+            self._check_ids("input_ids", token_ids, num_virtual)
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         check_sampling(sampling)
@@ -137,11 +153,13 @@ class RequestBounds:
                 "are served (max_logits_bytes)"
             )
 
-    def _check_ids(self, field: str, token_ids: Sequence[int]) -> None:
-        size = self.vocab_size
+    def _check_ids(self, field: str, token_ids: Sequence[int], num_virtual: int = 0) -> None:
+        size = self.vocab_size + num_virtual
         if not token_ids or (min(token_ids) >= 0 and max(token_ids) < size):
             return
         wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
+        rows = f" and {num_virtual} virtual tokens" if num_virtual else ""
         raise ContractError(
-            f"{field}: token id {clip(wrong)} is outside the vocabulary 0 .. {size - 1}"
+            f"{field}: token id {clip(wrong)} is outside the vocabulary 0 .. "
+            f"{self.vocab_size - 1}{rows}"
         )

@@ -11,6 +11,7 @@ from slipstream.layers.adapted import (
     AdaptedRows,
     Delta,
     StepGroups,
+    VirtualRows,
 )
 from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import Decoder
@@ -22,6 +23,7 @@ _OF_KEPT = ("o_proj", "gate_proj", "up_proj", "down_proj")  # behind the attenti
 
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"  # the decoder's names
+VIRTUAL = "virtual_tokens"  # the place of rows behind the vocabulary
 
 
 class AdaptedPlace(NamedTuple):
@@ -65,6 +67,7 @@ def _ends(decoder: Decoder, groups: StepGroups) -> list[AdaptedPlace]:
     delta = Delta(HEAD, head.product.linear, groups, "head")
     head.product = _norm_linear(head.product, delta)
     found = [AdaptedPlace(HEAD, (HEAD,), (outputs,), inputs, head.product.linear, table)]
+    decoder.embedding.virtual = VirtualRows(VIRTUAL, groups, outputs)
     if not decoder.embedding.is_scaled:
         decoder.embedding.adapt = AdaptedRows(EMBEDDING, groups)
         table = decoder.embedding.table

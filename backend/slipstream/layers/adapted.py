@@ -238,3 +238,35 @@ class AdaptedRows:
                     change = (term.a[ids].float()[:, None] * term.b.float()).sum(-1)
                     rows[group.rows] = (rows[group.rows].float() + change).to(rows.dtype)
         return rows
+
+
+class VirtualRows:
+    """Rows that adapters have for token ids behind the vocabulary: prompt tuning.
+
+    The term has no A, and its B is `[rows, hidden]`: of id `vocab_size + i` it is row i.
+    """
+
+    def __init__(self, name: str, groups: StepGroups, vocab_size: int) -> None:
+        self._name, self._groups, self._vocab_size = name, groups, vocab_size
+
+    def _found(self) -> list[Group]:
+        return [each for each in self._groups.tokens if each.terms.get(self._name)]
+
+    def without(self, token_ids: Tensor) -> Tensor:
+        """Return the ids `[n] i64` with 0 in place of virtual ones."""
+        if not self._found():
+            return token_ids
+        return torch.where(token_ids < self._vocab_size, token_ids, 0)
+
+    def __call__(self, token_ids: Tensor, rows: Tensor) -> Tensor:
+        """Return the rows `[n, hidden]` of `token_ids [n] i64` with those of virtual tokens."""
+        groups = self._found()
+        if not groups:
+            return rows
+        rows = rows.clone()
+        for group in groups:
+            places = token_ids[group.rows] - self._vocab_size
+            for term in group.terms[self._name]:
+                own = term.b[places.clamp(min=0)]
+                rows[group.rows] = torch.where((places >= 0)[:, None], own, rows[group.rows])
+        return rows

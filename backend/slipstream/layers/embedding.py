@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -68,6 +68,16 @@ class Table:
         return self._source(token_ids)
 
 
+class VirtualTokens(Protocol):
+    """Rows for token ids behind the vocabulary, which no scale changes."""
+
+    def without(self, token_ids: Tensor) -> Tensor:
+        """Return the ids `[n] i64` with others, of the vocabulary, in place of such."""
+
+    def __call__(self, token_ids: Tensor, rows: Tensor) -> Tensor:
+        """Return the rows `[n, hidden]` of ids, those of virtual tokens replaced."""
+
+
 class Embedding:
     """A row for each token id, times a scale, which is rounded as the weights are; then a row for
     its position, and a norm, where there are such.
@@ -86,6 +96,7 @@ class Embedding:
         self._positions = positions
         self._norm = norm
         self.adapt: Callable[[Tensor, Tensor], Tensor] | None = None  # of ids and their rows
+        self.virtual: VirtualTokens | None = None
 
     @property
     def is_scaled(self) -> bool:
@@ -94,11 +105,14 @@ class Embedding:
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """`[n] i64`, of tokens and of their positions, `-> [n, hidden]`."""
-        rows = self.lookup(token_ids)
+        real = token_ids if self.virtual is None else self.virtual.without(token_ids)
+        rows = self.lookup(real)
         if self.adapt is not None:
-            rows = self.adapt(token_ids, rows)
+            rows = self.adapt(real, rows)
         if self._scale != 1.0:
             rows = rows * self._scale
+        if self.virtual is not None:
+            rows = self.virtual(token_ids, rows)
         if self._positions is not None:
             rows = rows + functional.embedding(positions, self._positions)
         return rows if self._norm is None else self._norm(rows)

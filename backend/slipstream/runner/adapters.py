@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from slipstream_contract.lora import LoraTask
+from slipstream_contract.prompt_table import PromptTable
 from torch import Tensor
 
 from slipstream.core.batch import Batch
@@ -16,7 +17,7 @@ from slipstream.errors import ConfigError
 from slipstream.fuse.adapt import adapt
 from slipstream.layers.adapted import Group, StepGroups, Terms
 from slipstream.layers.decoder import Decoder, StepDecoder
-from slipstream.models.adapters.legacy import read_task
+from slipstream.models.adapters.legacy import read_table, read_task
 from slipstream.models.adapters.read import AdapterWeights, read_adapter
 from slipstream.models.adapters.targets import Targets
 from slipstream.runner.plan import Plan
@@ -62,6 +63,13 @@ class Adapters:
             raise ConfigError(self._refusal)
         with torch.inference_mode():
             return read_task(task, self.targets, self._dtype)
+
+    def read_table(self, table: PromptTable) -> AdapterWeights:
+        """Read and check embeddings of a request. Raises `CheckpointError` or `ConfigError`."""
+        if self.targets is None:
+            raise ConfigError(self._refusal)
+        with torch.inference_mode():
+            return read_table(table, self.targets, self._dtype)
 
     def add(self, weights: AdapterWeights) -> int:
         """Copy an adapter to the device; return its number."""

@@ -140,7 +140,7 @@ def histories(rows: tuple[Row, ...]) -> HistoryArrays | None:
     In TensorRT-LLM's order the prompt counts as output does.
     """
     found = [
-        (r.slot, r.history, 0 if r.sampling.order == "trtllm" else r.num_prompt)
+        (r.slot, r.history, 0 if r.sampling.order == "trtllm" else len(r.history) - r.num_outputs)
         for r in rows
         if r.history is not None
     ]

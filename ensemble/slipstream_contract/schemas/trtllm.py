@@ -32,6 +32,7 @@ from slipstream_contract.inputs import Inputs, is_triton_parameter, token_ids
 from slipstream_contract.log_probs import LogProbs
 from slipstream_contract.lora import read_task, without_batch
 from slipstream_contract.pairs import check_pairs
+from slipstream_contract.prompt_table import read_table
 from slipstream_contract.request import (
     GenerateRequest,
     ResponseOptions,
@@ -106,6 +107,7 @@ def text_request(
         ),
         add_special_tokens=read.flag_or_none("add_special_tokens"),
         task=read_task(read),
+        table=read_table(read),
         **handling,
     )
     check_pairs(request, "trtllm")
@@ -161,6 +163,7 @@ def llm_request(
         options=_options(read, _LLM_NAMES, exclude_input_in_output),
         retention=read_retention(read),
         task=read_task(read),
+        table=read_table(read, inputs["input_ids"].size),
         **handling,
     )
     check_pairs(request, "trtllm")

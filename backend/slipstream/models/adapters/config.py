@@ -7,7 +7,7 @@ without effect on what an adapter computes. Any other key must ask for nothing. 
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +35,14 @@ _HARMLESS = words(
 _READ = words(
     "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern fan_in_fan_out use_dora "
     "modules_to_save"
+)
+_PROMPTS = ("PROMPT_TUNING", "P_TUNING")
+_OF_PROMPTS = words(  # P-tuning's encoder is not in the file: its output is
+    "peft_type num_virtual_tokens token_dim num_transformer_submodules num_attention_heads "
+    "num_layers prompt_tuning_init prompt_tuning_init_text prompt_tuning_init_state_dict_path "
+    "tokenizer_name_or_path tokenizer_kwargs encoder_reparameterization_type encoder_hidden_size "
+    "encoder_num_layers encoder_dropout task_type inference_mode auto_mapping revision "
+    "base_model_name_or_path peft_version"
 )
 _NOTHING: tuple[object, ...] = (None, False, "", [], {})
 _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga")  # values of init_lora_weights
@@ -68,16 +76,29 @@ def _first(patterns: Mapping[str, object], module: str) -> str | None:
     return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
 
 
-def read_config(directory: Path) -> LoraConfig:
+@dataclass(frozen=True, slots=True)
+class PromptConfig:
+    """What the table of virtual tokens must be."""
+
+    num_tokens: int
+    width: int
+
+
+def read_config(directory: Path) -> LoraConfig | PromptConfig:
     """Read an adapter's configuration; raises `CheckpointError` (file, key, value)."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory")
     path = directory / FILE
     config = Reader(read_json(path), str(path))
     kind = config.get("peft_type")
+    if kind in _PROMPTS:
+        return _prompt_config(config)
+    if kind == "PREFIX_TUNING":
+        why = "is not implemented: it brings keys and values of each layer, not embeddings"
+        raise config.refusal("peft_type", why)
     if kind != "LORA":
-        raise config.refusal("peft_type", "is not implemented; 'LORA' is")
-    _refuse_others(config)
+        raise config.refusal("peft_type", f"is not implemented; LORA, {', '.join(_PROMPTS)} are")
+    _refuse_others(config, _HARMLESS | _READ)
     rank = config.whole("r", 8)
     if rank > MAX_RANK:
         raise config.refusal("r", f"is above {MAX_RANK}, the largest rank")
@@ -100,10 +121,18 @@ def read_config(directory: Path) -> LoraConfig:
     )
 
 
-def _refuse_others(config: Reader) -> None:
+def _prompt_config(config: Reader) -> PromptConfig:
+    """Read the configuration of prompt tuning (Lester et al., 2021) or P-tuning."""
+    _refuse_others(config, _OF_PROMPTS)
+    if config.get("num_transformer_submodules") not in (None, 1):
+        raise config.refusal("num_transformer_submodules", "is not 1: not a decoder's")
+    return PromptConfig(config.whole("num_virtual_tokens"), config.whole("token_dim"))
+
+
+def _refuse_others(config: Reader, known: Collection[str]) -> None:
     """Refuse keys that ask for what is not implemented."""
     for key, value in config.data.items():
-        if key in _HARMLESS or key in _READ or value in _NOTHING:
+        if key in known or value in _NOTHING:
             continue
         raise config.refusal(key, "is not implemented")
 

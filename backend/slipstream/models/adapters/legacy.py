@@ -11,12 +11,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from slipstream_contract.lora import COLUMNS, CONFIG, WEIGHTS, LoraTask
+from slipstream_contract.prompt_table import TABLE, PromptTable
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.layers.adapted import Term
 from slipstream.models.adapters.config import MAX_RANK
-from slipstream.models.adapters.read import AdapterWeights, check_range, joined
+from slipstream.models.adapters.read import AdapterWeights, check_range, joined, of_table
 from slipstream.models.adapters.targets import Part, Targets
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -76,6 +77,13 @@ def read_task(task: LoraTask, targets: Targets, dtype: torch.dtype) -> AdapterWe
                 digest.update(x.contiguous().view(torch.uint8).numpy().data)
     made = {place: joined(found) for place, found in terms.items()}
     return AdapterWeights(made, digest.digest(), rank)
+
+
+def read_table(table: PromptTable, targets: Targets, dtype: torch.dtype) -> AdapterWeights:
+    """Read and check the embeddings of a request; raises `CheckpointError`."""
+    array = np.frombuffer(table.rows, np.float16).reshape(table.num_rows, table.width)
+    tag = np.array(table.extra_ids, np.uint64).tobytes()
+    return of_table(torch.from_numpy(array.copy()), targets, dtype, TABLE, tag)
 
 
 def _rows(task: LoraTask) -> Iterator[_Row]:

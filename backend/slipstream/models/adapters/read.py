@@ -14,10 +14,10 @@ from slipstream_contract.errors import clip
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.fuse.adapt import EMBEDDING, HEAD
+from slipstream.fuse.adapt import EMBEDDING, HEAD, VIRTUAL
 from slipstream.layers.adapted import Term
-from slipstream.models.adapters.config import read_config
-from slipstream.models.adapters.stored import Stored, stored_modules
+from slipstream.models.adapters.config import PromptConfig, read_config
+from slipstream.models.adapters.stored import Stored, stored_modules, stored_prompt
 from slipstream.models.adapters.targets import Part, Targets
 from slipstream.models.files import tensor_entries
 
@@ -44,10 +44,18 @@ class AdapterWeights:
         """Whether logits of the same states are others."""
         return HEAD in self.terms
 
+    @property
+    def num_virtual(self) -> int:
+        """How many virtual tokens it has."""
+        return sum(len(term.b) for term in self.terms.get(VIRTUAL, ()))
+
 
 def read_adapter(directory: Path, targets: Targets, dtype: torch.dtype) -> AdapterWeights:
     """Read and check an adapter; raises `CheckpointError` (file, tensor or key, value)."""
     config, path = read_config(directory), directory / FILE
+    if isinstance(config, PromptConfig):
+        table = stored_prompt(tensor_entries(directory, FILE), config, path)
+        return of_table(table, targets, dtype, str(path))
     digest = blake2b(digest_size=_DIGEST_BYTES)
     terms: dict[str, list[Term]] = {}
     rank = 0
@@ -64,6 +72,27 @@ def read_adapter(directory: Path, targets: Targets, dtype: torch.dtype) -> Adapt
     check_range(terms, dtype, path)
     made = {place: joined(found) for place, found in terms.items()}
     return AdapterWeights(made, digest.digest(), rank)
+
+
+def of_table(
+    table: Tensor, targets: Targets, dtype: torch.dtype, where: str, tag: bytes = b""
+) -> AdapterWeights:
+    """Return virtual tokens as an adapter, `[rows, hidden]`; raises `CheckpointError`.
+
+    `tag` is in the digest beside the rows.
+    """
+    if table.ndim != 2 or not len(table) or table.shape[1] != targets.hidden_size:
+        raise CheckpointError(
+            f"{where}: the rows are {list(table.shape)}, not [1 or more, {targets.hidden_size}], "
+            "as wide as the model's hidden states"
+        )
+    rows = table.to(dtype).contiguous()
+    terms = {VIRTUAL: [Term(0, None, rows)]}
+    check_range(terms, dtype, where)
+    digest = blake2b(b"virtual tokens " + tag, digest_size=_DIGEST_BYTES)
+    digest.update(f" {rows.dtype} {tuple(rows.shape)} ".encode())
+    digest.update(rows.view(torch.uint8).numpy().data)
+    return AdapterWeights({VIRTUAL: tuple(terms[VIRTUAL])}, digest.digest(), 0)
 
 
 def _parts(targets: Targets, stored: Stored, path: Path) -> list[Part]:

@@ -11,7 +11,7 @@ from slipstream_contract.errors import clip
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.models.adapters.config import MAX_RANK, LoraConfig
+from slipstream.models.adapters.config import MAX_RANK, LoraConfig, PromptConfig
 from slipstream.models.entries import TensorEntry
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -26,6 +26,7 @@ _KINDS = {
     "base_layer.weight": "base",
     "weight": "whole",
 }
+_PROMPT = "prompt_embeddings"
 _NAME = re.compile(rf"base_model\.model\.(.+?)\.({'|'.join(map(re.escape, _KINDS))})")
 
 
@@ -80,6 +81,26 @@ def stored_modules(
             if _KINDS[kind] == "bias" and x.count_nonzero():
                 raise CheckpointError(f"{path}: {module} has a bias (lora_bias): not implemented")
         yield _stored(module, own, config, path)
+
+
+def stored_prompt(entries: Mapping[str, TensorEntry], config: PromptConfig, path: Path) -> Tensor:
+    """Return the rows of prompt tuning, `[tokens, width]`; raises `CheckpointError`."""
+    if set(entries) != {_PROMPT}:
+        others = sorted(set(entries) - {_PROMPT})
+        raise CheckpointError(
+            f"{path}: tensor {clip(others[0], 128)} is none of prompt tuning's"
+            if others
+            else f"{path}: tensor {_PROMPT} is missing"
+        )
+    entry = entries[_PROMPT]
+    if entry.dtype not in _DTYPES:
+        raise CheckpointError(f"{path}: tensor {_PROMPT} is {entry.dtype}: not implemented")
+    if list(entry.shape) != [config.num_tokens, config.width]:
+        raise CheckpointError(
+            f"{path}: tensor {_PROMPT} is {list(entry.shape)}, but adapter_config.json says "
+            f"{[config.num_tokens, config.width]}"
+        )
+    return _tensor(torch.from_numpy(np.fromfile(path, np.uint8)), entry)
 
 
 def _tensor(memory: Tensor, entry: TensorEntry) -> Tensor:

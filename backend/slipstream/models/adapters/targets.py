@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.fuse.adapt import AdaptedPlace
+from slipstream.fuse.adapt import HEAD, AdaptedPlace
 from slipstream.layers.embedding import Table
 from slipstream.layers.linear import Linear
 from slipstream.models.axes import TensorNames
@@ -94,6 +94,11 @@ class Targets:
                 self._parts.setdefault(stored, []).append(part)
                 self._by_name[name] = part
                 first += outputs
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the rows of the embedding."""
+        return self._by_name[HEAD].inputs
 
     def all(self) -> Iterator[Part]:
         """Yield all parts."""
