@@ -20,6 +20,7 @@ from slipstream.kernels.cpu.native import library
 from slipstream.layers.decoder import Block
 from slipstream.runner.model_runner import ModelRunner
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 if library() is None:
     pytest.skip("this machine has no C++ compiler or no AVX2", allow_module_level=True)
@@ -40,13 +41,13 @@ def one_by_one(runner: ModelRunner) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("cache", ["auto", "int8"])
+@pytest.mark.parametrize(("cache", "weights"), [("auto", "int4"), ("int8", "auto")])
 def test_blocks_in_one_are_those_one_by_one(
-    cache: str, deterministic: bool, tmp_path: Path
+    cache: str, weights: str, deterministic: bool, tmp_path: Path
 ) -> None:
     """Of another instruction set, too, to the last bit."""
     directory = save(make_model("qwen3", **SIZES), tmp_path)
-    settings = {"quantization": "int4", "kv_cache_dtype": cache, "deterministic": deterministic}
+    settings = {"quantization": weights, "kv_cache_dtype": cache, "deterministic": deterministic}
     settings |= {"block_size": 16}
     whole, parts = (make_runner(directory, **settings) for _ in range(2))
     assert whole._model.whole is not None
@@ -56,6 +57,27 @@ def test_blocks_in_one_are_those_one_by_one(
     with within(HERE[0]):
         assert outputs == generate(parts)
     assert torch.equal(kv_format.read(whole._cache), kv_format.read(parts._cache))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_are_multiplied_as_they_are_stored(dtype: torch.dtype, tmp_path: Path) -> None:
+    """In blocks and head, whose logits are those of transformers in fp32."""
+    model = make_model("llama", **SIZES, tie_word_embeddings=False).to(dtype)
+    runner = make_runner(save(model, tmp_path))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    decoder = runner._model
+    assert decoder.whole is not None
+    kept = [decoder.blocks[0].attention.qkv, decoder.blocks[1].mlp.down, decoder.head.product]
+    assert {place.linear.weights.values.dtype for place in kept} == {dtype}
+    generations = [Generation(prompt, 4) for prompt in random_prompts([37, 1, 150])]
+    with patch.object(Block, "__call__", side_effect=AssertionError("one by one")):
+        Driver(runner, keep_logits=True).finish(generations, chunk=140)
+    for generation in generations:
+        with torch.no_grad():
+            truth = model(torch.tensor([generation.tokens])).logits[0]
+        for i, logits in enumerate(generation.logits):
+            want = truth[len(generation.prompt) - 1 + i]
+            assert (logits - want).abs().max() <= 1e-4 * want.abs().max().clamp(min=1)
 
 
 def test_a_sum_over_ranks_is_not_left_out(tmp_path: Path) -> None:

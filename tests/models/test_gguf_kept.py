@@ -27,21 +27,24 @@ from slipstream.runner.matrices import weight_bytes
 
 HOST = torch.device("cpu")
 BF16 = torch.bfloat16
+AS_LONG = ("Q4_0", "Q4_1", "Q8_0")  # as in the file
 PACKED = "kept packed, multiplied with 16-bit rows"
 
 
 @pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.parametrize("heads", [0, 1, 3])
 def test_a_matrix_is_what_its_blocks_are(kind: str, heads: int, tmp_path: Path) -> None:
-    raw = random_blocks(np.random.default_rng(heads), kind, 24, 96)
+    columns = 3 * QUANTISED[kind].elements
+    raw = random_blocks(np.random.default_rng(heads), kind, 24, columns)
     blocks = torch.from_numpy(raw).flatten()
-    entry = TensorEntry(tmp_path, kind, (24, 96), 0, blocks.numel(), paired_heads=heads)
-    values = torch.empty(24, 96)
+    entry = TensorEntry(tmp_path, kind, (24, columns), 0, blocks.numel(), paired_heads=heads)
+    values = torch.empty(24, columns)
     restore(entry, blocks, values)
     matrix = kept(entry, blocks)
     assert torch.equal(dequantise(matrix), values)
-    size = matrix.num_bytes - (0 if matrix.zeros is None else matrix.zeros.numel())
-    assert size * QUANTISED[kind].elements == 24 * 96 * QUANTISED[kind].num_bytes
+    if kind in AS_LONG:
+        size = matrix.num_bytes - (0 if matrix.zeros is None else matrix.zeros.numel())
+        assert size == raw.nbytes
 
 
 def matrices(directory: Path, target: Target) -> dict[str, Matrix]:
@@ -57,7 +60,7 @@ def matrices(directory: Path, target: Target) -> dict[str, Matrix]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("kind", sorted(set(KEPT) - {"Q4_1"}))
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
 def test_packed_weights_are_those_of_a_cpu(
     family: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,5 +1,6 @@
 """GGUF files of every family and of every type of blocks: logits are transformers'."""
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from fixtures.models.checkpoints import (
 )
 from fixtures.models.gguf_files import SIZES, unpacked, write_gguf
 from fixtures.tiers import quick_of
+from slipstream.kernels.cpu.native import library
 from slipstream.models.gguf.types import BLOCK_TYPES
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}
@@ -75,3 +77,15 @@ def test_types(kind: str, tmp_path: Path) -> None:
     model = make_model("llama", **SIZES)
     path = write_gguf(model, "llama", tmp_path / "model.gguf", kind)
     check(model, unpacked(path, tmp_path / "checkpoint"))
+
+
+def test_types_that_differ_within_a_gemm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As in files named Q4_K_M."""
+    model, others = make_model("llama", **SIZES), {"v_proj": "Q6_K", "up_proj": "Q5_1"}
+    path = write_gguf(model, "llama", tmp_path / "model.gguf", "Q4_K", others=others)
+    with caplog.at_level(logging.INFO):
+        check(model, unpacked(path, tmp_path / "checkpoint"))
+    if library() is not None:
+        said = "multiplied as they are by the CPU kernels"
+        assert f"weights of 8 bits by 16 inputs with minimums: {said} (2)" in caplog.text
+        assert f"weights of 4 bits by 32 inputs with zeros with minimums: {said} (4)" in caplog.text

@@ -116,6 +116,7 @@ def test_no_more_rows_than_are_asked_for(
         multiply(self, norm, residual)
 
     monkeypatch.setattr(mlp, "__call__", counted)
+    monkeypatch.setattr(runner._model, "whole", None)  # blocks one by one
     num_decodes, sizes = STEPS[-1]
     batch, _ = ragged_batch(runner, random.Random(1), sizes, num_decodes)
     shape = shape_of(runner, batch)

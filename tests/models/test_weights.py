@@ -71,7 +71,7 @@ def test_weights_in_the_dtype_of_the_engine_stay_in_their_file(
     directory = save(model.to(getattr(torch, dtype)), tmp_path / "checkpoint")
     del model
     source = FileSource(directory, torch.device("cpu"), read_config(directory).tensors)
-    weights = Weights(source, torch.device("cpu"), torch.float32)
+    weights = Weights(source, torch.device("cpu"), torch.float32, "none")
     before = private_bytes()
     decoder = build(read_config(directory), weights, max_model_len=8)
     grown = private_bytes() - before

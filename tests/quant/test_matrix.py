@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from slipstream.kernels.gemm.packing import E2M1
 from slipstream.kernels.runtime.registry import CPU
 from slipstream.quant.forms import FORMS, form_of, product
-from slipstream.quant.matrix import Kind, QuantMatrix, dequantise, halves, rows, stack, write
+from slipstream.quant.matrix import (
+    Kind,
+    QuantMatrix,
+    dequantise,
+    halves,
+    rows,
+    stack,
+    widened,
+    write,
+)
 
 KINDS = {"W4": Kind.W4, "W8": Kind.W8, "F8": Kind.F8, "F4": Kind.F4}
 
@@ -147,3 +156,40 @@ def test_forms_refuse_what_they_would_round() -> None:
         other = drawn(Kind.W4, 64, 128, 32, 0, frozenset({extra}))
         other = replace(other, scales=matrix.scales)
         assert form_of(other, CPU, torch.bfloat16) is None, extra
+
+
+@given(
+    st.lists(
+        st.sampled_from(["4", "4 zeros", "4 minimums", "8", "8 minimums"]), min_size=1, max_size=3
+    ),
+    st.data(),
+)
+def test_matrices_of_any_bits_are_one_unrounded(kinds: list[str], data: st.DataObject) -> None:
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 16)))
+    inputs = data.draw(st.integers(1, 6)) * 32 - data.draw(st.integers(0, 31))
+    parts = []
+    for kind in kinds:
+        group = data.draw(st.sampled_from([16, 32, 64]))
+        shape = (3, -(-inputs // group))
+        low, high = (0, 16) if kind[0] == "4" else (-128, 128)
+        codes = torch.randint(low, high, (3, inputs), generator=generator)
+        zeros = torch.randint(0, 16, shape, generator=generator).to(torch.uint8)
+        minimums = torch.randn(shape, generator=generator)
+        parts.append(
+            QuantMatrix(
+                Kind.W4 if kind[0] == "4" else Kind.W8,
+                halves(codes) if kind[0] == "4" else codes.to(torch.int8),
+                torch.randn(shape, generator=generator).half(),
+                group,
+                inputs,
+                zeros if "zeros" in kind else None,
+                minimums if "minimums" in kind else None,
+            )
+        )
+    wide = widened(parts)
+    assert wide is not None
+    whole = stack(wide)
+    assert whole is not None
+    assert torch.equal(dequantise(whole), torch.cat([dequantise(each) for each in parts]))
+    outer = replace(parts[0], outer=torch.ones(3))
+    assert widened([*parts, outer]) is None

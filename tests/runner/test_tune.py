@@ -61,9 +61,15 @@ def test_matrices_are_those_of_the_model(
     made: Counter[tuple[int, ...]] = Counter()
     stacked = Weights.stacked
 
-    def count(self: Weights, names: Sequence[str], rows: Sequence[int], *rest: int) -> torch.Tensor:
+    def count(
+        self: Weights,
+        names: Sequence[str],
+        rows: Sequence[int],
+        *rest: int,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         made.update([(sum(rows), *rest)] * len(rest))
-        return stacked(self, names, rows, *rest)
+        return stacked(self, names, rows, *rest, dtype=dtype)
 
     monkeypatch.setattr(Weights, "stacked", count)
     cpu = torch.device("cpu")

@@ -17,10 +17,11 @@ from slipstream.layers.linear import Linear, NormLinear
 from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import Stored, WeightSource
-from slipstream.quant.forms import make_tiles, takes_tiles
+from slipstream.quant.forms import make_tiles, read_numbers, takes_tiles
 from slipstream.quant.matrix import write
 
 _log = logging.getLogger(__name__)
+_HALVES = (torch.bfloat16, torch.float16)
 
 
 class Ends(NamedTuple):
@@ -122,7 +123,7 @@ class Head:
     """Logits of every token id: `table [vocab, hidden]`, whose weight is never quantised here.
 
     A bias is added to the product; then come a scale and a cap. `matrix` is the same weights as
-    the checkpoint has them quantised, where a GEMM takes them so.
+    the checkpoint has them, in fewer bits, where a GEMM takes them so.
     """
 
     def __init__(
@@ -177,16 +178,17 @@ def embedding_and_head(
     bias = above.tensor("bias", dims.vocab_size) if ends.head_bias else None
     if is_one:
         return embedding, Head(table, w.deterministic, bias, ends, matrix)
-    weight = _head_weight(w, above, dims)
+    matrix = _as_stored(w, "lm_head", dims)
+    weight = _head_weight(w, above, dims, matrix is None)
     # Where only shapes are checked there are no numbers to compare.
     if is_tied and (weight.is_meta or torch.equal(weight, table.weight)):
-        return embedding, Head(table, w.deterministic, bias, ends)
+        return embedding, Head(table, w.deterministic, bias, ends, matrix)
     if is_tied:
         _log.warning(
             "config.json says tie_word_embeddings = true, but lm_head.weight differs from "
             "model.embed_tokens.weight: each is used as it is"
         )
-    return embedding, Head(Table(weight), w.deterministic, bias, ends)
+    return embedding, Head(Table(weight), w.deterministic, bias, ends, matrix)
 
 
 def _table(w: WeightSource, name: str, dims: Dims, is_multiplied: bool) -> Table:
@@ -200,7 +202,12 @@ def _table(w: WeightSource, name: str, dims: Dims, is_multiplied: bool) -> Table
 
 
 def _as_stored(w: WeightSource, name: str, dims: Dims) -> Matrix | None:
-    """Read the head's matrix as it is stored, if it is quantised and the CPU kernels take it so."""
+    """Read the head's matrix as it is stored, if that is less than the model's dtype and the CPU
+    kernels take it so.
+    """
+    if w.quantization != "none" and w.dtype_of(f"{name}.weight") in _HALVES:
+        matrix = read_numbers(w, [name], [dims.vocab_size], dims.hidden_size, "the head's ")
+        return None if matrix.groups is None else matrix
     if w.quantization == "none" or not w.is_quantised(name):
         return None
     found = w.quantized(name, dims.vocab_size, dims.hidden_size)
@@ -219,12 +226,13 @@ def _positions(w: WeightSource, dims: Dims, ends: Ends) -> Tensor | None:
     return table[ends.position_offset :]
 
 
-def _head_weight(w: WeightSource, head: WeightSource, dims: Dims) -> Tensor:
-    """Read the head's own matrix; a quantised one is dequantised."""
+def _head_weight(w: WeightSource, head: WeightSource, dims: Dims, multiplies: bool) -> Tensor:
+    """Read the head's own matrix; that a quantised one is dequantised is said if it multiplies."""
     found = w.quantized("lm_head", dims.vocab_size, dims.hidden_size)
     if found is None:
         return head.tensor("weight", dims.vocab_size, dims.hidden_size)
-    w.note(f"the head's weights of {found}: dequantised as they are loaded")
+    if multiplies:
+        w.note(f"the head's weights of {found}: dequantised as they are loaded")
     out = torch.empty(dims.vocab_size, dims.hidden_size, dtype=w.dtype, device=w.device)
     write(found, out)
     return out

@@ -37,6 +37,10 @@ class _Unquantised:
         """Return False."""
         return False
 
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """Return None: values come in any dtype."""
+        return None
+
     def note(self, text: str) -> None:
         """Nothing is to be said."""
 

@@ -41,6 +41,9 @@ class Source(Protocol):
     def is_quantised(self, name: str) -> bool:
         """Return whether the matrix `name` is quantised."""
 
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """Return the dtype in which the source has exactly this tensor; None: in none."""
+
     def note(self, text: str) -> None:
         """Say this when all is read, once."""
 
@@ -135,14 +138,29 @@ class Weights:
         """Read a tensor, which must have this shape."""
         return self.stacked([name], shape[:1], *shape[1:])
 
-    def stacked(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
-        """Read tensors of shapes `[rows[i], *rest]`, concatenated to `[sum(rows), *rest]`."""
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """Return the dtype in which the source has exactly this tensor; None: in none."""
+        return self._source.dtype_of(self._prefix + name)
+
+    def stacked(
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        *rest: int,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Read tensors of shapes `[rows[i], *rest]`, concatenated to `[sum(rows), *rest]`.
+
+        They are copied, to `dtype`, if that is given; else they may lie in their file.
+        """
         full = [self._prefix + name for name in names]
         shapes = [(count, *rest) for count in rows]
-        if rows and (found := self._source.mapped(full, shapes, self._dtype)) is not None:
-            return found
+        if rows and dtype is None:
+            found = self._source.mapped(full, shapes, self._dtype)
+            if found is not None:
+                return found
         shape = (sum(rows), *rest) if rows else ()  # one number
-        out = torch.empty(shape, dtype=self._dtype, device=self._device)
+        out = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         self._source.fill(full, torch.split(out, list(rows)) if rows else [out])
         return out
 

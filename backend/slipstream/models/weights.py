@@ -121,6 +121,13 @@ class _Checkpoint:
         is_kept = entry is not None and entry.dtype in KEPT
         return is_kept or self._formats.is_quantised(self.stored(name))
 
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """Return the dtype of a tensor that is taken as its file has it; None: it is changed."""
+        entry = self._entries.get(self.stored(name))
+        if entry is None or entry.added or self._tensors.change(name) is not None:
+            return None
+        return _DTYPES.get(entry.dtype)
+
     def note(self, text: str) -> None:
         """Count what is said of matrices; `finish` logs it."""
         self._notes[text] = self._notes.get(text, 0) + 1

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Around, Matrix
-from slipstream.quant.forms import Packed, form_of, product
-from slipstream.quant.matrix import QuantMatrix, stack, write
+from slipstream.quant.forms import Packed, form_of, product, read_numbers, takes_tiles
+from slipstream.quant.matrix import QuantMatrix, stack, widened, write
 from slipstream.quant.scheme import MatrixSource, Scheme
 
 
@@ -25,8 +25,8 @@ class Auto(Scheme):
         parts = [w.quantized(name, rows, inputs) for name, rows in sizes]
         found = [part for part in parts if part is not None]
         if not found:
-            return Matrix(w.stacked([f"{name}.weight" for name in names], outputs, inputs))
-        whole = stack(found) if len(found) == len(parts) else None
+            return read_numbers(w, names, outputs, inputs)
+        whole = _joined(w, found) if len(found) == len(parts) else None
         if whole is not None:
             return kept(w, whole)
         kinds = " and ".join(sorted({str(part) for part in found}))
@@ -39,6 +39,16 @@ class Auto(Scheme):
             return linear(x, weights, Around(bias=bias))
         y = product(x, weights)
         return y if bias is None else y + bias
+
+
+def _joined(w: MatrixSource, parts: Sequence[QuantMatrix]) -> QuantMatrix | None:
+    """Put matrices under one another; for the CPU kernels those of other bits, too."""
+    whole = stack(parts)
+    if whole is not None:
+        return whole
+    wide = widened(parts)
+    whole = None if wide is None else stack(wide)
+    return whole if whole is not None and takes_tiles(whole, w.target, w.dtype) else None
 
 
 def kept(w: MatrixSource, matrix: QuantMatrix) -> Matrix | Packed:

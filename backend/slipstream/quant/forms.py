@@ -1,10 +1,10 @@
-"""Ways to multiply with quantised weights on a device; the first that takes them is used.
+"""Ways to multiply with weights on a device; of quantised ones the first that takes them is used.
 
 What none takes is dequantised as it is loaded, to the dtype of the model, and multiplied as weights
 that were never quantised: that needs the memory of 16 or 32 bits, and rounds each weight once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.gemm.packing import Groups, Packing
 from slipstream.kernels.runtime.registry import Target
 from slipstream.quant.matrix import Kind, QuantMatrix, codes_of
+from slipstream.quant.scheme import MatrixSource
 
 _GROUPS = (32, 64, 128, 256)  # of torch's product with 4 bits
 _TILE = 32  # outputs of the same
@@ -171,7 +172,10 @@ def takes_tiles(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool
     """Return whether the processor's kernels take weights as they are."""
     if matrix.kind not in _BITS or target.device != "cpu" or dtype != torch.float32:
         return False
-    fits = cpu_packing.takes_group(matrix.group, matrix.inputs) and matrix.table is None
+    fits = (
+        cpu_packing.takes_group(_BITS[matrix.kind], matrix.group, matrix.inputs)
+        and matrix.table is None
+    )
     return fits and library() is not None
 
 
@@ -200,6 +204,31 @@ def make_tiles(matrix: QuantMatrix) -> Matrix:
     assert tiled[0] is not None, "there are scales"
     order, factors = matrix.order, matrix.factors
     return Matrix(values, groups=Groups(made, tiled[0], None, order, factors, tiled[1]))
+
+
+def make_numbers(weight: Tensor) -> Matrix:
+    """Put weights of 16 or 32 bits, `[n, k]`, in the order of the processor's kernels."""
+    packing = cpu_packing.packing_of_numbers(weight)
+    return Matrix(cpu_packing.pack_numbers(weight), groups=Groups(packing, weight.new_empty(0)))
+
+
+def read_numbers(
+    w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int, whose: str = ""
+) -> Matrix:
+    """Read the matrices `NAME.weight`, which are not quantised, under one another.
+
+    For the processor's kernels they stay 16 bits if the checkpoint has them so, all of one type;
+    the start says so of `whose` weights they are.
+    """
+    full = [f"{name}.weight" for name in names]
+    if w.target.device != "cpu" or w.dtype != torch.float32 or library() is None:
+        return Matrix(w.stacked(full, outputs, inputs))
+    found = {w.dtype_of(name) for name in full}
+    dtype = found.pop() if len(found) == 1 else None
+    if dtype not in cpu_packing.NUMBERS:
+        dtype = w.dtype
+    w.note(f"{whose}weights of {str(dtype).removeprefix('torch.')}: {FORMS[0].name}")
+    return make_numbers(w.stacked(full, outputs, inputs, dtype=dtype))
 
 
 FORMS = (

@@ -190,3 +190,35 @@ def _spread(values: Tensor, matrix: QuantMatrix) -> Tensor:
     if values.shape[1] == 1:
         return values
     return values.repeat_interleave(matrix.group, 1)[:, : matrix.inputs]
+
+
+def widened(parts: Sequence[QuantMatrix]) -> list[QuantMatrix] | None:
+    """Return matrices of whole numbers in one form, which has room for all of them, unrounded.
+
+    That is 8 bits by the smallest group, with minimums if any has such; None: they have more.
+    """
+    group = min(each.group for each in parts)
+    for each in parts:
+        more = (each.outer, each.order, each.factors)
+        is_whole = each.kind is Kind.W4 or (each.kind is Kind.W8 and each.zeros is None)
+        if not is_whole or any(x is not None for x in more) or each.for_e4m3 or each.group % group:
+            return None
+    has = any(each.minimums is not None for each in parts)
+    return [_in_bytes(each, group, has) for each in parts]
+
+
+def _in_bytes(matrix: QuantMatrix, group: int, has_minimums: bool) -> QuantMatrix:
+    codes, times = codes_of(matrix), matrix.group // group
+    if matrix.kind is Kind.W4:
+        zeros = MIDDLE if matrix.zeros is None else _spread(matrix.zeros, matrix)
+        codes = (codes - zeros).to(torch.int8)
+    count = -(-matrix.inputs // group)
+
+    def spread(values: Tensor) -> Tensor:
+        return values.float().repeat_interleave(times, 1)[:, :count]
+
+    scales, minimums = spread(matrix.scales), None
+    if has_minimums:
+        own = matrix.minimums
+        minimums = torch.zeros_like(scales) if own is None else spread(own)
+    return QuantMatrix(Kind.W8, codes, scales, group, matrix.inputs, None, minimums)

@@ -29,8 +29,19 @@ class MatrixSource(Protocol):
     def has(self, name: str) -> bool:
         """Whether the checkpoint holds this tensor."""
 
-    def stacked(self, names: Sequence[str], rows: Sequence[int], *rest: int) -> Tensor:
-        """Tensors of shapes `[rows[i], *rest]` under one another, in one matrix."""
+    def stacked(
+        self,
+        names: Sequence[str],
+        rows: Sequence[int],
+        *rest: int,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Tensors of shapes `[rows[i], *rest]` under one another, in one matrix; a copy if
+        a dtype is given.
+        """
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """The dtype in which the checkpoint has exactly this tensor; None: in none of torch's."""
 
     def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
         """The matrix `name`, `[rows, inputs]`, if the checkpoint has it quantised."""

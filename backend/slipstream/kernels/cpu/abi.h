@@ -5,16 +5,17 @@
 
 namespace slipstream {
 
-// Weights of a linear layer, in tiles of 16 outputs and blocks of 32 inputs (packing.py). They are
-// `code * scale + minimum`; of 32 bits the codes are the weights, one input of 16 outputs at a time.
+// Weights of a linear layer, in tiles of 16 outputs and blocks of 32 inputs (cpu_packing.py). They
+// are `code * scale + minimum`; of 16 and 32 bits the codes are the weights, one input of 16 outputs
+// at a time.
 struct Weights {
     const uint8_t *codes;
     const void *scales;    // [tile, group, 16]
     const void *minimums;  // the same; null: `zero * scale`
-    int32_t bits;          // 4, 8 or 32
-    int32_t group;         // inputs that share a scale, a multiple of 32
+    int32_t bits;          // 4, 8, 16 or 32
+    int32_t group;         // inputs that share a scale, a multiple of 32; of 8 bits, of 16
     int32_t outputs, inputs;
-    int32_t halves;  // whether scales and minimums are fp16, not fp32
+    int32_t halves;  // whether scales and minimums are fp16, not fp32; weights, not bf16
     float zero;      // what stands for all minimums
     int32_t row_bits;  // of rows as whole numbers: 8 or 16
     int32_t unused;

@@ -52,11 +52,11 @@ inline void dot4(const uint8_t *w, const int16_t *x, int64_t pitch, I16 (&sum)[R
     }
 }
 
-template <int R>
+template <int R, int INPUTS>
 inline void dot8(const uint8_t *w, const int16_t *x, int64_t pitch, I16 (&sum)[R]) {
     for (int r = 0; r < R; ++r) sum[r] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
 #pragma GCC unroll 4
-    for (int p = 0; p < 16; ++p) {
+    for (int p = 0; p < INPUTS / 2; ++p) {
         const __m128i *pair = reinterpret_cast<const __m128i *>(w) + 2 * p;
         const __m256i a = _mm256_cvtepi8_epi16(_mm_loadu_si128(pair));
         const __m256i b = _mm256_cvtepi8_epi16(_mm_loadu_si128(pair + 1));

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "numbers.h"
 
 #define JOIN(a, b) a##b
 #define TABLE(form) JOIN(kernels_, form)

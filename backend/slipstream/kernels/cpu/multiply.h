@@ -91,34 +91,34 @@ inline void normalise(const Product &p, const float *x, float *y, int64_t padded
     }
 }
 
-// The kinds of GEMMs: codes of rows, the largest of them, bytes of a block of a tile's weights.
+// The kinds of GEMMs: codes of rows, the largest of them, bits of weights, and inputs of a part, in
+// which all weights of an output have one scale.
 struct Bits4Rows8 {
     using Code = int8_t;
     static constexpr float most = 127.0f;
-    static constexpr int64_t bytes = TILE * BLOCK / 2;
-    static constexpr int rows = ROWS_OF_CODES;
+    static constexpr int bits = 4, part = BLOCK;
 };
 
 struct Bits4Rows16 {
     using Code = int16_t;
     static constexpr float most = 32767.0f;
-    static constexpr int64_t bytes = TILE * BLOCK / 2;
-    static constexpr int rows = ROWS_OF_CODES;
+    static constexpr int bits = 4, part = BLOCK;
 };
 
 struct Bits8Rows16 {
     using Code = int16_t;
     static constexpr float most = 32767.0f;
-    static constexpr int64_t bytes = TILE * BLOCK;
-    static constexpr int rows = ROWS_OF_CODES;
+    static constexpr int bits = 8, part = BLOCK;
 };
 
-struct Numbers {
-    using Code = float;
-    static constexpr int rows = ROWS_OF_NUMBERS;
+struct Bits8Halves : Bits8Rows16 {
+    static constexpr int part = BLOCK / 2;
 };
 
-// Rows as whole numbers: codes `[n, padded]`, and for each 32 a scale and scale * sum.
+template <class Kind>
+constexpr int PARTS = BLOCK / Kind::part;  // of a block
+
+// Rows as whole numbers: codes `[n, padded]`, for each 32 a scale, for each part scale * sum.
 template <class Kind>
 struct Rows {
     const typename Kind::Code *codes;
@@ -139,7 +139,14 @@ void quantise(const float *x, typename Kind::Code *codes, float *scales, float *
         const F16 factor = splat(std::isfinite(inverse) ? inverse : 0.0f);
         const int32_t sum = store_codes(codes + b * BLOCK, low * factor, high * factor);
         scales[b] = range / most;
-        sums[b] = scales[b] * static_cast<float>(sum);
+        if constexpr (PARTS<Kind> == 2) {
+            int32_t first = 0;
+            for (int64_t i = b * BLOCK; i < b * BLOCK + TILE; ++i) first += codes[i];
+            sums[2 * b] = scales[b] * static_cast<float>(first);
+            sums[2 * b + 1] = scales[b] * static_cast<float>(sum - first);
+        } else {
+            sums[b] = scales[b] * static_cast<float>(sum);
+        }
         if constexpr (std::is_same_v<Kind, Bits4Rows16>)  // `dot4` takes two even ones, two odd
             for (int64_t i = b * BLOCK; i < (b + 1) * BLOCK; i += 4)
                 std::swap(codes[i + 1], codes[i + 2]);
@@ -154,25 +161,25 @@ inline F16 load_scales(const void *p, int64_t at, bool halves) {
 
 template <class Kind, int R>
 inline void dot(const uint8_t *w, const typename Kind::Code *x, int64_t pitch, I16 (&sum)[R]) {
-    if constexpr (Kind::bytes == TILE * BLOCK / 2)
+    if constexpr (Kind::bits == 4)
         dot4<R>(w, x, pitch, sum);
     else
-        dot8<R>(w, x, pitch, sum);
+        dot8<R, Kind::part>(w, x, pitch, sum);
 }
 
 // Multiplies R rows with a tile.
 template <class Kind, int R, bool HALVES, bool SHIFTED>
 inline void multiply(const Weights &w, int64_t tile, const Rows<Kind> &x, int64_t row,
                      F16 (&out)[R]) {
-    constexpr int64_t bytes = Kind::bytes;
-    const uint8_t *codes = w.codes + tile * x.blocks * bytes;
-    const int64_t per_group = w.group / BLOCK;
-    const int64_t groups = (x.blocks + per_group - 1) / per_group;
+    constexpr int64_t part = Kind::part, bytes = TILE * part * Kind::bits / 8;
+    const uint8_t *codes = w.codes + tile * x.blocks * PARTS<Kind> * bytes;
+    const int64_t per_group = w.group / part, parts = (w.inputs + part - 1) / part;
+    const int64_t groups = (parts + per_group - 1) / per_group;
     const typename Kind::Code *rows = x.codes + row * x.pitch;
     for (int r = 0; r < R; ++r) out[r] = splat(0.0f);
     int64_t left = 0, at = (tile * groups - 1) * TILE;
     F16 scale = splat(0.0f), minimum = splat(0.0f);
-    for (int64_t b = 0; b < x.blocks; ++b) {
+    for (int64_t b = 0; b < parts; ++b) {
         if (left-- == 0) {
             left = per_group - 1, at += TILE;
             scale = load_scales(w.scales, at, HALVES);
@@ -180,32 +187,15 @@ inline void multiply(const Weights &w, int64_t tile, const Rows<Kind> &x, int64_
                 minimum = w.minimums ? load_scales(w.minimums, at, HALVES) : scale * splat(w.zero);
         }
         I16 sums[R];
-        dot<Kind, R>(codes + b * bytes, rows + b * BLOCK, x.pitch, sums);
+        dot<Kind, R>(codes + b * bytes, rows + b * part, x.pitch, sums);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-            const int64_t place = (row + r) * x.blocks + b;
-            out[r] = fma(to_floats(sums[r]), scale * splat(x.scales[place]), out[r]);
-            if constexpr (SHIFTED) out[r] = fma(minimum, splat(x.sums[place]), out[r]);
+            const float of_row = x.scales[(row + r) * x.blocks + b / PARTS<Kind>];
+            out[r] = fma(to_floats(sums[r]), scale * splat(of_row), out[r]);
+            if constexpr (SHIFTED)
+                out[r] = fma(minimum, splat(x.sums[(row + r) * x.blocks * PARTS<Kind> + b]), out[r]);
         }
     }
-}
-
-// The same of fp32, as they are.
-template <int R>
-inline void multiply(const Weights &w, int64_t tile, const float *x, int64_t pitch, F16 (&out)[R]) {
-    const float *weights = reinterpret_cast<const float *>(w.codes) + tile * w.inputs * TILE;
-    for (int r = 0; r < R; ++r) out[r] = splat(0.0f);
-    for (int64_t k = 0; k < w.inputs; ++k) {
-        const F16 each = load(weights + k * TILE);
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) out[r] = fma(each, splat(x[r * pitch + k]), out[r]);
-    }
-}
-
-template <int R>
-inline void multiply_rows(const Weights &w, int64_t tile, const Rows<Numbers> &x, int64_t row,
-                          F16 (&out)[R]) {
-    multiply<R>(w, tile, x.codes + row * x.pitch, x.pitch, out);
 }
 
 template <int R, class Kind>
@@ -224,27 +214,24 @@ struct Output {
     bool adds;
 };
 
+// Stores a row's sums with a tile behind what follows the product: bias, gate, sum.
+inline void finish(const Product &p, int64_t tile, F16 sum, F16 up, int64_t row, const Output &out) {
+    const int64_t width = p.gated ? p.weights.outputs / 2 : p.weights.outputs;
+    const int64_t first = tile * TILE, count = std::min<int64_t>(TILE, width - first);
+    if (p.bias) sum = sum + load_some(p.bias + first, count);
+    if (p.gated && p.bias) up = up + load_some(p.bias + width + first, count);
+    if (p.gated) sum = silu(sum) * up;
+    float *y = out.y + row * out.stride + first;
+    store_some(y, out.adds ? load_some(y, count) + sum : sum, count);
+}
+
 template <int R, class Kind>
 inline void finish_tile(const Product &p, int64_t tile, const Rows<Kind> &x, int64_t row,
                         const Output &out) {
-    const int64_t width = p.gated ? p.weights.outputs / 2 : p.weights.outputs;
-    const int64_t first = tile * TILE, count = std::min<int64_t>(TILE, width - first);
-    F16 sum[R];
+    F16 sum[R], up[R];
     multiply_rows<R>(p.weights, tile, x, row, sum);
-    if (p.bias) {
-        const F16 bias = load_some(p.bias + first, count);
-        for (int r = 0; r < R; ++r) sum[r] = sum[r] + bias;
-    }
-    if (p.gated) {
-        F16 up[R];
-        multiply_rows<R>(p.weights, tile + width / TILE, x, row, up);
-        const F16 bias = p.bias ? load_some(p.bias + width + first, count) : splat(0.0f);
-        for (int r = 0; r < R; ++r) sum[r] = silu(sum[r]) * (up[r] + bias);
-    }
-    for (int r = 0; r < R; ++r) {
-        float *y = out.y + (row + r) * out.stride + first;
-        store_some(y, out.adds ? load_some(y, count) + sum[r] : sum[r], count);
-    }
+    if (p.gated) multiply_rows<R>(p.weights, tile + p.weights.outputs / 2 / TILE, x, row, up);
+    for (int r = 0; r < R; ++r) finish(p, tile, sum[r], p.gated ? up[r] : sum[r], row + r, out);
 }
 
 template <int R, class Kind>
@@ -286,34 +273,19 @@ void product_of(const Product &p, const float *x, int64_t x_stride, int64_t n, c
     static std::vector<float> factors;
     const int64_t padded = up(p.weights.inputs, BLOCK), blocks = padded / BLOCK;
     Code *to = room(codes, n * padded);
-    float *scales = room(factors, 2 * n * blocks), *sums = scales + n * blocks;
+    constexpr int64_t parts = PARTS<Kind>;
+    float *scales = room(factors, (1 + parts) * n * blocks), *sums = scales + n * blocks;
     const int64_t grain = std::max<int64_t>(1, 4096 / padded);
     parallel(threads, n, grain, [&](int64_t first, int64_t last, int) {
         static thread_local std::vector<float> row;
         for (int64_t i = first; i < last; ++i) {
-            if constexpr (std::is_same_v<Code, float>) {
-                normalise(p, x + i * x_stride, to + i * padded, padded);
-            } else {
-                float *y = room(row, padded);
-                normalise(p, x + i * x_stride, y, padded);
-                quantise<Kind>(y, to + i * padded, scales + i * blocks, sums + i * blocks, blocks);
-            }
+            float *y = room(row, padded);
+            normalise(p, x + i * x_stride, y, padded);
+            float *sums_of_row = sums + i * parts * blocks;
+            quantise<Kind>(y, to + i * padded, scales + i * blocks, sums_of_row, blocks);
         }
     });
-    multiply_all<Kind::rows>(p, Rows<Kind>{to, scales, sums, padded, blocks}, n, out, threads);
-}
-
-void product(const Product &p, const float *x, int64_t x_stride, int64_t n, float *y,
-             int64_t y_stride, bool adds, int threads) {
-    const Output out{y, y_stride, adds};
-    if (p.weights.bits == 4 && p.weights.row_bits == 8)
-        product_of<Bits4Rows8>(p, x, x_stride, n, out, threads);
-    else if (p.weights.bits == 4)
-        product_of<Bits4Rows16>(p, x, x_stride, n, out, threads);
-    else if (p.weights.bits == 8)
-        product_of<Bits8Rows16>(p, x, x_stride, n, out, threads);
-    else
-        product_of<Numbers>(p, x, x_stride, n, out, threads);
+    multiply_all<ROWS_OF_CODES>(p, Rows<Kind>{to, scales, sums, padded, blocks}, n, out, threads);
 }
 
 }  // namespace

@@ -21,11 +21,11 @@ inline void dot4(const uint8_t *w, const int16_t *x, int64_t pitch, I16 (&sum)[R
     }
 }
 
-template <int R>
+template <int R, int INPUTS>
 inline void dot8(const uint8_t *w, const int16_t *x, int64_t pitch, I16 (&sum)[R]) {
     for (int r = 0; r < R; ++r) sum[r].v = _mm512_setzero_si512();
 #pragma GCC unroll 4
-    for (int p = 0; p < 16; ++p) {
+    for (int p = 0; p < INPUTS / 2; ++p) {
         const __m512i codes = wide_pairs(w + 32 * p);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)

@@ -25,6 +25,12 @@ inline F16 load_halves(const uint16_t *p) {
     const __m128i *q = reinterpret_cast<const __m128i *>(p);
     return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
 }
+inline F16 load_bfloats(const uint16_t *p) {
+    const __m128i *q = reinterpret_cast<const __m128i *>(p);
+    const __m256i a = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q)), 16);
+    const __m256i b = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(q + 1)), 16);
+    return {_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)};
+}
 inline F16 operator+(F16 x, F16 y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
 inline F16 operator-(F16 x, F16 y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
 inline F16 operator*(F16 x, F16 y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
@@ -86,6 +92,7 @@ inline __m256i four_codes(const int16_t *p) {
 }
 
 constexpr int ROWS_OF_CODES = 4;    // rows of x that share the unpacking of weights
-constexpr int ROWS_OF_NUMBERS = 6;  // that the sums of fp32 fit the registers for
+constexpr int ROWS_OF_NUMBERS = 6;  // whose sums of fp32 fit the registers
+constexpr int SUMS = 6;             // that fit them, of 16 numbers each
 
 }  // namespace

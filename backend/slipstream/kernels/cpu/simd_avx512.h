@@ -21,6 +21,10 @@ inline void store(float *p, F16 x) { _mm512_storeu_ps(p, x.v); }
 inline F16 load_halves(const uint16_t *p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)))};
 }
+inline F16 load_bfloats(const uint16_t *p) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+}
 inline F16 operator+(F16 x, F16 y) { return {_mm512_add_ps(x.v, y.v)}; }
 inline F16 operator-(F16 x, F16 y) { return {_mm512_sub_ps(x.v, y.v)}; }
 inline F16 operator*(F16 x, F16 y) { return {_mm512_mul_ps(x.v, y.v)}; }
@@ -78,6 +82,7 @@ inline __m512i wide_pairs(const uint8_t *w) {
 }
 
 constexpr int ROWS_OF_CODES = 8;    // rows of x that share the unpacking of weights
-constexpr int ROWS_OF_NUMBERS = 8;  // that the sums of fp32 fit the registers for
+constexpr int ROWS_OF_NUMBERS = 8;  // whose sums of fp32 fit the registers
+constexpr int SUMS = 16;            // that fit them, of 16 numbers each
 
 }  // namespace

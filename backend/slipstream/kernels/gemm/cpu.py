@@ -10,6 +10,8 @@ from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Spec, gemm, normed
 
 def takes(spec: Spec) -> str | None:
     """Say why torch does not compute a product with what is around it; None: it does."""
+    if spec.packing is not None:
+        return "takes weights as a checkpoint has them"
     if spec.weight != spec.x:
         return "takes rows and weights of one type"
     if spec.x == E4M3 and (spec.scales or spec.bias or spec.gate or spec.residual):

@@ -1,7 +1,8 @@
-"""GEMMs with weights of 4 or 8 bits on the processor: rows become whole numbers, too.
+"""GEMMs by the processor's kernels: rows of fp32 with weights in tiles.
 
-They have 16 bits and a scale for each 32 inputs, which is as good as fp32; beside 4 bits they can
-have 8, as llama.cpp's have. A row's bits do not depend on the others (multiply.h).
+Beside weights of 4 and 8 bits rows become whole numbers, too, of 16 bits and a scale for each 32
+inputs, which is as good as fp32; beside 4 bits they can have 8, as llama.cpp's have. Weights of 16
+and 32 bits multiply rows as they are. A row's bits do not depend on the others (multiply.h).
 """
 
 import ctypes
@@ -40,7 +41,7 @@ def _product(
     rows: int,
 ) -> "ctypes._Pointer[Product]":
     """Return a GEMM of what lies at these addresses: codes, scales, minimums; norm, bias."""
-    zero = 0.0 if packing.has_zeros else -float(MIDDLE[packing.bits])
+    zero = 0.0 if packing.has_zeros else -float(MIDDLE.get(packing.bits, 0))
     halves = packing.scale == torch.float16
     sizes = (packing.bits, packing.group, packing.outputs, packing.inputs)
     norm, bias, eps, plus_one, gated = around

@@ -3,7 +3,8 @@
 Weights lie in tiles of 16 outputs and blocks of 32 inputs. A block of 4 bits is 8 times 32 bytes,
 of four inputs each: byte `4 i + j` has input `j` of output `i` in its lower half, of output `8 + i`
 in its upper one. A block of 8 bits is 16 times 32 bytes, of two inputs each: byte `2 i + j` is
-input `j` of output `i`. They stand for `code * scale + minimum`.
+input `j` of output `i`. They stand for `code * scale + minimum`. Numbers of 16 and 32 bits lie in
+tiles, too, one input of 16 outputs after the other, and stand for themselves.
 """
 
 import torch
@@ -14,6 +15,7 @@ from slipstream.kernels.gemm.packing import TILE, Groups, Packing
 BLOCK = 32
 LAYOUT = "tiles"  # of a `Packing`
 MIDDLE = {4: 8, 8: 0}  # the zero where there are no minimums
+NUMBERS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}  # their bits
 
 
 def packing_of(
@@ -26,9 +28,16 @@ def packing_of(
     return Packing(bits, group, outputs, inputs, scale, mins, layout=LAYOUT)
 
 
-def takes_group(group: int, inputs: int) -> bool:
-    """Return whether groups are whole blocks."""
-    return group >= inputs or group % BLOCK == 0
+def packing_of_numbers(weight: Tensor) -> Packing:
+    """Describe weights `[n, k]` of a type in `NUMBERS`."""
+    outputs, inputs = weight.shape
+    dtype = weight.dtype
+    return Packing(NUMBERS[dtype], inputs, outputs, inputs, dtype, False, layout=LAYOUT)
+
+
+def takes_group(bits: int, group: int, inputs: int) -> bool:
+    """Return whether groups are whole blocks; of 8 bits, halves of such."""
+    return group >= inputs or group % (BLOCK // 2 if bits == 8 else BLOCK) == 0
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -45,6 +54,15 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         return (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).reshape(tiles, -1).contiguous()
     pairs = padded.view(tiles, TILE, blocks, 16, 2).permute(0, 2, 3, 1, 4)
     return pairs.reshape(tiles, -1).contiguous()
+
+
+def pack_numbers(weight: Tensor) -> Tensor:
+    """Put weights `[n, k]` in order, `[tiles, 16 k]` of their type."""
+    n, k = weight.shape
+    tiles = -(-n // TILE)
+    if n % TILE:
+        weight = torch.cat([weight, weight.new_zeros(tiles * TILE - n, k)])
+    return weight.view(tiles, TILE, k).transpose(1, 2).reshape(tiles, -1).contiguous()
 
 
 def unpack(values: Tensor, packing: Packing) -> Tensor:
@@ -77,6 +95,9 @@ def by_row(values: Tensor, packing: Packing) -> Tensor:
 def dense(values: Tensor, groups: Groups) -> Tensor:
     """Return the weights that packed codes stand for, `[n, k]` fp32, of inputs as they lie."""
     packing = groups.packing
+    if packing.scale == values.dtype:
+        tiles = values.view(len(values), packing.inputs, TILE).transpose(1, 2)
+        return tiles.reshape(-1, packing.inputs)[: packing.outputs].float()
     codes = unpack(values, packing)
     numbers = (codes.view(torch.int8) if packing.bits == 8 else codes).float()
     scales = by_row(groups.scales, packing)

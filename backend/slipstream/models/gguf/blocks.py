@@ -24,7 +24,7 @@ def dequantise(blocks: Tensor, kind: BlockType, out: Tensor) -> None:
         flat[at : at + values.numel()].copy_(values.view(-1))
 
 
-def _half(blocks: Tensor, first: int) -> Tensor:
+def half(blocks: Tensor, first: int) -> Tensor:
     """Return the fp16 at byte `first` of each block, `[n, 1] f32`."""
     return blocks[:, first : first + 2].contiguous().view(torch.float16).float()
 
@@ -38,55 +38,59 @@ def _fields(packed: Tensor, shifts: range, width: int, rows: int) -> Tensor:
     return packed.reshape(len(packed), -1, 1, rows) >> by & (1 << width) - 1
 
 
-def _nibbles(packed: Tensor, rows: int) -> Tensor:
+def nibbles(packed: Tensor, rows: int) -> Tensor:
     """Unpack 4 bits each, `rows` apart: `[n, k] u8 -> [n, 2 k]`."""
     return _fields(packed, range(0, 8, 4), 4, rows).flatten(1)
 
 
 def _q4_0(b: Tensor) -> Tensor:
-    return _half(b, 0) * (_nibbles(b[:, 2:], 16).float() - 8)
+    return half(b, 0) * (nibbles(b[:, 2:], 16).float() - 8)
 
 
 def _q4_1(b: Tensor) -> Tensor:
-    return _half(b, 0) * _nibbles(b[:, 4:], 16).float() + _half(b, 2)
+    return half(b, 0) * nibbles(b[:, 4:], 16).float() + half(b, 2)
 
 
-def _fives(bits: Tensor, packed: Tensor) -> Tensor:
-    """Join low nibbles with their fifth bits, bit i of a u32 for value i: `[n, 32] f32`."""
-    high = _fields(bits, range(8), 1, 1).flatten(1)
-    return (_nibbles(packed, 16) | high << 4).float()
+def fives(bits: Tensor, packed: Tensor, rows: int = 16) -> Tensor:
+    """Join low nibbles, `rows` apart, with their fifth bits: `[n, elements] u8`.
+
+    Of blocks of 32 bit i of a u32 is of value i; of those of 256, bit i of byte j is of value
+    `32 i + j`.
+    """
+    high = _fields(bits, range(8), 1, 1 if rows == 16 else rows).flatten(1)
+    return nibbles(packed, rows) | high << 4
 
 
 def _q5_0(b: Tensor) -> Tensor:
-    return _half(b, 0) * (_fives(b[:, 2:6], b[:, 6:]) - 16)
+    return half(b, 0) * (fives(b[:, 2:6], b[:, 6:]).float() - 16)
 
 
 def _q5_1(b: Tensor) -> Tensor:
-    return _half(b, 0) * _fives(b[:, 4:8], b[:, 8:]) + _half(b, 2)
+    return half(b, 0) * fives(b[:, 4:8], b[:, 8:]).float() + half(b, 2)
 
 
 def _q8_0(b: Tensor) -> Tensor:
-    return b[:, 2:].view(torch.int8).float() * _half(b, 0)
+    return b[:, 2:].view(torch.int8).float() * half(b, 0)
 
 
 def _q2_k(b: Tensor) -> Tensor:
     scales, packed = b[:, :16], b[:, 16:80]
-    scale = (_half(b, 80) * (scales & 15).float()).unsqueeze(2)
-    least = (_half(b, 82) * (scales >> 4).float()).unsqueeze(2)
+    scale = (half(b, 80) * (scales & 15).float()).unsqueeze(2)
+    least = (half(b, 82) * (scales >> 4).float()).unsqueeze(2)
     return scale * _fields(packed, range(0, 8, 2), 2, 32).view(-1, 16, 16).float() - least
 
 
 def _q3_k(b: Tensor) -> Tensor:
     high, packed, scales = b[:, :32], b[:, 32:96], b[:, 96:108]
-    low_scales = _nibbles(scales[:, :8], 8)
+    low_scales = nibbles(scales[:, :8], 8)
     high_scales = _fields(scales[:, 8:], range(0, 8, 2), 2, 4).flatten(1)
-    scale = _half(b, 108) * ((low_scales | high_scales << 4).float() - 32)
+    scale = half(b, 108) * ((low_scales | high_scales << 4).float() - 32)
     low = _fields(packed, range(0, 8, 2), 2, 32).view(-1, 16, 16)
     is_kept = _fields(high, range(8), 1, 32).view(-1, 16, 16)
     return scale.unsqueeze(2) * (low.float() - 4 + 4 * is_kept.float())
 
 
-def _scales_and_leasts(packed: Tensor) -> tuple[Tensor, Tensor]:
+def scales_and_leasts(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Unpack 8 scales and 8 minima of 6 bits, `[n, 12] u8 -> [n, 8] f32` each."""
     first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, last & 15 | first >> 2 & 48), dim=1)
@@ -96,25 +100,28 @@ def _scales_and_leasts(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scaled(b: Tensor, values: Tensor) -> Tensor:
     """Scale and shift the eight sub-blocks of `values [n, 256]`, whose scales are in `b`."""
-    scales, leasts = _scales_and_leasts(b[:, 4:16])
-    scale, least = _half(b, 0) * scales, _half(b, 2) * leasts
+    scales, leasts = scales_and_leasts(b[:, 4:16])
+    scale, least = half(b, 0) * scales, half(b, 2) * leasts
     return scale.unsqueeze(2) * values.view(-1, 8, 32).float() - least.unsqueeze(2)
 
 
 def _q4_k(b: Tensor) -> Tensor:
-    return _scaled(b, _nibbles(b[:, 16:], 32))
+    return _scaled(b, nibbles(b[:, 16:], 32))
 
 
 def _q5_k(b: Tensor) -> Tensor:
-    high = _fields(b[:, 16:48], range(8), 1, 32).flatten(1)
-    return _scaled(b, _nibbles(b[:, 48:], 32) | high << 4)
+    return _scaled(b, fives(b[:, 16:48], b[:, 48:], 32))
+
+
+def sixes(b: Tensor) -> Tensor:
+    """Join the low nibbles of Q6_K with the two bits above them: `[n, 256] u8`."""
+    low = nibbles(b[:, :128], 64)
+    return low | _fields(b[:, 128:192], range(0, 8, 2), 2, 32).flatten(1) << 4
 
 
 def _q6_k(b: Tensor) -> Tensor:
-    low = _nibbles(b[:, :128], 64)
-    high = _fields(b[:, 128:192], range(0, 8, 2), 2, 32).flatten(1)
-    scale = _half(b, 208) * b[:, 192:208].contiguous().view(torch.int8).float()
-    return scale.unsqueeze(2) * ((low | high << 4).float() - 32).view(-1, 16, 16)
+    scale = half(b, 208) * b[:, 192:208].contiguous().view(torch.int8).float()
+    return scale.unsqueeze(2) * (sixes(b).float() - 32).view(-1, 16, 16)
 
 
 _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {

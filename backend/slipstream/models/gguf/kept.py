@@ -1,19 +1,23 @@
-"""Keep the blocks of GGUF's types that are scales and codes: Q4_0, Q4_1 and Q8_0, by 32 inputs.
+"""Keep the blocks of GGUF's types of 4 to 8 bits as scales and codes, by 32 inputs or 16.
 
-A block is an fp16, the scale, of Q4_1 another, the minimum, then its codes: of Q4_0 and Q4_1 16
-bytes, whose lower halves are the first 16 of them and whose upper halves the others, with a zero of
-8 in Q4_0; of Q8_0 32 signed bytes.
+Values are `code * scale` or `code * scale + minimum`, as `blocks.py` has them to the last bit.
+Codes of 4 bits stay so, those of 5 and 6 bits have a byte each. Scales stay fp16 where they are in
+the file as they multiply; those of K types come of two numbers, in fp32.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from slipstream.models.entries import TensorEntry
+from slipstream.models.gguf.blocks import fives, half, nibbles, scales_and_leasts, sixes
 from slipstream.models.gguf.restore import rows_in_order
 from slipstream.models.gguf.types import QUANTISED
 from slipstream.quant.matrix import Kind, QuantMatrix, halves
 
-KEPT = ("Q4_0", "Q4_1", "Q8_0")
+# Codes of blocks, `[n, elements]`; their scales and minimums, `[n, groups]` each.
+Parts = tuple[Tensor, Tensor, Tensor | None]
 
 
 def kept(entry: TensorEntry, blocks: Tensor) -> QuantMatrix:
@@ -24,15 +28,69 @@ def kept(entry: TensorEntry, blocks: Tensor) -> QuantMatrix:
         blocks: its bytes, u8.
     """
     kind, (rows, inputs) = QUANTISED[entry.dtype], entry.shape
-    each = rows_in_order(entry, blocks).reshape(rows, -1, kind.num_bytes)
-    scales = each[..., :2].contiguous().view(torch.float16).squeeze(-1)
-    codes = each[..., 4 if entry.dtype == "Q4_1" else 2 :]
-    if entry.dtype == "Q8_0":
-        eight = codes.reshape(rows, inputs).view(torch.int8)
-        return QuantMatrix(Kind.W8, eight, scales, kind.elements, inputs)
-    four = halves(torch.cat([codes & 15, codes >> 4], -1).view(rows, inputs))
-    if entry.dtype == "Q4_0":
-        return QuantMatrix(Kind.W4, four, scales, kind.elements, inputs)
-    minimums = each[..., 2:4].contiguous().view(torch.float16).squeeze(-1)
-    zeros = torch.zeros_like(scales, dtype=torch.uint8)
-    return QuantMatrix(Kind.W4, four, scales, kind.elements, inputs, zeros, minimums)
+    codes, scales, minimums = _PARTS[entry.dtype](
+        rows_in_order(entry, blocks).reshape(-1, kind.num_bytes)
+    )
+    group = kind.elements // scales.shape[1]
+    codes, scales = codes.reshape(rows, inputs), scales.reshape(rows, -1)
+    if minimums is not None:
+        minimums = minimums.reshape(rows, -1)
+    if codes.dtype == torch.int8:
+        return QuantMatrix(Kind.W8, codes, scales, group, inputs, None, minimums)
+    zeros = None if minimums is None else torch.zeros_like(scales, dtype=torch.uint8)
+    return QuantMatrix(Kind.W4, halves(codes), scales, group, inputs, zeros, minimums)
+
+
+def _fp16(b: Tensor, first: int) -> Tensor:
+    return b[:, first : first + 2].contiguous().view(torch.float16)
+
+
+def _q4_0(b: Tensor) -> Parts:
+    return nibbles(b[:, 2:], 16), _fp16(b, 0), None
+
+
+def _q4_1(b: Tensor) -> Parts:
+    return nibbles(b[:, 4:], 16), _fp16(b, 0), _fp16(b, 2)
+
+
+def _q5_0(b: Tensor) -> Parts:
+    return fives(b[:, 2:6], b[:, 6:]).view(torch.int8) - 16, _fp16(b, 0), None
+
+
+def _q5_1(b: Tensor) -> Parts:
+    return fives(b[:, 4:8], b[:, 8:]).view(torch.int8), _fp16(b, 0), _fp16(b, 2)
+
+
+def _q8_0(b: Tensor) -> Parts:
+    return b[:, 2:].contiguous().view(torch.int8), _fp16(b, 0), None
+
+
+def _scaled(b: Tensor, codes: Tensor) -> Parts:
+    scales, leasts = scales_and_leasts(b[:, 4:16])
+    return codes, half(b, 0) * scales, -half(b, 2) * leasts
+
+
+def _q4_k(b: Tensor) -> Parts:
+    return _scaled(b, nibbles(b[:, 16:], 32))
+
+
+def _q5_k(b: Tensor) -> Parts:
+    return _scaled(b, fives(b[:, 16:48], b[:, 48:], 32).view(torch.int8))
+
+
+def _q6_k(b: Tensor) -> Parts:
+    scales = half(b, 208) * b[:, 192:208].contiguous().view(torch.int8).float()
+    return sixes(b).view(torch.int8) - 32, scales, None
+
+
+_PARTS: dict[str, Callable[[Tensor], Parts]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+KEPT = tuple(_PARTS)

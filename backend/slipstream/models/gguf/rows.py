@@ -7,6 +7,8 @@ from slipstream.models.entries import TensorEntry
 from slipstream.models.gguf.blocks import dequantise
 from slipstream.models.gguf.types import QUANTISED
 
+_SCALES_AT = {"Q6_K": 208}  # bytes in front of a block's scale; of other types none
+
 
 class BlockRows:
     """A matrix that stays as the file has it; values are those of `restore`, bit for bit.
@@ -25,9 +27,10 @@ class BlockRows:
 
     @property
     def scales(self) -> Tensor:
-        """The fp16 that each block starts with, `[rows, blocks]`."""
+        """The scale of each block, fp16, `[rows, blocks]`."""
         each = self._blocks.view(self.shape[0], -1, self._kind.num_bytes)
-        return each[..., :2].contiguous().view(torch.float16).squeeze(-1)
+        at = _SCALES_AT.get(self._kind.name, 0)
+        return each[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Dequantise some rows: `[n] i64 -> [n, inputs]`."""
