@@ -234,6 +234,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "none may be",
         ),
     ] = ""
+    adapter_dir: Annotated[
+        str,
+        _field(
+            "a directory, by its absolute path, whose sub-directories are adapters by their names: "
+            "those that appear, change or vanish are loaded, loaded again and unloaded at run time",
+            "none",
+        ),
+    ] = ""
     lora_task_bytes: Annotated[
         int,
         _field(

@@ -1,8 +1,10 @@
 """`slipstream compose`: write, or check, the model repository of a checkpoint."""
 
 import argparse
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from slipstream import quant
 from slipstream.config import BACKEND_MODELS, DTYPES, KV_CACHE_DTYPES, SPECULATIONS, help_of
@@ -48,9 +50,26 @@ _DRAFTS = ("draft_checkpoint", "medusa_choices", "eagle_choices", "synthetic_acc
 
 
 def _absolute_each(text: str) -> str:
-    """Make the directories of `NAME=DIR[,NAME=DIR]` absolute."""
+    """Make the directories of `NAME=DIR[,NAME=DIR]` absolute; those of a file of JSON, too."""
+    if text.endswith(".json"):
+        return _of_json(Path(text))
     pairs = [entry.partition("=") for entry in text.split(",")]
     return ",".join(f"{name}={Path(path).absolute()}" if path else name for name, _, path in pairs)
+
+
+def _of_json(path: Path) -> str:
+    """Read `{NAME: DIR}`, as `multi_lora.json` of vLLM's backend; directories from the file's."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error}") from None
+    pairs: list[tuple[Any, Any]] = list(found.items()) if isinstance(found, dict) else [("", None)]
+    for name, directory in pairs:
+        if not isinstance(directory, str) or {*"=,"} & {*name, *directory} or not directory:
+            wrong = f"{name!r:.64}: {directory!r:.64}"
+            raise argparse.ArgumentTypeError(f"{path} has {wrong}, not a name and its directory")
+    folder = path.absolute().parent
+    return ",".join(f"{name}={folder / directory}" for name, directory in pairs)
 
 
 def _absolute(text: str) -> str:
@@ -178,6 +197,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         ("logits_processors", str, "LIST"),
         ("adapters", _absolute_each, "LIST"),
         ("adapter_root", _absolute, "DIR"),
+        ("adapter_dir", _absolute, "DIR"),
     ):
         parser.add_argument(_flag(name), type=kind, metavar=metavar, help=help_of(name))
 
@@ -208,6 +228,7 @@ def run(args: argparse.Namespace) -> int:
         "gpu_hour_price",
         "target_itl",
         "request_log",
+        "adapter_dir",
         *edits,
         *more,
         *_COUNTS,

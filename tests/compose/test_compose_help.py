@@ -2,6 +2,7 @@
 
 import argparse
 import math
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -35,6 +36,24 @@ def test_every_field_of_the_engine_is_an_option_with_its_own_help() -> None:
         if isinstance(default, int) and default:
             assert f"(default: {default})" in config.help_of(name)
     assert offered["model_name"].help == config.help_of("model")
+
+
+def test_adapters_of_a_file_as_vllm_has_it(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    parser = argparse.ArgumentParser()
+    cli.add_parser(parser.add_subparsers())
+    file = tmp_path / "multi_lora.json"
+
+    def read(content: str) -> str:
+        file.write_text(content)
+        given = ["compose", "--checkpoint", "c", "--output", "o", "--adapters", str(file)]
+        adapters: str = parser.parse_args(given).adapters
+        return adapters
+
+    assert read('{"sql": "/a/sql", "chat": "b"}') == f"sql=/a/sql,chat={tmp_path / 'b'}"
+    for wrong in ("{", "[]", '{"a": 1}', '{"a": ""}', '{"a=b": "c"}', '{"a": "b,c"}'):
+        with pytest.raises(SystemExit):
+            read(wrong)
+        assert "multi_lora.json" in capsys.readouterr().err
 
 
 def test_what_an_attention_window_needs_on_a_gpu() -> None:

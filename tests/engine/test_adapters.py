@@ -4,91 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.engine.adapted import GREEDY, RANKS, House
 from fixtures.models.adapters import (
-    Pairs,
-    draw_pairs,
-    merged,
     scale_of,
-    targets_of,
     task_arrays,
     write_adapter,
 )
-from fixtures.models.checkpoints import Asker, make_model, make_runner, random_prompts, save
+from fixtures.models.checkpoints import random_prompts
 from msgspec.structs import replace
-from slipstream.engine.adapters import AdapterStore
-from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
-from slipstream.runner.model_runner import ModelRunner
-from slipstream.wire import Submit
 from slipstream_contract.drafts import Drafts
 from slipstream_contract.errors import Code, ContractError
-from slipstream_contract.ids import pack
 from slipstream_contract.log_probs import LogProbs
 from slipstream_contract.lora import LoraTask
 from slipstream_contract.prompt_table import PromptTable
-from slipstream_contract.sampling import SamplingParams
-
-GREEDY = SamplingParams(max_tokens=6, temperature=0.0, log_probs=True)
-RANKS = {"a": 4, "b": 17, "c": 1}
-
-
-class House:
-    """An engine on a small model, and three adapters on disk."""
-
-    def __init__(self, folder: Path, **options: object) -> None:
-        self.model = make_model("llama", num_hidden_layers=2, hidden_size=64)
-        checkpoint = folder / "base"
-        if not checkpoint.exists():
-            save(self.model, checkpoint)
-        self.folder = folder
-        self.runner: ModelRunner = make_runner(checkpoint, **options)
-        self.pairs: dict[str, Pairs] = {}
-        for seed, (name, rank) in enumerate(RANKS.items()):
-            self.write(name, rank, seed)
-        self.restart()
-
-    def write(self, name: str, rank: int, seed: int, size: float = 0.3) -> str:
-        """Draw an adapter; return its directory."""
-        pairs = self.pairs[name] = draw_pairs(self.model, targets_of(self.model), rank, seed, size)
-        return str(write_adapter(self.folder / name, pairs, rank))
-
-    def restart(self, limits: Limits | None = None) -> None:
-        self.asker = Asker(self.runner, limits or Limits(8, 64))
-        store = AdapterStore(self.runner.adapters, str(self.folder), "base")
-        self.asker.engine = Engine(limits or Limits(8, 64), self.runner, None, adapters=store)
-        self.store = store
-
-    def load(self, *names: str) -> None:
-        for name in names:
-            self.store.load(name, str(self.folder / name))
-
-    def submit(
-        self,
-        prompt: list[int],
-        adapter: str | LoraTask | PromptTable,
-        sampling: SamplingParams = GREEDY,
-    ) -> int:
-        submit = self.asker.engine.submit
-        kinds = {str: "adapter", LoraTask: "task", PromptTable: "table"}
-        chosen = {kinds[type(adapter)]: adapter}
-
-        def with_adapter(bridge: bytes, message: Submit) -> None:
-            submit(bridge, Submit(message.request, pack(prompt), sampling, 1, **chosen))
-
-        self.asker.engine.submit = with_adapter  # type: ignore[method-assign]
-        try:
-            return self.asker.submit(prompt, sampling)
-        finally:
-            self.asker.engine.submit = submit  # type: ignore[method-assign]
-
-    def expected(self, prompt: list[int], adapter: str) -> list[int]:
-        """Greedy tokens of the model with an adapter's weights."""
-        pairs = self.pairs.get(adapter, {})
-        tokens = list(prompt)
-        with merged(self.model, pairs, scale_of(RANKS.get(adapter, 1))), torch.no_grad():
-            for _ in range(GREEDY.max_tokens):
-                tokens.append(int(self.model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        return tokens[len(prompt) :]
 
 
 @pytest.fixture
@@ -343,13 +272,13 @@ def test_what_else_a_request_with_virtual_tokens_may_want(house: House) -> None:
     assert answers[asked[0], 0].token_ids == greedy_of(house, table, prompt, 1.7)
     assert len(answers[asked[1], 0].token_ids) == GREEDY.max_tokens
     assert answers[asked[2], 0].token_ids == answers[asked[3], 1].token_ids == plain
-    for given, sampling, why in (
+    for own, sampling, why in (
         (table, replace(GREEDY, values=LogProbs(prompt=1)), "virtual tokens have no log probs"),
         (replace(table, num_rows=3, width=128), GREEDY, r"rows are \[3, 128\], not \[.*, 64\]"),
         (table_of(300, 0), GREEDY, "the prompt is 336 tokens long"),
     ):
         with pytest.raises(ContractError, match=why):
-            house.submit(prompt, given, sampling)
+            house.submit(prompt, own, sampling)
     with pytest.raises(ContractError, match=r"id 1015 is outside .* 1008 and 6 virtual tokens"):
         house.submit([VOCABULARY + 6], table)
     with pytest.raises(ContractError, match=r"id 1009 is outside the vocabulary 0 \.\. 1008$"):

@@ -1,6 +1,7 @@
 """Adapters of a whole house: chosen by `lora_name`, loaded and unloaded by a connection."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,7 +38,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("adapters")
     first, _ = write(folder / "one", 1), write(folder / "two", 2)
     zero = write(folder / "zero", 3, size=0)
-    made = House(folder, adapters=f"first={first},zero={zero}", adapter_root=str(folder))
+    (folder / "watched").mkdir()
+    options = {"adapter_root": str(folder), "adapter_dir": str(folder / "watched")}
+    made = House(folder, adapters=f"first={first},zero={zero}", **options)
     yield made
     made.close()
 
@@ -86,6 +89,25 @@ def test_adapters_come_and_go_by_messages(house: House) -> None:
     ):
         with pytest.raises(ContractError, match=why):
             change()
+
+
+@pytest.mark.rest
+def test_what_is_put_into_the_watched_directory_is_served(
+    house: House, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    connection = house._bridge.connection
+    root = Path(house._loop._engine.adapters._directory._root)  # type: ignore[union-attr]
+
+    def wait_for(names: list[str]) -> None:
+        while [each.name for each in connection.adapters] != names:
+            connection.request_status(60)
+
+    write(root / ".new", 2)
+    (root / ".new").rename(root / "new")
+    wait_for(["first", "new", "zero"])
+    assert text_of(house, "new") != text_of(house, None)
+    shutil.rmtree(root / "new")
+    wait_for(["first", "zero"])
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "tensorrt_llm"])

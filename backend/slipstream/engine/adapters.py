@@ -5,6 +5,7 @@ and a name that is loaded again is another adapter for all requests from then on
 its own; an adapter is removed from the device when no name points to it and no request has it.
 """
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,8 +18,11 @@ from slipstream_contract.lora import LoraTask
 from slipstream_contract.prompt_table import TABLE, PromptTable
 
 from slipstream.core.adapter import Adapter, with_virtual
+from slipstream.engine.adapter_directory import AdapterDirectory
 from slipstream.errors import StartError
 from slipstream.wire import AdapterInfo, Submit
+
+_log = logging.getLogger(__name__)
 
 MAX_NAME = 256  # characters
 _SHOWN = 8  # names in an error
@@ -95,6 +99,7 @@ class AdapterStore:
         self._max_task_bytes = max_task_bytes
         self._loading: list[_Loading] = []
         self._threads: ThreadPoolExecutor | None = None
+        self._directory: AdapterDirectory | None = None
         self.when_changed: Callable[[], None] = lambda: None  # called when names have changed
 
     @property
@@ -235,6 +240,35 @@ class AdapterStore:
                 reason = f"adapter {clip(loading.name)} could not be loaded"
                 error = ContractError(f"{reason}: {type(caught).__name__}", Code.INTERNAL)
             loading.reply(error)
+
+    def watch(self, root: str) -> AdapterDirectory:
+        """Take the adapters of a directory, all that there are at once; `take_watched` takes later
+        ones, once the directory is looked at (`start`). Raises ContractError.
+        """
+        if self._holder is None:
+            raise ContractError("this engine serves no adapters", Code.UNSUPPORTED)
+        self._directory = AdapterDirectory(Path(root), self._holder.read)
+        self._directory.look()
+        self._directory.look()
+        self.take_watched()
+        return self._directory
+
+    def take_watched(self) -> None:
+        """Load and unload what has changed in the directory; what has another path is left."""
+        for change in () if self._directory is None else self._directory.take():
+            known = self._paths.get(change.name)
+            if change.weights is None:
+                if known == change.path:
+                    self.unload(change.name)
+                continue
+            try:
+                self._check(change.name)
+                if known not in (None, change.path):
+                    raise ContractError(f"the name {clip(change.name)} is that of {known}")
+            except ContractError as error:
+                _log.warning("adapter_dir: %s is not loaded: %s", change.path, error.message)
+                continue
+            self._put(change.name, change.path, change.weights)
 
     def unload(self, name: str) -> None:
         """Discard a name; requests that run keep its adapter. Raises ContractError."""

@@ -114,6 +114,7 @@ class EngineLoop:
         if self._engine.adapters.is_loading:
             idle_ms = min(idle_ms, _LOADING_MS)
             self._engine.adapters.poll()
+        self._engine.adapters.take_watched()
         if self._engine.has_work or self._socket.poll(idle_ms):
             self._receive()
             while (slack_ns := self._engine.slack_ns()) >= _MS and self._socket.poll(
@@ -340,6 +341,8 @@ def adapters_of(config: EngineConfig, model: str, holder: Holder) -> AdapterStor
     try:
         for name, path in parse_adapters(config.adapters).items():
             store.load(name, path)
+        if config.adapter_dir:
+            store.watch(config.adapter_dir).start()
     except ContractError as error:
         raise ConfigError(error.message) from None
     return store

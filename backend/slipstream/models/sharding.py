@@ -46,7 +46,7 @@ def check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
             f"{asked} does not go with {model.architecture}: layer norms of all queries are not "
             "split"
         )
-    for field in ("adapters", "adapter_root"):
+    for field in ("adapters", "adapter_root", "adapter_dir"):
         if value := getattr(config, field):
             raise ConfigError(f"{asked} does not go with {field} = {value!r}: LoRA is not split")
     heads = model.dims.num_heads

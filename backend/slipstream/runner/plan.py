@@ -357,8 +357,9 @@ def _check_fields(config: EngineConfig) -> None:
         raise ConfigError(f"memory_share = {config.memory_share} is not above 0 and at most 1")
     if not 0 <= config.gpu_hour_price < inf:
         raise ConfigError(f"gpu_hour_price = {config.gpu_hour_price} is not a price")
-    if config.adapter_root and not Path(config.adapter_root).is_dir():
-        raise ConfigError(f"adapter_root = {config.adapter_root!r} is no directory")
+    for name in ("adapter_root", "adapter_dir"):
+        if (path := getattr(config, name)) and not Path(path).is_dir():
+            raise ConfigError(f"{name} = {path!r} is no directory")
     if config.request_log and not Path(config.request_log).is_absolute():
         raise ConfigError(f"request_log = {config.request_log!r} is not an absolute path")
     if config.block_size not in BLOCK_SIZES:
