@@ -30,15 +30,22 @@ def directory(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpacked(path, tmp_path_factory.mktemp("real") / "checkpoint")
 
 
-@pytest.mark.parametrize(("quantization", "most"), [("none", 1e-3), ("auto", 1e-2)])
-def test_logits(path: Path, directory: Path, quantization: str, most: float) -> None:
-    """In fp32 as the file is read; where codes are multiplied as they are, rows have 16 bits."""
-    where = {"gguf_file": path.name}
-    config = transformers.AutoConfig.from_pretrained(path.parent, **where)
+@pytest.fixture(scope="module")
+def model(path: Path) -> transformers.PreTrainedModel:
+    """What transformers makes of the file, in fp32."""
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
     assert model.load_state_dict(tensors, strict=False).missing_keys == ["lm_head.weight"]
     model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize(("quantization", "most"), [("none", 1e-3), ("auto", 1e-2)])
+def test_logits(
+    model: transformers.PreTrainedModel, directory: Path, quantization: str, most: float
+) -> None:
+    """In fp32 as the file is read; where codes are multiplied as they are, rows have 16 bits."""
     runner = make_runner(directory, kv_cache_tokens=4096, quantization=quantization)
     driver = Driver(runner, keep_logits=True)
     tokenizer, template = load_tokenizer(directory), ChatTemplate.load(directory)

@@ -76,7 +76,7 @@ def one_shot(tokenizer: Tokenizer, ids: list[int], skip_special: bool) -> str:
 
 
 @pytest.mark.parametrize("name", ZOO)
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_stream_of_random_tokens_equals_one_shot_decode(name: str, data: st.DataObject) -> None:
     tokenizer, vocab = zoo(name)
@@ -89,7 +89,7 @@ def test_stream_of_random_tokens_equals_one_shot_decode(name: str, data: st.Data
 
 
 @pytest.mark.parametrize("name", ZOO)
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400)
 @given(text=TEXTS, sizes=st.lists(st.integers(0, 3), max_size=60), skip_special=st.booleans())
 def test_stream_of_text_equals_one_shot_decode(
     name: str, text: str, sizes: list[int], skip_special: bool
@@ -100,7 +100,7 @@ def test_stream_of_text_equals_one_shot_decode(
     assert stream(vocab, cut(ids, iter(sizes)), skip_special) == expected
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400)
 @given(data=st.binary(max_size=12), ids=st.data())
 def test_byte_level_streams_any_bytes(data: bytes, ids: st.DataObject) -> None:
     tokenizer, vocab = zoo("byte-level BPE")
