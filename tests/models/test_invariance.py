@@ -159,7 +159,7 @@ def test_nan_is_told_and_stays_in_its_row(tmp_path: Path) -> None:
     healthy, sick = random_prompts([12, 12])
     expected = runner.run(Batch((make_row(healthy, [0, 1]),), 0)).token_ids
     with torch.inference_mode():
-        runner._model.embedding.weight[sick[3]] = float("nan")
+        runner._model.embedding.table.weight[sick[3]] = float("nan")
     assert sick[3] not in healthy
     both = runner.run(Batch((make_row(sick, [4, 5]), make_row(healthy, [2, 3])), 0))
     assert both.outcomes == [False, True]

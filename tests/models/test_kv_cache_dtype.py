@@ -79,7 +79,7 @@ def test_nan_is_told_and_stays_in_its_row(name: str, tmp_path: Path) -> None:
     assert sick[3] not in healthy
     expected = runner.run(Batch((row(healthy, [0, 1]),), 0)).token_ids
     with torch.inference_mode():
-        runner._model.embedding.weight[sick[3]] = float("nan")
+        runner._model.embedding.table.weight[sick[3]] = float("nan")
     both = runner.run(Batch((row(sick, [4, 5]), row(healthy, [2, 3])), 0))
     assert both.outcomes == [False, True]
     assert both.token_ids[1:] == expected

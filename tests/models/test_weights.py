@@ -60,7 +60,7 @@ def test_other_dtypes_are_converted_exactly(dtype: torch.dtype, tmp_path: Path) 
     assert greedy(make_runner(low)) == greedy(make_runner(same))
 
 
-@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", 0, 0.3), ("float16", 0.9, 1.5)])
+@pytest.mark.parametrize(("dtype", "least", "most"), [("float32", -1, 0.3), ("float16", 0.7, 1.5)])
 def test_weights_in_the_dtype_of_the_engine_stay_in_their_file(
     dtype: str, least: float, most: float, tmp_path: Path
 ) -> None:
@@ -76,7 +76,10 @@ def test_weights_in_the_dtype_of_the_engine_stay_in_their_file(
     decoder = build(read_config(directory), weights, max_model_len=8)
     grown = private_bytes() - before
     assert least * 4 * count < grown < most * 4 * count, grown / count / 4
-    assert weights.mapped_bytes == 0 if least else weights.mapped_bytes > 0.7 * 4 * count
+    if dtype == "float32":
+        assert weights.mapped_bytes > 0.7 * 4 * count
+    else:
+        assert weights.mapped_bytes == 0
     del decoder
 
 

@@ -355,8 +355,8 @@ def load(
 
     Engines of one `memory_lock` take memory in turn; `ranks`: descriptor of what ranks share."""
     laps = Laps(process_age())
-    from slipstream.runner.plan import resolve
-    from slipstream.runner.ranks import make_runner
+    from slipstream.runner.scheme_choice import resolve
+    from slipstream.runner.threads import start_runner
 
     laps.lap("imports")
     with locked(memory_lock):
@@ -369,7 +369,7 @@ def load(
             guide_compiler = start_set_up(plan.checkpoint, vocab_size, vocab.raw)
         edit_context = edit_context_of(config, plan.checkpoint, plan.model.dims.vocab_size, vocab)
         laps.lap("vocabulary")
-        runner = make_runner(plan, ranks)
+        plan, runner = start_runner(plan, ranks)
     laps.lap("runner")
     limits = limits_of(config, plan)
     num_device_drafts = 0 if plan.drafts is None else plan.drafts.num_drafts

@@ -324,6 +324,10 @@ class ModelRunner:
         inputs = self._stage(self._builder.build(Batch((), 0), shape, 0, 0))
         return lambda: self._step(shape, inputs)
 
+    def padding(self, shape: StepShape) -> Callable[[], object]:
+        """Return what runs a step of nothing but padding, to be timed; no other runs meanwhile."""
+        return self._prepare(shape)
+
     def _warm_drafts(self, shape: StepShape) -> bool:
         """Run the drafter, if any, behind a step of nothing but padding; return whether it did."""
         if self._drafting is not None:

@@ -48,6 +48,7 @@ from slipstream.runner.scheme_check import check_scheme
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _MIN_THREADED_HIDDEN_SIZE = 768
+THREADS = "SLIPSTREAM_CPU_THREADS"
 _MAX_DRAFTED_ROWS = 256  # beyond, drafts pay on no device
 _ASKED_ROWS = 64  # of a step with drafts that requests bring or ask for, whatever the engine drafts
 ENDLESS = 2**31 - 1  # tokens: sequences of an `attention_window` may have so many
@@ -305,7 +306,7 @@ def _check_share(plan: Plan) -> None:
 
 
 def _num_threads(model: ModelConfig) -> int | None:
-    text = os.environ.get("SLIPSTREAM_CPU_THREADS")
+    text = os.environ.get(THREADS)
     if text is None and model.num_ranks > 1:
         return max(1, torch.get_num_threads() // model.num_ranks)
     if text is None:
@@ -313,7 +314,7 @@ def _num_threads(model: ModelConfig) -> int | None:
         # busier the machine: on 2 cores one thread is 1.4 times as fast, 10 times beside others.
         return 1 if model.dims.hidden_size < _MIN_THREADED_HIDDEN_SIZE else None
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"SLIPSTREAM_CPU_THREADS = {text!r} is not a whole number >= 1")
+        raise ConfigError(f"{THREADS} = {text!r} is not a whole number >= 1")
     return int(text)
 
 
