@@ -101,9 +101,8 @@ def test_its_commands_are_commands_of_this_version(case):
         server["lifecycle"]["preStop"]["exec"]["command"][1:],
         *(server[f"{kind}Probe"]["exec"]["command"][1:] for kind in ("startup", "liveness")),
         server["readinessProbe"]["exec"]["command"][1:],
+        compose["args"],
     ]
-    ranks = [word for word in compose["args"] if "-parallel=" in word]
-    commands.append([word for word in compose["args"] if word not in ranks])
     for words in commands:
         build_parser(words[0]).parse_args(words)
     ports = {each["name"]: each["containerPort"] for each in server["ports"]}
@@ -114,9 +113,8 @@ def test_its_commands_are_commands_of_this_version(case):
         serve.metrics_port,
         serve.openai_port,
     ]
-    world = 1
-    for word in ranks:
-        world *= int(word.partition("=")[2])
+    composed = build_parser("compose").parse_args(compose["args"])
+    world = (composed.tensor_parallel or 1) * (composed.pipeline_parallel or 1)
     limits = server["resources"]["limits"]
     nodes = render(CASES[case]).get("LeaderWorkerSet", {}).get("spec", {})
     nodes = nodes.get("leaderWorkerTemplate", {}).get("size", 1)
