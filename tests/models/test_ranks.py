@@ -17,9 +17,12 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
+from fixtures.models.gguf_files import SIZES, unpacked, write_gguf
 from fixtures.models.parity import GRID, engine_greedy
+from fixtures.models.quantised import model_of
 from fixtures.models.ranks import Group, ranks_of
 from fixtures.models.remote_drawn import REMOTE
+from fixtures.quantize import tiny
 from fixtures.tiers import quick_of
 from slipstream.config import EngineConfig
 from slipstream.engine.scheduler import Limits
@@ -67,6 +70,37 @@ def test_a_family(case: str, tmp_path: Path) -> None:
         assert one.outputs == other.outputs
         for a, b in zip(one.logits, other.logits, strict=True):
             assert (a - b).abs().max() < 1e-4
+
+
+FORMATS = ["awq-gemm-32", "gptq-v1-4-32", "gptq-v2-8-64", "bnb-int8", "bnb-nf4", "gguf Q4_0"]
+FORMATS += [f"modelopt-{each}" for each in ("int4", "int8", "fp8", "nvfp4")]
+FORMATS += [f"compressed {each}" for each in tiny.FORMATS] + ["gguf Q6_K"]
+
+
+def quantised(name: str, directory: Path) -> Path:
+    """Write a tiny Llama in a format."""
+    kind, _, rest = name.partition(" ")
+    if kind == "gguf":
+        model = make_model("llama", **SIZES)
+        return unpacked(write_gguf(model, "llama", directory / "a.gguf", rest), directory / "model")
+    if kind == "compressed":
+        original = tiny.checkpoint(directory / "original")
+        tiny.quantised(original, tiny.FORMATS[rest], directory / "model")
+    else:
+        model_of(name, directory)
+    return directory / "model"
+
+
+@pytest.mark.parametrize("name", quick_of(FORMATS, {"gptq-v1-4-32", "gguf Q6_K"}))
+def test_a_checkpoint_that_comes_quantised(name: str, tmp_path: Path) -> None:
+    directory = quantised(name, tmp_path)
+    wanted = driven(make_runner(directory), 256)
+    with ranks_of(directory, 2) as leader:
+        found = driven(leader, 256)
+    for one, other in zip(wanted, found, strict=True):
+        assert one.outputs == other.outputs
+        for a, b in zip(one.logits, other.logits, strict=True):
+            assert (a - b).abs().max() < 1e-4 * a.abs().max()
 
 
 @pytest.fixture

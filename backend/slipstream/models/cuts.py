@@ -10,7 +10,7 @@ added are on rank 0 alone.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +50,29 @@ class Cut:
         out.narrow(self.dim, count, self.count - count).zero_()
 
 
+class MatrixCut(NamedTuple):
+    """A part of a matrix: of its rows, or of its inputs.
+
+    copies: matrices that lie under one another, each of which has such a part.
+    """
+
+    rows: Cut | None
+    inputs: Cut | None
+    copies: int
+
+    @classmethod
+    def of(cls, cut: Cut) -> "MatrixCut":
+        """Return the cut of one matrix."""
+        return cls(None, cut, 1) if cut.dim else cls(cut, None, 1)
+
+    def whole(self, rows: int, inputs: int) -> tuple[int, int]:
+        """Return the shape of the matrix whose part has this one."""
+        if self.rows is not None:
+            return self.copies * self.rows.total, inputs
+        assert self.inputs is not None, "something is cut"
+        return rows, self.inputs.total
+
+
 # Ends of names, the dimension that is cut, and by what: even parts, heads of keys and values,
 # widths, tokens; `row`: not cut, of rank 0. The first that fits.
 _RULES = tuple(
@@ -75,6 +98,7 @@ _RULES = tuple(
     )
 )
 _NORMS = re.compile(r"self_attn\.([qk])_norm\.weight$")
+_TOGETHER = re.compile(r"(?:^|\.)mlp\.experts\.(?:gate_up|down)_proj$")
 _NORMS_EACH = re.compile(r"(?<=self_attn\.)([qk])(_norm\.norms\.)(\d+)(?=\.)")
 _OF_HEAD = re.compile(r"\.norms\.\d+\.weight$")
 
@@ -86,6 +110,7 @@ class Cuts:
     num_heads, num_kv_heads: of the whole model.
     widths: of the whole model, by the kinds of `_RULES`; the last ranks have zeros behind them.
     norms: whether weights of norms of queries and keys are of all heads, and cut like them.
+    num_experts: of a mixture.
     """
 
     rank: int
@@ -94,6 +119,7 @@ class Cuts:
     num_kv_heads: int
     widths: Mapping[str, int]
     norms: bool
+    num_experts: int = 0
 
     def of(self, name: str, shape: Sequence[int]) -> Cut | None:
         """Return the cut by which the rank has `shape` of a tensor; None: it has all of it."""
@@ -103,6 +129,19 @@ class Cuts:
         if self.norms and (found := _NORMS.search(name)):
             return self._cut(0, shape[0], "even" if found[1] == "q" else "keys")
         return None
+
+    def of_matrix(self, name: str, rows: int, inputs: int) -> MatrixCut | None:
+        """Return the cut by which the rank has `[rows, inputs]` of a quantised matrix.
+
+        Its name ends in no `.weight`, and experts of all in one are under one another.
+        """
+        if _TOGETHER.search(name) is None:
+            cut = self.of(f"{name}.weight", (rows, inputs))
+            return None if cut is None else MatrixCut.of(cut)
+        count = self.num_experts
+        cut = self.of(name, (count, inputs, rows // count))
+        assert cut is not None, "experts are cut"
+        return MatrixCut(None, cut, count) if cut.dim == 1 else MatrixCut(cut, None, count)
 
     def skips(self, name: str) -> bool:
         """Return whether other ranks may have all of a tensor: the norm of one head."""

@@ -73,6 +73,18 @@ class MappedFiles:
             cut.fill(out, cut.part_of(values if change is None else change(values)))
         return cut.stored[1] * prod(entry.shape) // cut.total * dtype.itemsize
 
+    def region(
+        self, name: str, entry: TensorEntry, like: Tensor, region: tuple[slice, ...]
+    ) -> Tensor:
+        """Return a region of a tensor like `like`; of rows, nothing is read."""
+        shape = (*like.shape[:-1], like.shape[-1] * like.itemsize)
+        own = (*region, *[slice(None)] * (like.ndim - len(region)))
+        last = own[-1]
+        if last.start is not None:
+            last = slice(last.start * like.itemsize, last.stop * like.itemsize)
+        values = self.tensor(name, entry, torch.uint8, shape)[(*own[:-1], last)]
+        return values.contiguous().view(like.dtype)
+
     def tensor(
         self, name: str, entry: TensorEntry, dtype: torch.dtype, shape: Sequence[int]
     ) -> Tensor:

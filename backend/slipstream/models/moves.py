@@ -12,7 +12,8 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.models.axes import Change, Moves
-from slipstream.quant.matrix import E4M3, MIDDLE, Kind, QuantMatrix, codes_of, halves
+from slipstream.quant.matrix import MIDDLE, Kind, QuantMatrix, codes_of, halves
+from slipstream.quant.parts import as_bytes
 
 
 def moved(matrix: QuantMatrix, moves: Moves, name: str) -> QuantMatrix:
@@ -23,7 +24,7 @@ def moved(matrix: QuantMatrix, moves: Moves, name: str) -> QuantMatrix:
     device = "cpu" if matrix.codes.is_meta else matrix.codes.device
     try:
         if moves.rows is not None:
-            matrix = _with_rows(matrix, places(moves.rows, matrix.outputs, 0, device))
+            matrix = with_rows(matrix, places(moves.rows, matrix.outputs, 0, device))
         if moves.columns is not None:
             matrix = _with_columns(matrix, places(moves.columns, matrix.inputs, 1, device))
     except RuntimeError:
@@ -40,7 +41,7 @@ def places(change: Change, count: int, dim: int, device: torch.device | str = "c
     return change(torch.arange(1, count + 1, device=device).view(shape)).flatten() - 1
 
 
-def _with_rows(matrix: QuantMatrix, sources: Tensor) -> QuantMatrix:
+def with_rows(matrix: QuantMatrix, sources: Tensor) -> QuantMatrix:
     """Return rows `sources` of a matrix; -1 is a row of zeros."""
     names = ("codes", "scales", "zeros", "minimums", "outer")
     found = {name: getattr(matrix, name) for name in names}
@@ -50,7 +51,7 @@ def _with_rows(matrix: QuantMatrix, sources: Tensor) -> QuantMatrix:
     if bool((sources < 0).any()):
         for name in ("scales", "minimums"):
             if picked[name] is not None:
-                _bytes(picked[name])[sources < 0] = 0
+                as_bytes(picked[name])[sources < 0] = 0
     return replace(matrix, **picked)
 
 
@@ -75,7 +76,7 @@ def _with_columns(matrix: QuantMatrix, sources: Tensor) -> QuantMatrix:
     if matrix.kind is Kind.W4:
         codes[:, stored:] = MIDDLE
     if matrix.zeros is not None:
-        _bytes(codes)[:, stored:] = _bytes(matrix.zeros)[:, -1:]
+        as_bytes(codes)[:, stored:] = as_bytes(matrix.zeros)[:, -1:]
     if matrix.kind in (Kind.W4, Kind.F4):
         codes = halves(codes)
     kept = torch.arange(count, device=sources.device)
@@ -92,14 +93,9 @@ def _with_columns(matrix: QuantMatrix, sources: Tensor) -> QuantMatrix:
 
 def _padded(x: Tensor, more: int) -> Tensor:
     """Return a tensor with zeros behind its columns."""
-    return torch.nn.functional.pad(_bytes(x), (0, more)).view(x.dtype)
+    return torch.nn.functional.pad(as_bytes(x), (0, more)).view(x.dtype)
 
 
 def _picked(x: Tensor, sources: Tensor) -> Tensor:
     """Return rows of a tensor of any dtype."""
-    return _bytes(x)[sources.clamp_min(0)].view(x.dtype)
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """View e4m3 as bytes, which every operation takes."""
-    return x.view(torch.uint8) if x.dtype == E4M3 else x
+    return as_bytes(x)[sources.clamp_min(0)].view(x.dtype)

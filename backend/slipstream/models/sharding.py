@@ -79,7 +79,8 @@ def sharded(model: ModelConfig, rank: int, size: int) -> ModelConfig:
         of_rank = part_of_width(inner, size), part_of_width(shared, size)
         experts = replace(experts, inner_size=of_rank[0], shared_size=of_rank[1])
     has_norms = axes.qk_norms in (QkNorms.WHOLE, QkNorms.LAYER_HEADS)
-    cuts = Cuts(rank, size, d.num_heads, d.num_kv_heads, widths, has_norms)
+    count = 0 if axes.experts is None else axes.experts.routing.num_experts
+    cuts = Cuts(rank, size, d.num_heads, d.num_kv_heads, widths, has_norms, count)
     dims = replace(
         d,
         num_heads=d.num_heads // size,

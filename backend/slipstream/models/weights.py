@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,13 +22,13 @@ from slipstream.models.axes import Change, TensorNames
 from slipstream.models.cuts import Cut
 from slipstream.models.entries import TensorEntry
 from slipstream.models.files import SINGLE, tensor_entries
-from slipstream.models.formats.registry import Formats
-from slipstream.models.gguf.kept import KEPT, kept
+from slipstream.models.gguf.kept import KEPT
+from slipstream.models.gguf.part import fill_part
 from slipstream.models.gguf.restore import buffer_for, restore
 from slipstream.models.gguf.rows import BlockRows
 from slipstream.models.gguf.types import QUANTISED
 from slipstream.models.mapped import MappedFiles
-from slipstream.models.moves import moved
+from slipstream.models.quantised import Matrices
 from slipstream.models.reading import Region, TensorReader
 from slipstream.quant.matrix import QuantMatrix
 
@@ -61,15 +62,15 @@ class _Checkpoint:
         self._unread = set(self._entries)
         lacks = tensors.optional and not any(n.startswith(tensors.optional) for n in self._entries)
         self._lacking = tensors.optional if lacks else ""
-        self._formats = Formats(directory, self, self.stored("lm_head"))
+        self._matrices = Matrices(directory, tensors, self, self.stored("lm_head"))
         self._notes: dict[str, int] = {}
 
     def entry(self, name: str) -> TensorEntry | None:
         """Return the place of a tensor by the checkpoint's name."""
         return self._entries.get(name)
 
-    def raw(self, name: str) -> Tensor:
-        """Return a tensor as it is stored, by the checkpoint's name: its shape alone."""
+    def like(self, name: str) -> Tensor:
+        """Return the shape and dtype of a tensor as it is stored, by the checkpoint's name."""
         self._unread.discard(name)
         entry = self._entries[name]
         if entry.dtype in QUANTISED:  # rows of blocks
@@ -78,6 +79,10 @@ class _Checkpoint:
         if entry.dtype not in _STORED:
             raise CheckpointError(f"{entry.file}: tensor {name} is {entry.dtype}: not implemented")
         return torch.empty(entry.shape, dtype=_STORED[entry.dtype], device="meta")
+
+    def raw(self, name: str, region: tuple[slice, ...] = ()) -> Tensor:
+        """Return a tensor as it is stored, or a region of it: its shape alone."""
+        return self.like(name)[region] if region else self.like(name)
 
     def raw_bytes(self, name: str) -> bytes:
         """Read a tensor's bytes, by the checkpoint's name."""
@@ -89,37 +94,16 @@ class _Checkpoint:
 
     def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
         """Read a matrix that the checkpoint has quantised, with all that belongs to it."""
-        stored, weight = self.stored(name), self.stored(f"{name}.weight")
-        self._refuse_cut(f"{name}.weight", (rows, inputs), stored)
-        moves = self._tensors.moves(name)
-        if (entry := self._entries.get(weight)) is not None and entry.dtype in KEPT:
-            self._take(f"{name}.weight", (rows, inputs))
-            matrix = kept(entry, self.raw(weight))
-            self._note_values(weight, entry, matrix.scales)
-            return matrix if moves is None else moved(matrix, moves, f"{entry.file}: {weight}")
-        shape = (rows, inputs) if moves is None else moves.shape(rows, inputs)
-        found = self._formats.load(stored, *shape)
-        if found is None or moves is None:
-            return found
-        return moved(found, moves, f"{self._directory}: {stored}")
+        return self._matrices.read(name, self.stored(name), rows, inputs)
 
-    def _refuse_cut(self, name: str, shape: Sequence[int], stored: str) -> None:
-        """Raise `CheckpointError` for a quantised matrix of which a rank has a part."""
-        cuts = self._tensors.cuts
-        if cuts is None or cuts.of(name, shape) is None:
-            return
-        entry = self._entries.get(self.stored(name))
-        if self._formats.is_quantised(stored) or (entry and entry.dtype in QUANTISED):
-            raise CheckpointError(
-                f"{self._directory}: tensor_parallel = {cuts.size}: {stored} is quantised: parts "
-                "of such matrices are not implemented, of 16 and 32 bits they are"
-            )
+    def blocks(self, name: str, rows: int, inputs: int, region: tuple[slice, ...]) -> Tensor:
+        """Read blocks of the matrix `name`, the decoder's name, of which a rank has so much."""
+        self._take(f"{name}.weight", (rows, inputs))
+        return self.raw(self.stored(f"{name}.weight"), region)
 
     def is_quantised(self, name: str) -> bool:
         """Return whether the checkpoint has the matrix quantised."""
-        entry = self._entries.get(self.stored(f"{name}.weight"))
-        is_kept = entry is not None and entry.dtype in KEPT
-        return is_kept or self._formats.is_quantised(self.stored(name))
+        return self._matrices.is_quantised(self.stored(name))
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         """Return the dtype of a tensor that is taken as its file has it; None: it is changed."""
@@ -136,7 +120,7 @@ class _Checkpoint:
         """Return whether a file has the tensor."""
         return self.stored(name) in self._entries
 
-    def _note_values(self, name: str, entry: TensorEntry, out: Tensor) -> None:
+    def check_scales(self, name: str, scales: Tensor) -> None:
         """Keep what is needed to check that values are finite; shapes alone need nothing."""
 
     def stored(self, name: str) -> str:
@@ -157,17 +141,11 @@ class _Checkpoint:
                 f"{entry.file}: tensor {name} is {list(entry.shape)}, {wanted} "
                 "as config.json (transformers' defaults where it is silent) has it"
             )
-        if entry.paired_heads or entry.added or entry.dtype in QUANTISED:
-            if cut is not None:
-                raise CheckpointError(
-                    f"{entry.file}: parts of tensor {name} for tensor_parallel are not "
-                    "implemented for GGUF files"
-                )
-            if change is not None:
-                raise CheckpointError(
-                    f"{entry.file}: tensor {name} is in another layout than this model's heads "
-                    "need: that is not implemented for GGUF files"
-                )
+        if change is not None and _is_restored(entry):
+            raise CheckpointError(
+                f"{entry.file}: tensor {name} is in another layout than this model's heads "
+                "need: that is not implemented for GGUF files"
+            )
         if entry.dtype not in _DTYPES and entry.dtype not in QUANTISED:
             raise CheckpointError(f"{entry.file}: tensor {name} is {entry.dtype}: not implemented")
         self._unread.discard(name)
@@ -190,9 +168,14 @@ class _Checkpoint:
         entry = self._entries.get(stored)
         if entry is None or entry.dtype not in KEPT or entry.paired_heads:
             return None
+        cut = self._cut(f"{name}.weight", (rows, inputs))
+        if cut is not None and cut.stored[1] < rows:  # zeros behind are not in the file
+            return None
         self._take(f"{name}.weight", (rows, inputs))
-        found = BlockRows(entry, self.raw(stored), dtype)
-        self._note_values(stored, entry, found.scales)
+        region = () if cut is None else (slice(cut.begin, cut.begin + rows),)
+        own = replace(entry, shape=(rows, inputs))
+        found = BlockRows(own, self.raw(stored, region), dtype)
+        self.check_scales(stored, found.scales)
         return found
 
     def number(self, name: str) -> float:
@@ -223,6 +206,11 @@ class _Checkpoint:
             raise CheckpointError(
                 f"{file}: tensor {left[0]} (of {len(left)} such) has no place in this architecture"
             )
+
+
+def _is_restored(entry: TensorEntry) -> bool:
+    """Return whether values are made of what a GGUF file has."""
+    return bool(entry.paired_heads or entry.added or entry.dtype in QUANTISED)
 
 
 def _shape(entry: TensorEntry, change: Change | None) -> tuple[int, ...] | None:
@@ -267,14 +255,17 @@ class FileSource(_Checkpoint):
             disable=not sys.stderr.isatty(),
         )
 
-    def raw(self, name: str) -> Tensor:
-        """Read a tensor as it is stored, by the checkpoint's name; on a CPU it is mapped."""
-        shape, entry = super().raw(name), self._entries[name]
-        self._count(entry.end - entry.begin)
-        if self._device.type == "cpu":
-            return self._mapped.tensor(name, entry, shape.dtype, shape.shape)
-        out = torch.empty_like(shape, device=self._device)
-        self._reader.read([Region(name, entry.file, entry.begin, out.dtype)], [out])
+    def raw(self, name: str, region: tuple[slice, ...] = ()) -> Tensor:
+        """Read a tensor or a region of it, by the checkpoint's name; on a CPU it is mapped."""
+        like, entry = self.like(name), self._entries[name]
+        if region:
+            out = self._mapped.region(name, entry, like, region).to(self._device)
+        elif self._device.type == "cpu":
+            out = self._mapped.tensor(name, entry, like.dtype, like.shape)
+        else:
+            out = torch.empty_like(like, device=self._device)
+            self._reader.read([Region(name, entry.file, entry.begin, out.dtype)], [out])
+        self._count(out.nbytes)
         return out
 
     def mapped(
@@ -300,7 +291,7 @@ class FileSource(_Checkpoint):
         found = super().stored_rows(name, rows, inputs, dtype)
         if found is not None:
             entry = self._entries[self.stored(f"{name}.weight")]
-            self.mapped_bytes += entry.end - entry.begin
+            self.mapped_bytes += (entry.end - entry.begin) * rows // entry.shape[0]
         return found
 
     def _is_plain(self, name: str, dtype: torch.dtype) -> bool:
@@ -337,10 +328,18 @@ class FileSource(_Checkpoint):
     def _fill_part(self, name: str, cut: Cut, change: Change | None, out: Tensor) -> None:
         """Copy a part of a tensor. Of what no change moves, only the part's bytes are read."""
         entry, key = self._take(name, out.shape), self.stored(name)
+        if _is_restored(entry):
+            fill_part(entry, cut, lambda region: self.raw(key, region), out)
+            self._note_values(key, entry, out)
+            return
         how = (_DTYPES[entry.dtype], cut, change, self._reader, out)
         num_bytes = self._mapped.fill(key, entry, *how)
         self._note_values(key, entry, out)
         self._count(num_bytes)
+
+    def check_scales(self, name: str, scales: Tensor) -> None:
+        """Check them at the end with all others."""
+        self._note_values(name, self._entries[name], scales)
 
     def _note_values(self, name: str, entry: TensorEntry, out: Tensor) -> None:
         """Keep the extremes: they are checked at the end, so that nothing waits for a GPU here."""
@@ -367,8 +366,7 @@ class FileSource(_Checkpoint):
                 dtype = str(out.dtype).removeprefix("torch.")
                 self.note(f"tensors of {entry.dtype}: dequantised to {dtype} as they are loaded")
             self._note_values(region.name, entry, out)
-        num_bytes = sum(entry.end - entry.begin for entry in entries)
-        self._count(num_bytes)
+        self._count(sum(entry.end - entry.begin for entry in entries))
 
     def finish(self) -> None:
         """Refuse tensors that were never read and values that are not finite; log the speed."""

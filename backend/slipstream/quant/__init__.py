@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from slipstream.quant.scheme import MatrixSource, Scheme
 
-_HELPERS = {"forms", "matrix", "rounding", "scheme"}  # modules of the package that are no schemes
+# Modules of the package that are no schemes.
+_HELPERS = {"forms", "matrix", "parts", "rounding", "scheme"}
 _registered: "dict[str, Scheme]" = {}  # beside the modules
 
 

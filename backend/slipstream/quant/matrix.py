@@ -113,7 +113,7 @@ def dequantise(matrix: QuantMatrix) -> Tensor:
     if matrix.outer is not None:
         values = values * matrix.outer[:, None]
     if matrix.order is not None:
-        values = torch.empty_like(values).index_copy_(1, matrix.order, values)
+        values = torch.empty_like(values).index_copy_(1, matrix.order.to(values.device), values)
     return values if matrix.factors is None else values * matrix.factors
 
 

@@ -49,6 +49,11 @@ class Awq(Format):
         """Whether there are packed weights."""
         return module.has("qweight")
 
+    def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int]:
+        """Return words of columns, and groups; of rows in their order, words of groups."""
+        group = self._group or inputs
+        return (_BITS * 2, group) if self._version == "gemm" else (1, group * 8 * _multiple(group))
+
     def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
         """Read it; a group that does not divide the inputs has no place in this format."""
         group = self._group or inputs
@@ -70,7 +75,7 @@ class Awq(Format):
     def _gemv(self, module: Module, outputs: int, inputs: int, group: int) -> QuantMatrix:
         """Read rows in natural order; groups are padded to whole words."""
         groups = inputs // group
-        multiple = {64: 2, 32: 4}.get(group, 1)
+        multiple = _multiple(group)
         width = -(-num_words(groups, _BITS) // multiple) * multiple
         words_ = module.take("qweight", ("I32",), (outputs, num_words(inputs, _BITS)))
         codes = unpack(words_, _BITS, inputs)
@@ -80,6 +85,11 @@ class Awq(Format):
             packed = module.take("qzeros", ("I32",), (outputs, width))
             zeros = without(unpack(packed, _BITS, groups).contiguous(), 8)
         return QuantMatrix(Kind.W4, halves(codes), scales, group, inputs, zeros=zeros)
+
+
+def _multiple(group: int) -> int:
+    """Return how many words of zeros a row has a multiple of."""
+    return {64: 2, 32: 4}.get(group, 1)
 
 
 def _columns(packed: torch.Tensor, count: int) -> torch.Tensor:

@@ -52,6 +52,16 @@ class BitsAndBytes(Format):
         """Whether there are scales of blocks or of rows."""
         return module.has("weight.absmax") or module.has("SCB") or module.has(_FP4)
 
+    def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int] | None:
+        """Return any rows and inputs of 8 bits; of 4, rows that end where blocks of scales do."""
+        if not self._is_4:
+            return 1, 1
+        state = _state(module)
+        sizes = state["blocksize"], state.get("nested_blocksize", 1)
+        if not all(type(each) is int and each > 0 for each in sizes):
+            return None
+        return math.lcm(2 * math.prod(sizes), inputs) // inputs, inputs
+
     def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
         """Read it; raises `CheckpointError` if it is not of the bits that are configured."""
         key = "load_in_4bit" if self._is_4 else "load_in_8bit"
@@ -83,7 +93,7 @@ def _nf4(module: Module, outputs: int, inputs: int) -> QuantMatrix:
     """Read blocks; where they straddle rows, each weight is given its own scale's group."""
     state = _state(module)
     block = state["blocksize"]
-    if state["quant_type"] != "nf4" or list(state["shape"]) != [outputs, inputs]:
+    if state["quant_type"] != "nf4" or tuple(state["shape"]) != module.whole(outputs, inputs):
         raise module.refusal(_STATE, f"is not of nf4 and [{outputs}, {inputs}]")
     if type(block) is not int or block < 1:
         raise module.refusal(_STATE, f"has blocksize {block!r:.20}")

@@ -3,6 +3,7 @@
 A group of modules has one scheme; what tensors a module has, says how it is packed.
 """
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from slipstream.models.formats.format import Format, Row, is_part, listed, matches
 from slipstream.models.formats.module import (
     FLOATS,
+    WORD,
     Module,
     check_numbers,
     num_groups,
@@ -134,6 +136,20 @@ class CompressedTensors(Format):
         """Whether there are packed weights, or weights with scales."""
         return module.has("weight_packed") or module.has("weight_scale")
 
+    def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int]:
+        """Return rows and inputs of whole blocks or groups, in whole words or bytes."""
+        scheme = self._scheme_of(module.name)
+        assert scheme is not None, "`check` refuses such"
+        row, group = 1, _group_of(scheme, inputs, 32)
+        if scheme.strategy == "block" and scheme.block is not None:
+            row, group = scheme.block
+        elif scheme.strategy not in ("group", "tensor_group"):
+            group = 1
+        group = group_unit(module, "weight_g_idx", inputs, group)
+        is_dense = _is_dense(module, outputs, inputs, scheme.bits)
+        word = WORD if is_dense else WORD // scheme.bits
+        return math.lcm(row, WORD), math.lcm(group, word, 2)
+
     def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
         """Read it by its tensors, which its group must describe."""
         scheme = self._scheme_of(module.name)
@@ -202,6 +218,12 @@ def _zeros(module: Module, scheme: GroupScheme, outputs: int, groups: int) -> Te
     return over_rows(module.take(part, ("I8",), *shapes), outputs).int()
 
 
+def _is_dense(module: Module, outputs: int, inputs: int, bits: int) -> bool:
+    """Return whether values straddle words, as the shape of the whole matrix says."""
+    whole = module.whole(outputs, inputs)[1]
+    return module.shape("weight_packed")[1:] == (num_words(whole, bits),)
+
+
 def _packed(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> QuantMatrix:
     """Read pack-quantized: codes and zeros have half of their range added."""
     _check(scheme, module, (2, 3, 4, 5, 6, 7, 8), is_float=False)
@@ -209,7 +231,7 @@ def _packed(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> Q
     dense, loose = ((outputs, num_words(inputs, bits, each)) for each in (True, False))
     words_ = module.take("weight_packed", ("I32",), dense, loose)
     module.drop("weight_shape", "not needed: config.json has the shapes")
-    codes = unpack(words_, bits, inputs, is_dense=words_.shape == torch.Size(dense))
+    codes = unpack(words_, bits, inputs, _is_dense(module, outputs, inputs, bits))
     return _of_integers(module, scheme, codes.int() - (1 << (bits - 1)), outputs, inputs)
 
 
@@ -244,18 +266,34 @@ def ordered(module: Module, part: str, codes: Tensor, group: int) -> tuple[Tenso
 
     Raises `CheckpointError` if groups are not of `group` inputs.
     """
-    inputs = codes.shape[1]
-    places = module.take(part, ("I32", "I64"), (inputs,))
-    if places.is_meta:
-        return codes, None
-    wanted = torch.arange(inputs, device=places.device) // group
-    places = places.long()
-    if torch.equal(places, wanted) or not bool(places.any()):  # zeros: not in use
+    places, wanted = _places(module, part, codes.shape[1], group)
+    if _in_order(places, wanted):
         return codes, None
     order = torch.argsort(places, stable=True)
     if not torch.equal(places[order], wanted):
         raise module.refusal(part, f"has groups that are not of {group} inputs")
     return codes[:, order].contiguous(), order
+
+
+def _places(module: Module, part: str, inputs: int, group: int) -> tuple[Tensor, Tensor]:
+    """Return the group of each input, and what it is in their order; read without a device, too."""
+    places, first = module.take(part, ("I32", "I64"), (inputs,)), module.first_input
+    if places.is_meta:
+        whole = torch.frombuffer(bytearray(module.text(part)), dtype=places.dtype)
+        places = whole[first : first + inputs]
+    wanted = torch.arange(first, first + inputs, device=places.device) // group
+    return places.long(), wanted
+
+
+def _in_order(places: Tensor, wanted: Tensor) -> bool:
+    return torch.equal(places, wanted) or not bool(places.any())  # zeros: not in use
+
+
+def group_unit(module: Module, part: str, inputs: int, group: int) -> int:
+    """Return the inputs at whose multiples groups begin: all, where they are sorted by groups."""
+    if not module.has(part):
+        return group
+    return group if _in_order(*_places(module, part, inputs, group)) else inputs
 
 
 def _e4m3(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> QuantMatrix:

@@ -51,6 +51,10 @@ class FineGrained(Format):
         """Whether the weights are e4m3."""
         return module.dtype("weight") == "F8_E4M3"
 
+    def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int]:
+        """Return rows and inputs of a block."""
+        return self._block or (1, 1)
+
     def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
         """Read it; scales of blocks are spread over rows."""
         codes = module.take("weight", ("F8_E4M3",), (outputs, inputs))

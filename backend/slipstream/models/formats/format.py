@@ -50,6 +50,13 @@ class Format(ABC):
     def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
         """Read a matrix; raises `CheckpointError` if tensors are wrong or contradict `config`."""
 
+    def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int] | None:
+        """Return the rows and inputs at whose multiples a window of a matrix can begin.
+
+        None: it is read whole.
+        """
+        return None
+
     def check(self, module: Module) -> None:
         """Raise `CheckpointError` if a matrix is quantised and should not be, or the other way."""
         key = self.excludes(module.name)

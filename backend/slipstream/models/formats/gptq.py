@@ -1,11 +1,21 @@
 """GPTQ as AutoGPTQ and GPTQModel store it, versions 1 and 2; also AutoRound's in that layout."""
 
+import math
+
 import torch
 from slipstream_contract.errors import clip
 
-from slipstream.models.formats.compressed_tensors import ordered
+from slipstream.models.formats.compressed_tensors import group_unit, ordered
 from slipstream.models.formats.format import Format, Row, matches
-from slipstream.models.formats.module import FLOATS, Module, num_groups, num_words, unpack, without
+from slipstream.models.formats.module import (
+    FLOATS,
+    WORD,
+    Module,
+    num_groups,
+    num_words,
+    unpack,
+    without,
+)
 from slipstream.models.reader import Reader, words
 from slipstream.quant.matrix import Kind, QuantMatrix, halves
 
@@ -83,6 +93,11 @@ class Gptq(Format):
     def holds(self, module: Module) -> bool:
         """Whether there are packed weights."""
         return module.has("qweight")
+
+    def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int]:
+        """Return words of zeros, and groups in whole words."""
+        group = self._settings(self.config, self._rule(module.name)[1])[1] or inputs
+        return WORD, math.lcm(group_unit(module, "g_idx", inputs, group), WORD)
 
     def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
         """Read it, and sort inputs by their groups if they are not."""

@@ -1,5 +1,6 @@
 """NVIDIA ModelOpt: fp8, int8, int4 AWQ and FP4 checkpoints, old and new configurations."""
 
+import math
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -83,11 +84,22 @@ class ModelOpt(Format):
         """Whether the weights are bytes."""
         return module.dtype("weight") in ("F8_E4M3", "I8", "U8")
 
+    def _at(self, module: Module) -> Reader:
+        """Return what is said of a layer, else of all."""
+        own = module.name in self._layers.data
+        return self._layers.child(module.name) if own else self.config
+
+    def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int]:
+        """Return rows and inputs of a block; of 4 bits rows that share bytes, and groups."""
+        if module.dtype("weight") == "U8":
+            return 2, math.lcm(_group(self._at(module), self.config, _BLOCK), 32)
+        scale = module.shape("weight_scale")
+        is_blocks = len(scale) > 1 and scale[0] != outputs and math.prod(scale) > 1
+        return (_BLOCK, _BLOCK) if is_blocks else (1, 1)
+
     def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
         """Read it by the dtypes of its weights and scales."""
-        at = self.config
-        if module.name in self._layers.data:
-            at = self._layers.child(module.name)
+        at = self._at(module)
         algorithm = self._checked(at) or self._algorithm
         dtype = module.dtype("weight")
         if algorithm and ALGORITHMS[algorithm] != dtype:

@@ -10,7 +10,7 @@ from slipstream.errors import CheckpointError
 from slipstream.models.entries import TensorEntry
 
 FLOATS = ("F32", "F16", "BF16")
-_WORD = 32
+WORD = 32  # bits
 
 
 class RawSource(Protocol):
@@ -19,8 +19,11 @@ class RawSource(Protocol):
     def entry(self, name: str) -> TensorEntry | None:
         """The place of a tensor; None: there is none."""
 
-    def raw(self, name: str) -> Tensor:
-        """Read a tensor as it is stored, to the source's device."""
+    def like(self, name: str) -> Tensor:
+        """Return the shape and dtype of a tensor as it is stored, without data."""
+
+    def raw(self, name: str, region: tuple[slice, ...] = ()) -> Tensor:
+        """Read a tensor, or a region of it, as it is stored, to the source's device."""
 
     def raw_bytes(self, name: str) -> bytes:
         """Read a small tensor's bytes, whatever the device."""
@@ -37,10 +40,16 @@ class Module:
         source: the files.
     """
 
+    first_input = 0  # of those that are read
+
     def __init__(self, name: str, source: RawSource) -> None:
         self.name = name
         self.note = source.note
         self._source = source
+
+    def whole(self, outputs: int, inputs: int) -> tuple[int, int]:
+        """Return the shape of the matrix of which `[outputs, inputs]` are read."""
+        return outputs, inputs
 
     def has(self, part: str) -> bool:
         """Whether there is such a tensor."""
@@ -63,6 +72,10 @@ class Module:
 
     def take(self, part: str, dtypes: Sequence[str], *shapes: Sequence[int]) -> Tensor:
         """Read a tensor of one of these dtypes and shapes; raises `CheckpointError` for others."""
+        self._check(part, dtypes, shapes)
+        return self._finite(part, self._source.raw(f"{self.name}.{part}"))
+
+    def _check(self, part: str, dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
         entry = self._source.entry(f"{self.name}.{part}")
         if entry is None:
             raise self.refusal(part, "is missing")
@@ -71,8 +84,9 @@ class Module:
         if entry.shape not in {tuple(shape) for shape in shapes}:
             known = " or ".join(str(list(shape)) for shape in shapes)
             raise self.refusal(part, f"is {list(entry.shape)}, not {known}")
-        tensor = self._source.raw(f"{self.name}.{part}")
-        if entry.dtype in FLOATS and not tensor.is_meta and not bool(tensor.isfinite().all()):
+
+    def _finite(self, part: str, tensor: Tensor) -> Tensor:
+        if self.dtype(part) in FLOATS and not tensor.is_meta and not bool(tensor.isfinite().all()):
             raise self.refusal(part, "holds NaN or infinity")
         return tensor
 
@@ -113,20 +127,20 @@ def unpack(words: Tensor, bits: int, count: int, is_dense: bool = True) -> Tenso
     fit.
     """
     mask = (1 << bits) - 1
-    if _WORD % bits == 0 or not is_dense:
-        shifts = torch.arange(_WORD // bits, device=words.device, dtype=torch.int32) * bits
+    if WORD % bits == 0 or not is_dense:
+        shifts = torch.arange(WORD // bits, device=words.device, dtype=torch.int32) * bits
         values = (words[..., None] >> shifts) & mask
         return values.flatten(-2)[..., :count].to(torch.uint8)
     at = torch.arange(count, device=words.device) * bits
-    word, shift = at // _WORD, at % _WORD
+    word, shift = at // WORD, at % WORD
     unsigned = torch.nn.functional.pad(words.long() & 0xFFFFFFFF, (0, 1))
-    both = unsigned[..., word] | (unsigned[..., word + 1] << _WORD)
+    both = unsigned[..., word] | (unsigned[..., word + 1] << WORD)
     return ((both >> shift) & mask).to(torch.uint8)
 
 
 def num_words(count: int, bits: int, is_dense: bool = True) -> int:
     """Return how many words `count` values take."""
-    return -(-count * bits // _WORD) if is_dense else -(-count // (_WORD // bits))
+    return -(-count * bits // WORD) if is_dense else -(-count // (WORD // bits))
 
 
 def num_groups(inputs: int, group: int) -> int:

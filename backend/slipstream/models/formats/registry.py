@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from slipstream.models.cache_scheme import quantization_of
+from slipstream.models.cuts import MatrixCut
 from slipstream.models.formats.awq import Awq
 from slipstream.models.formats.bitsandbytes import BitsAndBytes
 from slipstream.models.formats.compressed_tensors import CompressedTensors
@@ -12,6 +13,8 @@ from slipstream.models.formats.gptq import Gptq
 from slipstream.models.formats.modelopt import ModelOpt
 from slipstream.models.formats.module import Module, RawSource
 from slipstream.models.formats.mxfp4 import Mxfp4
+from slipstream.models.formats.windowed import Seen, Windowed
+from slipstream.models.parts import part_of, window_of
 from slipstream.quant.matrix import QuantMatrix
 
 FORMATS: tuple[type[Format], ...] = (
@@ -64,8 +67,27 @@ class Formats:
             self._last = (name, self._load(name, outputs, inputs))
         return self._last[1]
 
+    def load_part(self, name: str, outputs: int, inputs: int, cut: MatrixCut) -> QuantMatrix | None:
+        """Read a part of a matrix, and of its tensors only what the part needs; see `load`."""
+        module, seen = Module(name, self._source), Seen(name, self._source)
+        if (found := self._checked(module)) is None:
+            return None
+        window = window_of(cut, found.units(module, outputs, inputs))
+        if window is None:
+            whole = self.load(name, outputs, inputs)
+            return whole and part_of(whole, cut, None)
+        found.load(seen, outputs, inputs)
+        sizes = window.sizes(outputs, inputs)
+        read = found.load(Windowed(name, self._source, window, seen.shapes), *sizes)
+        return part_of(read, cut, window)
+
     def _load(self, name: str, outputs: int, inputs: int) -> QuantMatrix | None:
         module = Module(name, self._source)
+        found = self._checked(module)
+        return None if found is None else found.load(module, outputs, inputs)
+
+    def _checked(self, module: Module) -> Format | None:
+        """Return the format of a matrix that is quantised, and must be; raises for any other."""
         if self._format is None:
             part = next((each for each in _QUANTISED if module.has(each)), None)
             if part is not None:
@@ -74,9 +96,9 @@ class Formats:
                 )
             return None
         is_held = self._format.holds(module)
-        if is_held or name != self._head:
+        if is_held or module.name != self._head:
             self._format.check(module)
-        return self._format.load(module, outputs, inputs) if is_held else None
+        return self._format if is_held else None
 
     def is_quantised(self, name: str) -> bool:
         """Whether the matrix `name` is."""
