@@ -90,18 +90,20 @@ class Drained:
         url = ("--grpc-port", str(self.serve.ports[1]))
         return self.command("health", *url, "--timeout", "10", *words)
 
-    @contextlib.contextmanager
-    def engine_stopped(self):
-        status, text = self.ask(
-            self.serve.ports[0], "/v2/models/slipstream_health/infer", {"inputs": []}
-        )
+    def engine_pid(self) -> int:
+        path = "/v2/models/slipstream_health/infer"
+        status, text = self.ask(self.serve.ports[0], path, {"inputs": []})
         assert status == 200, text
-        pid = json.loads(json.loads(text)["outputs"][0]["data"][0])["engine_pid"]
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(pid, signal.SIGCONT)
+        return int(json.loads(json.loads(text)["outputs"][0]["data"][0])["engine_pid"])
+
+
+@contextlib.contextmanager
+def stopped(pid: int):
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.rest
@@ -126,10 +128,11 @@ def test_a_draining_server_ends_what_runs_and_refuses_what_is_new(repository: Pa
 
 
 def _check_bounded(server: Drained, capfd) -> None:
+    pid = server.engine_pid()
     streams = [server.openai_stream(), server.triton_stream()]
     for stream in streams:
         stream.wait_token()
-    with server.engine_stopped():
+    with stopped(pid):
         assert server.drain("--delay", "0", "--timeout", "0.5") == 1
         assert "2 requests still run after 0.5 s" in capfd.readouterr().err
     assert server.drain("--delay", "0", "--timeout", "60") == 0

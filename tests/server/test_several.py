@@ -148,10 +148,10 @@ def test_the_list_of_models(two, several, capsys):
 def test_a_crash_of_one_engine_touches_no_stream_of_the_other(two, killed):
     names = ("ensemble", "chat") if killed else ("chat", "ensemble")
     expected = text(two.stream(names[0], **LONG))
+    pid = health(two, killed)["engine_pid"]
     stream, doomed = Background(two, names[0], **LONG), Background(two, names[1], **LONG)
     stream.wait_for(3)
     doomed.wait_for(3)
-    pid = health(two, killed)["engine_pid"]
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(AssertionError, match="engine"):
         doomed.text()

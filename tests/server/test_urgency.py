@@ -24,7 +24,7 @@ from fixtures.server.support import (
 from fixtures.tiers import quick_of
 from slipstream.engine.waiting import OLDEST_EVERY
 
-pytestmark = [pytest.mark.triton, pytest.mark.beside]
+pytestmark = pytest.mark.triton
 
 T = TypeVar("T")
 MODELS = [*TEXT_MODELS, "vllm_model", "tensorrt_llm"]
