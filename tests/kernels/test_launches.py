@@ -77,6 +77,9 @@ class NoWeights:
     def fill(self, names: list[str], outs: list[Tensor]) -> None:
         pass
 
+    def mapped(self, *given: object) -> None:
+        return None
+
     def quantized(self, name: str, rows: int, inputs: int) -> None:
         return None
 
