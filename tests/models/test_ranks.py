@@ -21,7 +21,7 @@ from fixtures.models.gguf_files import SIZES, unpacked, write_gguf
 from fixtures.models.parity import GRID, engine_greedy
 from fixtures.models.quantised import model_of
 from fixtures.models.ranks import Group, ranks_of
-from fixtures.models.remote_drawn import REMOTE
+from fixtures.models.remote_drawn import REMOTE, Remote
 from fixtures.quantize import tiny
 from fixtures.tiers import quick_of
 from slipstream.config import EngineConfig
@@ -185,11 +185,24 @@ def test_what_cannot_be_split_is_refused(
         settle(config, torch.device("cpu"))
 
 
-def test_norms_of_all_heads_by_mean_and_variance_are_refused(tmp_path: Path) -> None:
-    directory = REMOTE["mpt"](random.Random(3)).save(tmp_path)
-    config = EngineConfig(checkpoint=str(directory), device="cpu", tensor_parallel=3)
-    with pytest.raises(ConfigError, match="tensor_parallel = 3 does not go with MPTForCausalLM"):
-        settle(config, torch.device("cpu"))
+@pytest.mark.parametrize("has_bias", [pytest.param(False, marks=pytest.mark.rest), True])
+def test_norms_of_all_heads_by_mean_and_variance(has_bias: bool, tmp_path: Path) -> None:
+    seed = next(i for i in range(99) if _with_norms(REMOTE["mpt"](random.Random(i)), has_bias))
+    drawn = REMOTE["mpt"](random.Random(seed))
+    directory, size = drawn.save(tmp_path), drawn.keys["n_heads"]
+    wanted = driven(make_runner(directory), drawn.config.vocab_size)
+    with ranks_of(directory, size) as leader:
+        found = driven(leader, drawn.config.vocab_size)
+    for one, other in zip(wanted, found, strict=True):
+        assert one.outputs == other.outputs
+        for a, b in zip(one.logits, other.logits, strict=True):
+            assert (a - b).abs().max() < 1e-4
+
+
+def _with_norms(drawn: Remote, has_bias: bool) -> bool:
+    attention = drawn.keys["attn_config"]
+    has_norms = attention["qk_ln"] and drawn.keys["no_bias"] != has_bias
+    return has_norms and 2 <= drawn.keys["n_heads"] <= 4
 
 
 def test_ranks_of_different_checkpoints_do_not_start(llama: Path, monkeypatch) -> None:

@@ -64,6 +64,30 @@ class SpreadNorm:
         return (values * scale * (1 + factor if self.plus_one else factor)).to(x.dtype)
 
 
+class SpreadLayerNorm:
+    """Layer norm over rows of which each rank has a part: the mean, then the variance, of a row.
+
+    `ranks` is set before the first call.
+    """
+
+    ranks: Ranks
+
+    def __init__(self, w: WeightSource, size: int, eps: float, has_bias: bool) -> None:
+        self.weight, self.eps = w.tensor("weight", size), eps
+        self.bias = w.tensor("bias", size) if has_bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise `[n, size]`, the rank's part of rows."""
+        values = x.float()
+        values = values - self._mean(values)
+        values = values * torch.rsqrt(self._mean(values.square()) + self.eps) * self.weight.float()
+        return (values if self.bias is None else values + self.bias.float()).to(x.dtype)
+
+    def _mean(self, values: Tensor) -> Tensor:
+        total = self.ranks.sum(values.sum(-1, keepdim=True))
+        return total / (values.shape[-1] * self.ranks.size)
+
+
 class _Summed:
     """What stands behind a sum over ranks: a norm, or nothing."""
 

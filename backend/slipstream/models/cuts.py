@@ -97,7 +97,7 @@ _RULES = tuple(
         (r"(?:model\.embed_tokens|lm_head)\.(?:weight|bias)", 0, "tokens"),
     )
 )
-_NORMS = re.compile(r"self_attn\.([qk])_norm\.weight$")
+_NORMS = re.compile(r"self_attn\.([qk])_norm\.(?:weight|bias)$")
 _TOGETHER = re.compile(r"(?:^|\.)mlp\.experts\.(?:gate_up|down)_proj$")
 _NORMS_EACH = re.compile(r"(?<=self_attn\.)([qk])(_norm\.norms\.)(\d+)(?=\.)")
 _OF_HEAD = re.compile(r"\.norms\.\d+\.weight$")

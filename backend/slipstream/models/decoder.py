@@ -15,7 +15,7 @@ from slipstream.layers.experts import Experts
 from slipstream.layers.latent import LatentAttention
 from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP
 from slipstream.layers.norm import Factor, LayerNorm, Norm, RowNorm, identity
-from slipstream.layers.ranks import SpreadNorm
+from slipstream.layers.ranks import SpreadLayerNorm, SpreadNorm
 from slipstream.layers.rope import cos_sin_table
 from slipstream.models.axes import Activation, NormKind, QkNorms, Residuals
 from slipstream.models.fileless import SizeSource
@@ -127,6 +127,9 @@ class _Builder:
             return HeadNorm(LayerNorm(w, size, eps), size)
         if kind is QkNorms.LAYER_WHOLE:
             has_bias = self._axes.norm is NormKind.LAYER
+            if self._config.num_ranks > 1:
+                own = SpreadLayerNorm(w, heads * size, eps, has_bias)
+                return HeadNorm(own, heads * size)
             return HeadNorm(LayerNorm(w, heads * size, eps, has_bias=has_bias), heads * size)
         if kind is QkNorms.LAYER_HEADS:
             return HeadNorm(LayerNorm(w, size, eps, has_bias=False, groups=heads), size)

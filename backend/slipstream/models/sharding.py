@@ -13,7 +13,7 @@ from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import AnyBlock, Decoder, StepDecoder
 from slipstream.layers.experts import Experts
 from slipstream.layers.mlp import TwoStepMLP
-from slipstream.layers.ranks import GatheredHead, SpreadNorm, TokensOfRank, summed
+from slipstream.layers.ranks import GatheredHead, SpreadLayerNorm, SpreadNorm, TokensOfRank, summed
 from slipstream.models.axes import QkNorms
 from slipstream.models.cuts import Cuts
 from slipstream.models.model_config import ModelConfig
@@ -41,11 +41,6 @@ def check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
         )
     if model.axes.latent is not None:
         raise ConfigError(f"{asked} does not go with {model.architecture}: latents are not split")
-    if model.axes.qk_norms is QkNorms.LAYER_WHOLE:
-        raise ConfigError(
-            f"{asked} does not go with {model.architecture}: layer norms of all queries are not "
-            "split"
-        )
     for field in ("adapters", "adapter_root", "adapter_dir"):
         if value := getattr(config, field):
             raise ConfigError(f"{asked} does not go with {field} = {value!r}: LoRA is not split")
@@ -78,7 +73,7 @@ def sharded(model: ModelConfig, rank: int, size: int) -> ModelConfig:
         widths |= {"expert": inner, "both of expert": 2 * inner, "shared": shared}
         of_rank = part_of_width(inner, size), part_of_width(shared, size)
         experts = replace(experts, inner_size=of_rank[0], shared_size=of_rank[1])
-    has_norms = axes.qk_norms in (QkNorms.WHOLE, QkNorms.LAYER_HEADS)
+    has_norms = axes.qk_norms in (QkNorms.WHOLE, QkNorms.LAYER_WHOLE, QkNorms.LAYER_HEADS)
     count = 0 if axes.experts is None else axes.experts.routing.num_experts
     cuts = Cuts(rank, size, d.num_heads, d.num_kv_heads, widths, has_norms, count)
     dims = replace(
@@ -110,7 +105,7 @@ def _share_block(block: AnyBlock, ranks: Ranks) -> None:
     assert isinstance(attention, Attention)
     attention.out.linear.reduce = ranks.sum
     for norm in attention.early_norms:
-        if isinstance(norm.norm, SpreadNorm):
+        if isinstance(norm.norm, SpreadNorm | SpreadLayerNorm):
             norm.norm.ranks = ranks
     if isinstance(mlp, Experts):
         mlp.out_norm = summed(ranks, mlp.out_norm)
