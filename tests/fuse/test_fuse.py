@@ -10,6 +10,7 @@ from slipstream.fuse.places import FusedGatedLinear, FusedLinearAdd, FusedNormLi
 from slipstream.fuse.rewrite import Place, fused, rewrite
 from slipstream.kernels.elementwise.activation import ACTIVATIONS
 from slipstream.kernels.elementwise.fp8 import Quantized
+from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.gemm.op import Around, gemm
 from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import Block, Decoder
@@ -36,9 +37,20 @@ def linear(w: Weights, outputs: int, inputs: int = HIDDEN) -> Linear:
     return Linear.read(w, ("a",), (outputs,), inputs, bias=True)
 
 
-def of_two_ranks(y: Tensor) -> Tensor:
-    """The sum of two ranks that hold the same."""
-    return y + y
+class TwoRanks:
+    """Ranks whose parts are the same."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x + x
+
+    def add_sum(self, values: Tensor, x: Tensor) -> None:
+        values += x + x
+
+    def add_sum_norm(
+        self, values: Tensor, x: Tensor, weight: Tensor, eps: float, plus_one: bool
+    ) -> Tensor:
+        self.add_sum(values, x)
+        return rms_norm(values, weight, eps, plus_one)
 
 
 def run(place: Place, norm: Norm, x: Tensor) -> Tensor:
@@ -68,10 +80,12 @@ PLACES: dict[str, Callable[[Weights], Place]] = {
 }
 
 
-@pytest.mark.parametrize("is_shared", [False, True], ids=["", "all-reduce"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("scheme", ["none", "fp8"])
-@pytest.mark.parametrize("pattern", PLACES)
+@pytest.mark.parametrize(
+    ("pattern", "is_shared"),
+    [*((name, False) for name in PLACES), *((name, True) for name in PLACES if "resid" in name)],
+)
 def test_a_fused_place_computes_what_a_plain_one_does(
     pattern: str, scheme: str, deterministic: bool, is_shared: bool
 ) -> None:
@@ -82,7 +96,7 @@ def test_a_fused_place_computes_what_a_plain_one_does(
     x = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1))
     without = run(fused(place), norm, x)
     if is_shared:
-        layer.reduce = of_two_ranks
+        layer.ranks = TwoRanks()
     want, got = run(place, norm, x), run(fused(place), norm, x)
     # In e4m3 a fused norm rounds elsewhere; the rest is the same arithmetic.
     tolerance = 0.05 if scheme == "fp8" and "norm, linear" in pattern else 1e-5
@@ -106,16 +120,20 @@ def test_only_an_rms_norm_is_fused(pattern: str, scheme: str) -> None:
         assert (got - want).abs().max() <= (0.02 if scheme == "fp8" else 1e-5) * want.abs().max()
 
 
-def test_a_sum_over_ranks_comes_behind_the_bias_and_before_the_gate() -> None:
-    layer = linear(weights(), HIDDEN)
-    x = torch.randn(3, HIDDEN)
-    y = layer(x)
-    layer.reduce = of_two_ranks
-    assert torch.allclose(layer(x), 2 * y)
-    gate = GatedLinear(linear(weights(), 2 * HIDDEN), "silu")
-    gate.linear.reduce = torch.zeros_like
-    norm = Norm(weights(), HIDDEN, 1e-5)
-    assert run(fused(gate), norm, x).eq(0).all(), "the gate comes behind"
+@pytest.mark.parametrize("scheme", ["none", "fp8"])
+def test_a_sum_over_ranks_waits_for_the_next_norm_and_comes_behind_the_bias(scheme: str) -> None:
+    w = weights(scheme)
+    add, read = fused(LinearAdd(linear(w, HIDDEN))), fused(NormLinear(linear(w, 40)))
+    norm, x = Norm(w, HIDDEN, 1e-5), torch.randn(3, HIDDEN)
+    y = add.linear(x)
+    add.linear.ranks = TwoRanks()
+    assert torch.allclose(add.linear(x), 2 * y)
+    residual, wanted = Residual(x.clone()), Residual(x + 2 * y)
+    add(x, residual)
+    assert torch.equal(residual._values, x), "nothing is added yet"
+    found, want = read(norm, residual)[0], read(norm, wanted)[0]
+    assert (found - want).abs().max() <= (0.02 if scheme == "fp8" else 1e-5) * want.abs().max()
+    assert torch.allclose(residual.values, wanted.values)
 
 
 def decoder(w: Weights, mlp: type[GatedMLP] = GatedMLP) -> Decoder:
@@ -173,8 +191,8 @@ def test_a_gate_is_quantised_for_the_layer_that_reads_it_alone(mlp: type[GatedML
     norm = Norm(weights(), HIDDEN, 1e-5)
     rows = layer.gate_up(norm, Residual(x.clone()))
     assert isinstance(rows, Quantized) == (mlp is GatedMLP)
-    layer.down.linear.reduce = of_two_ranks  # it takes plain rows then
-    assert isinstance(layer.gate_up(norm, Residual(x.clone())), Tensor)
+    layer.down.linear.ranks = TwoRanks()  # each quantises its part
+    assert isinstance(layer.gate_up(norm, Residual(x.clone())), Quantized) == (mlp is GatedMLP)
 
 
 def test_an_unscaled_sum_waits_for_the_next_norm() -> None:

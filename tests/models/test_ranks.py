@@ -28,8 +28,10 @@ from slipstream.config import EngineConfig
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import ConfigError
 from slipstream.kvcache.host import Direction
+from slipstream.runner.devices import device_of
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve, settle
+from slipstream_runtime.ranks import RankError
 
 # The first of each family, and what heads and norms make special; 4 ranks by turns with 2.
 FIRST = {family: name for name, (family, _) in reversed(GRID.items())}
@@ -148,6 +150,70 @@ def test_every_rank_copies_to_host_memory_and_back(llama: Path) -> None:
     assert group.errors == []
     for value, runner in enumerate(runners, start=7):
         assert (runner._cache[:, 5] == value).all()
+
+
+class LateCopies:
+    """A mover whose copies end when they are waited for."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self._notes, self._started = notes, dict.fromkeys(Direction, 0)
+        self._ended = dict.fromkeys(Direction, 0)
+
+    def start(self, direction: Direction, pairs: object) -> None:
+        self._started[direction] += 1
+        self._notes.append(f"start {direction.value}")
+
+    def num_ended(self, direction: Direction) -> int:
+        return self._ended[direction]
+
+    def wait(self) -> None:
+        for direction in Direction:
+            self._ended[direction] = min(self._started[direction], self._ended[direction] + 1)
+        self._notes.append("wait")
+
+
+def test_a_rank_whose_copies_are_late_waits_for_those_that_have_ended_on_rank_0(
+    llama: Path,
+) -> None:
+    group = Group(llama, 2, kv_cache_host_bytes=1 << 20)
+    wait_for(lambda: len(group.followers) == 1)
+    notes: list[str] = []
+    group.followers[0].transfers = LateCopies(notes)
+    mover = group.leader.transfers
+    assert mover is not None
+    mover.start(Direction.OUT, [(0, 3)])
+    mover.start(Direction.OUT, [(1, 4)])
+    assert mover.num_ended(Direction.OUT) == 2
+    mover.start(Direction.IN, [(3, 5)])  # of what the first has written
+    driven(group.leader, 1009)
+    group.end()
+    out, back = f"start {Direction.OUT.value}", f"start {Direction.IN.value}"
+    assert notes == [out, out, "wait", "wait", back]
+    assert group.errors == []
+
+
+def test_fewer_gpus_than_ranks_are_refused_by_name(llama: Path, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    config = EngineConfig(checkpoint=str(llama), tensor_parallel=4)
+    message = r"tensor_parallel = 4 needs as many GPUs, but torch sees 2 .* '3,5'"
+    with pytest.raises(ConfigError, match=message):
+        device_of(config, 0)
+    config = msgspec.structs.replace(config, tensor_parallel=2)
+    assert device_of(config, 1) == torch.device("cuda", 1)
+    plan = settle(config, torch.device("cuda", 1), 1)
+    assert (plan.model.num_ranks, plan.max_in_flight) == (2, 2)
+
+
+def test_a_wait_on_the_device_that_failed_names_the_rank(llama: Path, monkeypatch) -> None:
+    group = Group(llama, 2)
+    late = "rank 0 on here: rank 1 did not come"
+    monkeypatch.setattr(group.leader._joined._ranks, "late", lambda: late)
+    monkeypatch.setattr(group.leader._results, "read", lambda *_: 1 / 0)
+    with pytest.raises(RankError, match=f"{late}: ZeroDivisionError"):
+        driven(group.leader, 1009)
+    group.end()
 
 
 def test_a_rank_has_its_share_of_weights_and_cache(llama: Path) -> None:

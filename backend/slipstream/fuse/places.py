@@ -7,6 +7,7 @@ by itself, or a stage between the product and what follows.
 import torch
 from torch import Tensor
 
+from slipstream.kernels.comm.ranks import Part
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.scales import Scales
@@ -25,6 +26,7 @@ def _behind_norm(
     An RMS norm, a layer norm with a weight, and what has yet to be added to the sum, are among the
     stages; any other norm is computed here.
     """
+    assert linear.ranks is None, "ranks share the inputs of layers that are added alone"
     if isinstance(norm, Norm):
         how = Around(norm.weight, norm.eps, norm.plus_one)
     elif isinstance(norm, LayerNorm) and norm.is_plain:
@@ -95,7 +97,9 @@ class Gated(GatedLinear):
 
 
 class FusedLinearAdd(LinearAdd):
-    """(quantise, linear, residual): an unscaled product is added on the way to the next norm."""
+    """(quantise, linear, residual): an unscaled product, or a part of a sum over ranks, is added on
+    the way to the next norm.
+    """
 
     def __call__(self, x: Operand, residual: Residual) -> None:
         """Add what `LinearAdd` without a norm adds."""
@@ -103,8 +107,13 @@ class FusedLinearAdd(LinearAdd):
         if matrix is None:
             super().__call__(x, residual)
             return
-        y = multiply(x, matrix, Around(bias=self.linear.bias, residual=residual.values))
-        if not isinstance(y, Tensor):
+        values, ranks = residual.values, self.linear.ranks
+        added = values if ranks is None else None
+        y = multiply(x, matrix, Around(bias=self.linear.bias, residual=added))
+        if ranks is not None:
+            part = y if isinstance(y, Tensor) else y.finish(values.dtype)
+            residual.add_later(Part(ranks, part))
+        elif not isinstance(y, Tensor):
             residual.add_later(y)
 
 

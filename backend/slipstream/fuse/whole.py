@@ -64,7 +64,7 @@ class WholeBlocks:
         """
         if blocks != self._blocks or _all_places(blocks) != self._places:
             return None
-        if any(linear.reduce is not None for linear in self._linears):
+        if any(linear.ranks is not None for linear in self._linears):
             return None
         if not all(type(each) is AttentionInputs for each in inputs):
             return None

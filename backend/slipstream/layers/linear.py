@@ -5,13 +5,14 @@ All of this is plain arithmetic, one step after the other. `slipstream.fuse` rew
 into GEMMs that fuse the stages around them; stages that it cannot fuse run in the code here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream import quant
+from slipstream.kernels.comm.ranks import Ranks
 from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
@@ -48,7 +49,7 @@ class Linear:
         self.weights = weights
         self.bias = bias
         self.is_sliced = is_sliced
-        self.reduce: Callable[[Tensor], Tensor] | None = None  # between bias and gate or residual
+        self.ranks: Ranks | None = None  # that have the other parts of its inputs
         self.stacked: Stacked | None = None  # where it was read
         self._product = sliced(self._multiply) if is_sliced else self._multiply
 
@@ -71,13 +72,16 @@ class Linear:
 
     @property
     def matrix(self) -> Matrix | None:
-        """The weights as GEMMs take them; None where only the scheme multiplies with them, or
-        where a sum over ranks comes between the product and what follows it.
-        """
-        return self.weights if isinstance(self.weights, Matrix) and self.reduce is None else None
+        """The weights as GEMMs take them; None where only the scheme multiplies with them."""
+        return self.weights if isinstance(self.weights, Matrix) else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[n, in] -> [n, out]`."""
+        y = self._product(x)
+        return y if self.ranks is None else self.ranks.sum(y)
+
+    def part_of(self, x: Tensor) -> Tensor:
+        """Return what this rank adds to the sum over ranks."""
         return self._product(x)
 
     def product_of(self, x: Tensor) -> Tensor:
@@ -88,8 +92,7 @@ class Linear:
         return sliced(lambda rows: self.scheme.matmul(rows, self.weights, None))(padded)[: len(x)]
 
     def _multiply(self, x: Tensor) -> Tensor:
-        y = self.scheme.matmul(x, self.weights, self.bias)
-        return y if self.reduce is None else self.reduce(y)
+        return self.scheme.matmul(x, self.weights, self.bias)
 
 
 class NormLinear:
@@ -135,5 +138,9 @@ class LinearAdd:
     def __call__(self, x: Operand, residual: Residual) -> None:
         """`residual [n, out] += norm(linear(x))`."""
         assert isinstance(x, Tensor), "rows are quantised for a layer that takes such alone"
+        ranks = self.linear.ranks
+        if self.norm is None and ranks is not None:
+            ranks.add_sum(residual.values, self.linear.part_of(x))
+            return
         y = self.linear(x)
         residual.values.add_(y if self.norm is None else self.norm(y))

@@ -21,14 +21,12 @@ from slipstream.models.model_config import ModelConfig
 _WIDTHS = 64
 
 
-def check_ranks(config: EngineConfig, model: ModelConfig, device: str) -> None:
+def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
     """Raise `ConfigError` if ranks cannot share the model: field, value and limit."""
     size = config.tensor_parallel
     if size == 1:
         return
     asked = f"tensor_parallel = {size}"
-    if device != "cpu":
-        raise ConfigError(f"{asked} on GPUs is not implemented: device = 'cpu' works")
     if model.build is not None:
         raise ConfigError(
             f"{asked} does not go with backend_model = {config.backend_model!r} for "
@@ -103,7 +101,7 @@ def share(decoder: StepDecoder, ranks: Ranks, vocab_size: int) -> None:
 def _share_block(block: AnyBlock, ranks: Ranks) -> None:
     attention, mlp = block.attention, block.mlp
     assert isinstance(attention, Attention)
-    attention.out.linear.reduce = ranks.sum
+    attention.out.linear.ranks = ranks
     for norm in attention.early_norms:
         if isinstance(norm.norm, SpreadNorm | SpreadLayerNorm):
             norm.norm.ranks = ranks
@@ -111,4 +109,4 @@ def _share_block(block: AnyBlock, ranks: Ranks) -> None:
         mlp.out_norm = summed(ranks, mlp.out_norm)
     else:
         assert isinstance(mlp, TwoStepMLP)
-        mlp.down.linear.reduce = ranks.sum
+        mlp.down.linear.ranks = ranks

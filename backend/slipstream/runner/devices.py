@@ -16,13 +16,20 @@ _CGROUP = Path("/sys/fs/cgroup")
 def device_of(config: EngineConfig, rank: int) -> torch.device:
     """Return the device of a rank; raises `ConfigError` if the machine has none such."""
     has_cuda = torch.cuda.is_available()
-    if config.device == "auto":
-        return torch.device("cuda", rank) if has_cuda else torch.device("cpu")
-    if config.device not in ("cpu", "cuda"):
+    if config.device not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device = {config.device!r} is not one of auto, cpu, cuda")
     if config.device == "cuda" and not has_cuda:
         raise ConfigError("device = 'cuda', but torch sees no GPU")
-    return torch.device("cuda", rank) if config.device == "cuda" else torch.device("cpu")
+    if config.device == "cpu" or not has_cuda:
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if num_gpus < config.tensor_parallel:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise ConfigError(
+            f"tensor_parallel = {config.tensor_parallel} needs as many GPUs, but torch sees "
+            f"{num_gpus} (CUDA_VISIBLE_DEVICES {'is not set' if visible is None else visible!r})"
+        )
+    return torch.device("cuda", rank)
 
 
 def check_gpu(device: torch.device) -> None:

@@ -9,11 +9,12 @@ that the scheduler decides can differ: chunks, drafts, beams, tables, copies of 
 from typing import Protocol
 
 import msgspec
-from slipstream_runtime.ranks import RankMemory
+from slipstream_runtime.ranks import RankError, RankMemory
 from torch import Tensor
 
 from slipstream.core.batch import Batch
 from slipstream.kernels.comm.ranks import Ranks
+from slipstream.kvcache.host import Direction
 from slipstream.layers.decoder import StepDecoder
 from slipstream.models.sharding import share
 from slipstream.runner.step_arrays import StepArrays, StepShape
@@ -31,6 +32,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=False):
     # First token and number of tokens of each piece of a prompt that the head runs over; None: the
     # last layer keeps sampled tokens alone.
     pieces: tuple[tuple[int, int], ...] | None
+    ended: tuple[int, ...]  # of copies, by direction: what rank 0 has seen end before
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True, tag="move", gc=False):
@@ -38,6 +40,7 @@ class Move(msgspec.Struct, frozen=True, array_like=True, tag="move", gc=False):
 
     direction: str
     pairs: list[tuple[int, int]]
+    ended: tuple[int, ...]  # see `Frame`
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop", gc=False):
@@ -97,6 +100,7 @@ class Joined:
 
     def __init__(self, memory: RankMemory, ranks: Ranks, itemsize: int, has_sources: bool) -> None:
         self.num_steps = 0  # announced
+        self.ended = [0] * len(Direction)  # copies, by direction, that rank 0 has seen end
         self._memory, self._ranks = memory, ranks
         self._itemsize, self._has_sources = itemsize, has_sources
         self._vocab_size = 0
@@ -118,7 +122,8 @@ class Joined:
             pieces = tuple((piece.first, piece.end - piece.begin) for piece in found)
         num_edits, tables = len(arrays.edits), (len(arrays.tables), arrays.tables.shape[1])
         memory = arrays.memory.tobytes()
-        self.send(Frame(shape, num_edits, tables, memory, batch.copies, pieces))
+        ended = tuple(self.ended)
+        self.send(Frame(shape, num_edits, tables, memory, batch.copies, pieces, ended))
         self.num_steps += 1
 
     def spread(self, token_ids: Tensor) -> None:
@@ -134,6 +139,16 @@ class Joined:
         """Wait for the next message of rank 0."""
         return _decoder.decode(self._memory.receive())
 
+    def start(self, limit_s: float) -> None:
+        """Take note that all serve from here on, and how late a rank may be."""
+        self._memory.limit_s = limit_s
+        self._ranks.start(limit_s)
+
     def fail(self) -> None:
         """Have all ranks leave what they wait for."""
         self._memory.fail()
+
+    def named(self, error: Exception) -> Exception:
+        """Return the error of a rank, by the name of the rank that this one's GPU waited for."""
+        late = self._ranks.late()
+        return error if late is None else RankError(f"{late}: {type(error).__name__}: {error}")

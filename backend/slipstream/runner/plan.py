@@ -389,7 +389,7 @@ def settle(config: EngineConfig, device: torch.device, rank: int = 0) -> Plan:
     checkpoint = Path(config.checkpoint)
     model = model_on(device.type, read_checkpoint(checkpoint, config.backend_model))
     check_foreign(config, model)
-    check_ranks(config, model, device.type)
+    check_ranks(config, model)
     model = sharded(model, rank, config.tensor_parallel)
     dtype = dtype_on(device.type, config, model)
     check_scheme(config, model, device, dtype)

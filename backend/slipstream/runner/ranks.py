@@ -15,9 +15,11 @@ import torch
 from slipstream_runtime.ranks import RankError, RankMemory
 
 from slipstream import __version__
-from slipstream.core.batch import Batch
+from slipstream.core.batch import Batch, Sampled
 from slipstream.errors import ConfigError
-from slipstream.kernels.comm.ranks import HostRanks
+from slipstream.kernels.comm.device import DeviceRanks
+from slipstream.kernels.comm.nccl import NcclError
+from slipstream.kernels.comm.ranks import HostRanks, Ranks
 from slipstream.kvcache.host import Direction, Mover
 from slipstream.runner.adapters import Active
 from slipstream.runner.group import Frame, Joined, Move, Stop
@@ -30,6 +32,7 @@ from slipstream.runner.step_inputs import StepInputs
 from slipstream.runner.values import Beside, rows_of_piece
 
 _log = logging.getLogger(__name__)
+_DIRECTIONS = list(Direction)
 
 
 class Leader(ModelRunner):
@@ -55,14 +58,22 @@ class Leader(ModelRunner):
             if self._joined.num_steps == announced:
                 raise  # no other rank has heard of it
             self._joined.fail()
+            error = self._joined.named(error)
             raise RankError(f"rank 0: {type(error).__name__}: {error}") from error
+
+    def _read(self, first: int, size: int, asks: list[Ask], beside: Beside | None) -> Sampled:
+        try:
+            return super()._read(first, size, asks, beside)
+        except Exception as error:
+            raise self._joined.named(error) from error
 
 
 class _EveryMover:
     """A mover of rank 0 whose copies all ranks make, each of its own heads.
 
-    On CPUs a copy has ended when it was started, and messages are in order: what rank 0 knows to
-    have ended is, on every rank, before whatever it announces later.
+    A copy has ended when rank 0's has: what rank 0 announces later says so, and the others wait for
+    theirs before they do it. A copy's source is complete on all ranks when it is on rank 0: each
+    had written it before the last sum of that step, of which rank 0 has all parts.
     """
 
     def __init__(self, mover: Mover, group: Joined) -> None:
@@ -72,12 +83,13 @@ class _EveryMover:
 
     def start(self, direction: Direction, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy on all ranks; see `Mover`."""
-        self._group.send(Move(direction.value, list(pairs)))
+        self._group.send(Move(direction.value, list(pairs), tuple(self._group.ended)))
         self._mover.start(direction, pairs)
 
     def num_ended(self, direction: Direction) -> int:
         """Return how many copies have ended."""
-        return self._mover.num_ended(direction)
+        count = self._group.ended[_DIRECTIONS.index(direction)] = self._mover.num_ended(direction)
+        return count
 
     def wait(self) -> None:
         """Wait for the oldest copies."""
@@ -99,13 +111,22 @@ class Follower(ModelRunner):
         """Run steps until rank 0 says that it ends. Raises `RankError` if a rank has failed."""
         while not isinstance(message := self._joined.receive(), Stop):
             try:
+                self._catch_up(message.ended)
                 if isinstance(message, Frame):
                     self._replay(message)
                 else:
                     self._move(message)
-            except Exception:
+            except Exception as error:
                 self._joined.fail()
-                raise
+                raise self._joined.named(error) from error
+
+    def _catch_up(self, ended: Sequence[int]) -> None:
+        """Wait until the copies have ended that rank 0 has seen end."""
+        if self.transfers is None:
+            return
+        for direction, count in zip(_DIRECTIONS, ended, strict=True):
+            while self.transfers.num_ended(direction) < count:
+                self.transfers.wait()
 
     def _move(self, move: Move) -> None:
         assert self.transfers is not None, "all ranks have host memory, or none"
@@ -143,7 +164,17 @@ class Follower(ModelRunner):
 def join(plan: Plan, memory: RankMemory) -> Joined:
     """Meet the other ranks; raises `ConfigError` if they differ in what must be the same."""
     _compare(plan, memory)
-    return Joined(memory, HostRanks(memory), plan.dtype.itemsize, plan.max_in_flight > 1)
+    return Joined(memory, _ranks_of(plan, memory), plan.dtype.itemsize, plan.max_in_flight > 1)
+
+
+def _ranks_of(plan: Plan, memory: RankMemory) -> Ranks:
+    if plan.device.type == "cpu":
+        return HostRanks(memory)
+    torch.cuda.set_device(plan.device)
+    try:
+        return DeviceRanks(memory, plan.device, plan.config.deterministic)
+    except (RankError, NcclError) as error:
+        raise ConfigError(f"tensor_parallel = {plan.model.num_ranks}: {error}") from error
 
 
 def start(plan: Plan, descriptor: int) -> tuple[Leader | Follower, RankMemory]:
@@ -152,7 +183,7 @@ def start(plan: Plan, descriptor: int) -> tuple[Leader | Follower, RankMemory]:
     group = join(plan, memory)
     runner = Leader(plan, group) if plan.rank == 0 else Follower(plan, group)
     memory.meet()
-    memory.limit_s = plan.config.stuck_after_s
+    group.start(plan.config.stuck_after_s)
     return runner, memory
 
 
@@ -184,9 +215,15 @@ def facts_of(plan: Plan) -> dict[str, str]:
         "version of torch": str(torch.__version__),
         "files of the checkpoint": f"{_name(plan.checkpoint)} {files.hexdigest()[:16]}",
         "settings": settings.hexdigest()[:16],
-        "device": plan.device.type,
+        "device": _device(plan),
         "dtype": str(plan.dtype).removeprefix("torch."),
     }
+
+
+def _device(plan: Plan) -> str:
+    """Return the kind of the device: ranks of different GPUs would wait for the slowest."""
+    is_cuda = plan.device.type == "cuda"
+    return torch.cuda.get_device_name(plan.device) if is_cuda else plan.device.type
 
 
 def _name(path: Path) -> str:

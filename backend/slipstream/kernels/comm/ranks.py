@@ -4,11 +4,14 @@ A sum adds the ranks' values in the order of ranks, in fp32, and rounds once: it
 nothing else, and are the same on all ranks.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from slipstream_runtime.ranks import EXCHANGE_BYTES, RankMemory
 from torch import Tensor
+
+from slipstream.kernels.comm.all_reduce import total
+from slipstream.kernels.elementwise.norm import rms_norm
 
 
 class Ranks(Protocol):
@@ -20,6 +23,14 @@ class Ranks(Protocol):
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of all ranks' `x`, of one shape and dtype, on every rank."""
 
+    def add_sum(self, values: Tensor, x: Tensor) -> None:
+        """`values += ` the sum of all ranks' `x`, of their shape and dtype, rounded once."""
+
+    def add_sum_norm(
+        self, values: Tensor, x: Tensor, weight: Tensor, eps: float, plus_one: bool
+    ) -> Tensor:
+        """`add_sum`; return the RMS norm of `values [n, m]` then, as `rms_norm`."""
+
     def gather(self, x: Tensor) -> Tensor:
         """Return on rank 0 all ranks' `x [n, m]` side by side, `[n, size * m]`; elsewhere `x`."""
 
@@ -28,6 +39,27 @@ class Ranks(Protocol):
 
     def least(self, value: int) -> int:
         """Return the least value of all ranks, on every rank."""
+
+    def start(self, limit_s: float) -> None:
+        """Take note that all serve from here on, and how late a rank may be."""
+
+    def late(self) -> str | None:
+        """Return why an exchange on the device has failed; None: none has."""
+
+
+class Part(NamedTuple):
+    """A rank's part of what all ranks' sum adds to the residual sum: an addend of its reader."""
+
+    ranks: Ranks
+    x: Tensor
+
+    def add_to(self, values: Tensor) -> None:
+        """Add the sum to `values`, in place."""
+        self.ranks.add_sum(values, self.x)
+
+    def add_norm(self, values: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
+        """Add the sum to `values`, in place; return their RMS norm."""
+        return self.ranks.add_sum_norm(values, self.x, weight, eps, plus_one)
 
 
 class HostRanks:
@@ -52,12 +84,24 @@ class HostRanks:
         flat = x.contiguous().view(-1)
         out, step = torch.empty_like(flat), EXCHANGE_BYTES // x.itemsize
         for begin in range(0, len(flat), step):
-            parts = self._exchange(flat[begin : begin + step])
-            total = parts[0].float()
-            for part in parts[1:]:
-                total = total + part
-            out[begin : begin + step] = total
+            out[begin : begin + step] = total(self._exchange(flat[begin : begin + step]))
         return out.view(x.shape)
+
+    def add_sum(self, values: Tensor, x: Tensor) -> None:
+        """Add the sum over ranks in place; see `Ranks`."""
+        flat, before = x.contiguous().view(-1), values.reshape(-1)
+        out, step = torch.empty_like(flat), EXCHANGE_BYTES // x.itemsize
+        for begin in range(0, len(flat), step):
+            part = slice(begin, begin + step)
+            out[part] = total(self._exchange(flat[part]), before[part])
+        values.copy_(out.view(values.shape))
+
+    def add_sum_norm(
+        self, values: Tensor, x: Tensor, weight: Tensor, eps: float, plus_one: bool
+    ) -> Tensor:
+        """Add the sum over ranks in place, and return the norm; see `Ranks`."""
+        self.add_sum(values, x)
+        return rms_norm(values, weight, eps, plus_one)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return all columns on rank 0; see `Ranks`."""
@@ -82,6 +126,18 @@ class HostRanks:
     def least(self, value: int) -> int:
         """Return the least value; see `Ranks`."""
         return min(int(part) for part in self._exchange(torch.tensor([value])))
+
+    def exchange_bytes(self, own: bytes) -> list[bytes]:
+        """Return the bytes that every rank gives, as many on each, by rank."""
+        parts = self._exchange(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        return [bytes(part.tolist()) for part in parts]
+
+    def start(self, limit_s: float) -> None:
+        """Bound waits; see `Ranks`."""
+        self._memory.limit_s = limit_s
+
+    def late(self) -> str | None:
+        """Return nothing: waits of the host raise their own errors."""
 
     def _exchange(self, part: Tensor) -> list[Tensor]:
         """Return what every rank gives, flat and of `EXCHANGE_BYTES` at most, until the next."""

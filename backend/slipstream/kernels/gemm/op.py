@@ -2,12 +2,12 @@
 
 The order of the stages, wherever they are computed:
 
-    addend -> norm -> quantise -> PRODUCT -> scales -> bias -> all-reduce -> gate | residual
+    addend -> norm -> quantise -> PRODUCT -> scales -> bias -> gate | residual
 
 An implementation says which of them it takes (fuses). What none takes is computed around it, by
-`linear.py`. No implementation takes `all-reduce`: a layer that ranks share computes it, and all
-that follows, behind the plain product (`layers/linear.py`). What adapters add differs by row and
-step, and is no stage: `layers/adapted.py`.
+`linear.py`. Of a layer whose inputs ranks share, the sum over ranks is an addend of the next norm,
+which may be fused with it (`kernels/comm/`). What adapters add differs by row and step, and is no
+stage: `layers/adapted.py`.
 
 `weight` is `[outputs, inputs]` as in a checkpoint. Sums are accumulated in fp32 and rounded
 once, behind the last stage that an implementation takes.

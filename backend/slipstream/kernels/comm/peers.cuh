@@ -1,0 +1,145 @@
+// Memory of all ranks' GPUs as one kernel sees it, and how CTAs of different GPUs wait for each other.
+// -D RANKS: the most ranks, 2, 4 or 8.
+//
+// Every rank has one allocation of the same layout, which all others have mapped: flags, then lines, then rooms. All
+// ranks make the same calls in the same order. A call has GRID CTAs whatever its size; CTA b of a rank meets CTA b of
+// the others. Each counts its calls, its epochs, in its own GPU's memory, so CUDA graphs can repeat a call, and all CTAs
+// have the same count. Odd and even epochs have buffers of their own. A call ends on a rank only after it has heard from
+// every rank in it, and each is in it only after it has ended the call before. So a writer to a buffer in epoch e
+// knows that all have ended epoch e - 2, which read the buffer last: no second meeting is needed.
+#pragma once
+#include "runtime/common.cuh"
+
+constexpr int GRID = 64, THREADS = 512, MAX_RANKS = 8;
+constexpr i64 LINE_DATA = 8;                               // bytes of data in a line, which has 16
+constexpr i64 LINES = i64(GRID) * THREADS;                 // of a rank and turn
+constexpr i64 ROOM = 8 << 20;                              // bytes of a rank and turn
+constexpr i64 LINES_AT = 2 * GRID * MAX_RANKS * 4;         // behind the flags
+constexpr i64 ROOMS_AT = LINES_AT + 2 * MAX_RANKS * LINES * 16;
+
+struct Peers {
+  u64 bases[RANKS];  // of the allocations, by rank
+  int rank, size;
+  u32* epochs;       // [GRID], this GPU's
+  const i64* limit;  // ns that a wait may take
+  volatile u32* late;  // the host's memory: 1 + the rank that did not come, in which epoch
+};
+#define PEERS \
+  u64 base0, u64 base1, u64 base2, u64 base3, u64 base4, u64 base5, u64 base6, u64 base7, i64 rank, i64 size, \
+      u32 *epochs, const i64 *limit, u32 *late
+#define EVERY_BASE {base0, base1, base2, base3, base4, base5, base6, base7}
+
+// Indices are constants in unrolled loops alone: an array in registers.
+DEVICE Peers peers_of(const u64 (&bases)[MAX_RANKS], i64 rank, i64 size, u32* epochs, const i64* limit, u32* late) {
+  Peers made;
+#pragma unroll
+  for (int r = 0; r < RANKS; ++r) made.bases[r] = bases[r];
+  made.rank = int(rank);
+  made.size = int(size);
+  made.epochs = epochs;
+  made.limit = limit;
+  made.late = late;
+  return made;
+}
+DEVICE u64 base_of(const Peers& peers, int rank) {
+  u64 found = 0;
+#pragma unroll
+  for (int r = 0; r < RANKS; ++r) found = r == rank ? peers.bases[r] : found;
+  return found;
+}
+
+// The epoch of this call, for all threads of a CTA, which all call it first. 0 is what memory has at start, so it is
+// left out; with it 1, so that turns go on by turns.
+DEVICE u32 next_epoch(const Peers& peers) {
+  u32 epoch = load_fresh<1>(peers.epochs + blockIdx.x).at[0] + 1;
+  epoch = epoch == 0 ? 2 : epoch;
+  __syncthreads();
+  if (threadIdx.x == 0) peers.epochs[blockIdx.x] = epoch;
+  return epoch;
+}
+
+DEVICE u64 nanoseconds() {
+  u64 result;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(result));
+  return result;
+}
+// A wait with an end: the host reads which rank is late, behind the error of the kernel.
+struct Patience {
+  u64 begin = 0;
+  u32 spins = 0;
+  DEVICE void spin(const Peers& peers, int rank, u32 epoch) {
+    if (++spins % 1024 != 0) return;
+    const u64 now = nanoseconds();
+    begin = begin == 0 ? now : begin;
+    if (i64(now - begin) <= *reinterpret_cast<const volatile i64*>(peers.limit)) return;
+    peers.late[1] = epoch;
+    peers.late[0] = 1 + u32(rank);
+    __threadfence_system();
+    asm volatile("trap;");
+  }
+};
+
+// ---- lines: 8 bytes of data that carry their epoch, so they need no flag ----
+
+DEVICE ulonglong2* lines_of(u64 base, u32 epoch, int from, int size) {
+  return reinterpret_cast<ulonglong2*>(base + LINES_AT) + (i64(epoch % 2) * size + from) * LINES;
+}
+// Each half, 4 bytes and the epoch, is one access of 8 bytes: it arrives whole.
+DEVICE void send_line(ulonglong2* line, u64 data, u32 epoch) {
+  const u64 mark = u64(epoch) << 32, low = mark | u32(data), high = mark | (data >> 32);
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(line), "l"(low), "l"(high) : "memory");
+}
+DEVICE u64 receive_line(const Peers& peers, const ulonglong2* line, int from, u32 epoch) {
+  Patience patience;
+  while (true) {
+    u64 low, high;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(line) : "memory");
+    if (u32(low >> 32) == epoch && u32(high >> 32) == epoch) return u64(u32(low)) | high << 32;
+    patience.spin(peers, from, epoch);
+  }
+}
+DEVICE void send_to_all(const Peers& peers, i64 line, u64 data, u32 epoch) {
+#pragma unroll
+  for (int r = 0; r < RANKS; ++r)
+    if (r < peers.size && r != peers.rank)
+      send_line(lines_of(peers.bases[r], epoch, peers.rank, peers.size) + line, data, epoch);
+}
+
+// ---- rooms: large parts, which a flag follows ----
+
+DEVICE u64 room_of(u64 base, u32 epoch, int which) { return base + ROOMS_AT + (i64(epoch % 2) * 2 + which) * ROOM; }
+DEVICE u32* flag_of(u64 base, int phase, int from) {
+  return reinterpret_cast<u32*>(base) + (phase * GRID + int(blockIdx.x)) * MAX_RANKS + from;
+}
+// What the CTA's threads wrote before is visible behind it to CTA b of every rank.
+DEVICE void meet(const Peers& peers, int phase, u32 epoch) {
+  __syncthreads();
+  const int other = int(threadIdx.x);
+  if (other < peers.size && other != peers.rank) {
+    u32* to = flag_of(base_of(peers, other), phase, peers.rank);
+    const u32* own = flag_of(base_of(peers, peers.rank), phase, other);
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(to), "r"(epoch) : "memory");
+    Patience patience;
+    u32 found;
+    while (true) {
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(own) : "memory");
+      if (int(found - epoch) >= 0) break;  // or already in the next call
+      patience.spin(peers, other, epoch);
+    }
+  }
+  __syncthreads();
+}
+// 16 bytes of a room of any rank, which this call's meeting made visible.
+template <class Value>
+DEVICE Value load_room(u64 address) {
+  static_assert(sizeof(Value) == 16, "one access");
+  Value result;
+  u64* to = reinterpret_cast<u64*>(&result);
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(to[0]), "=l"(to[1]) : "l"(address) : "memory");
+  return result;
+}
+DEVICE u64 load_room_word(u64 address) {
+  u64 result;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(result) : "l"(address) : "memory");
+  return result;
+}
