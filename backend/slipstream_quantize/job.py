@@ -66,7 +66,7 @@ class Job:
         self._opened = opened
         self._recipe = recipe
         matrices = [name for probe in opened.probes for name in probe.names]
-        check_layout(opened.plan.model.tensors, matrices, recipe)
+        check_layout(opened.names, matrices, recipe)
         self._grid = Grid(recipe, opened.dtype)
         self._writer = writer
         self._running = Running(opened, text) if text is not None and recipe.needs_text else None
@@ -159,7 +159,7 @@ class Job:
         self, writer: Writer, made: dict[str, list[Tensor]], inputs: int, overall: float
     ) -> None:
         """Hand the tensors of the stored matrices of a layer to the writer."""
-        names = self._opened.plan.model.tensors
+        names = self._opened.names
         for stored, (codes, scale, zero) in matrices_of(names, made, inputs):
             own = Fitted(scale, zero, overall)
             tensors = tensors_of(codes, own, self._recipe, self._opened.dtype)
@@ -184,14 +184,14 @@ def divide_rows(place: ProbedLayer, scales: Tensor) -> None:
 
 def write_rest(opened: Opened, writer: Writer) -> None:
     """Write what is not quantised: embedding, head, norms, biases, scales of a cache."""
-    source, stored = opened.source, opened.plan.model.tensors.stored
+    source, names = opened.source, opened.names
     done = {f"{name}.weight" for probe in opened.probes for name in probe.names}
     kept = {name: tensor for name, tensor in source.tensors.items() if name not in done}
-    names = opened.plan.model.tensors
-    files = FileSource(opened.directory, opened.plan.device, names)  # that reads once more
+    read = opened.plan.model.tensors
+    files = FileSource(opened.directory, opened.plan.device, read)  # once more
     others = others_of(files, names, kept)
     writer.add({name: tensor.to(opened.dtype).contiguous() for name, tensor in others})
-    writer.add({stored(name): torch.tensor([each]) for name, each in source.numbers.items()})
+    writer.add({names.stored(name): torch.tensor([each]) for name, each in source.numbers.items()})
 
 
 def write(opened: Opened, directory: Path, recipe: Recipe, report: Report, writer: Writer) -> None:
@@ -203,7 +203,7 @@ def write(opened: Opened, directory: Path, recipe: Recipe, report: Report, write
     config["dtype"] = str(opened.dtype).removeprefix("torch.")
     model = opened.plan.model
     kept = ["lm_head", *routers(opened)]
-    ignored = [model.tensors.stored(name) for name in kept]
+    ignored = [opened.names.stored(name) for name in kept]
     config["quantization_config"] = config_of(recipe, ignored, model.fp8_cache)
     source = opened.source
     report.bytes_before = sum(x.numel() for x in source.tensors.values()) * opened.dtype.itemsize

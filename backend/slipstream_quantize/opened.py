@@ -15,9 +15,11 @@ from slipstream.layers.experts import Experts
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import LayerNorm, Norm
 from slipstream.layers.residual import Residual
+from slipstream.models.axes import TensorNames
 from slipstream.models.cache_scheme import quantization_of
 from slipstream.models.decoder import build_decoder
 from slipstream.models.hf import weights_dtype
+from slipstream.models.model_config import ModelConfig
 from slipstream.models.registry import family_of
 from slipstream.models.source import Weights
 from slipstream.models.weights import FileSource
@@ -97,6 +99,7 @@ class Opened:
         plan: how the decoder runs.
         decoder: without fusion.
         source: its tensors and numbers by the decoder's names.
+        names: under which tensors are written.
     """
 
     def __init__(self, directory: Path, device: str = "auto", dtype: str = "auto") -> None:
@@ -120,6 +123,7 @@ class Opened:
         build = family_of(plan.model.architecture).build or build_decoder
         self.decoder: Decoder = build(plan.model, weights, plan.max_model_len)
         weights.finish()
+        self.names = _written(plan.model, list(self.source.tensors), directory)
         self.blocks = [self._places(block) for block in self.decoder.blocks]
         self._round_others()
 
@@ -194,6 +198,20 @@ class Opened:
         names = self.source.at(matrix.values)
         sizes = [self.source.tensors[name].shape[0] for name in names]
         return Probe(linear, [name.removesuffix(".weight") for name in names], sizes)
+
+
+def _written(model: ModelConfig, tensors: Sequence[str], directory: Path) -> TensorNames:
+    """Return the names of a Hugging Face directory; refuse GGUF files that need other changes."""
+    if model.published is None:
+        return model.tensors
+    both = (model.published, model.tensors)
+    changed = [name for name in tensors if any(names.change(name) for names in both)]
+    if changed:
+        raise CheckpointError(
+            f"{directory}: {model.published.stored(changed[0])} has another layout in a Hugging "
+            "Face directory than in a GGUF file: quantise the directory"
+        )
+    return model.published
 
 
 def _feeding(before: Probe | None, probe: Probe) -> tuple[Probe, slice] | None:

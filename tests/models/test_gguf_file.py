@@ -140,7 +140,11 @@ def test_any_metadata(tmp_path_factory, changes: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"expert_count": 8}, "'llama.expert_count' = 8 is not implemented"),
+        ({"expert_count": 8}, "llama.expert_used_count is missing"),
+        (
+            {"expert_count": 8, "expert_used_count": 2},
+            "tensor model.layers.0.mlp.gate.weight is missing",
+        ),
         ({"attention.key_length": 32}, "'llama.attention.value_length' = 64 is not implemented"),
         ({"rope.dimension_count": 32}, "'llama.rope.dimension_count' = 32 is not implemented"),
         ({"rope.scaling.type": "su"}, "'llama.rope.scaling.type' = 'su' is not implemented"),

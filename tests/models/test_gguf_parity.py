@@ -1,7 +1,9 @@
 """GGUF files of every family and of every type of blocks: logits are transformers'."""
 
 import logging
+import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from fixtures.models.checkpoints import (
     make_model,
     make_runner,
     random_prompts,
+    sizes_of,
 )
 from fixtures.models.gguf_files import SIZES, unpacked, write_gguf
+from fixtures.models.remote_drawn import REMOTE
 from fixtures.tiers import quick_of
 from slipstream.kernels.cpu.native import library
 from slipstream.models.gguf.types import BLOCK_TYPES
@@ -49,6 +53,72 @@ CASES = {
         {"attention.sliding_window_pattern": [False, True]},
     ),
 }
+_PART = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0 + i / 40 for i in range(32)],
+    "long_factor": [2.0 + i for i in range(32)],
+    "attention_factor": 1.3,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CASES |= {
+    "arcee": ("arcee", {"hidden_act": "relu2"}, {}),
+    "bloom": ("bloom", {}, {}),
+    "command-r": ("cohere", {}, {}),
+    "command-r, norms of heads": ("cohere", {"use_qk_norm": True}, {}),
+    "cohere2": ("cohere2", {"num_hidden_layers": 5, "sliding_window": 12}, {}),
+    "falcon": ("falcon", {"multi_query": True}, {}),
+    "falcon, groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, {}),
+    "falcon, groups, one norm": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        {},
+    ),
+    "gemma": ("gemma", {}, {}),
+    "gemma2": ("gemma2", {"sliding_window": 12, "query_pre_attn_scalar": 64}, {}),
+    "glm4": ("glm4", {"rope_parameters": _PART | {"partial_rotary_factor": 0.5}}, {}),
+    "gpt2": ("gpt2", {}, {}),
+    "starcoder": ("gpt_bigcode", {}, {}),
+    "gptneox": ("gpt_neox", {"rope_parameters": _PART}, {}),
+    "gptneox, serial": ("gpt_neox", {"use_parallel_residual": False}, {}),
+    "gpt-oss": ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}} | _LOCAL, {}),
+    "granite": ("granite", {"attention_multiplier": 0.1, "logits_scaling": 3.0}, {}),
+    "mixtral": ("mixtral", _LOCAL, {}),
+    "mpt": ("mpt", {"attn_config": {"clip_qkv": 0.9}}, {}),
+    "olmo": ("olmo", {"clip_qkv": 0.8}, {}),
+    "olmo2": ("olmo2", {}, {}),
+    "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, {}),
+    "phi2": ("phi", {"rope_parameters": _PART | {"partial_rotary_factor": 0.5}}, {}),
+    "phi3": ("phi3", {"sliding_window": 17}, {}),
+    "phi3, factors by length": (
+        "phi3",
+        {"rope_parameters": _LONGROPE, "original_max_position_embeddings": 4},
+        {"rope.scaling.attn_factor": 1.3, "rope.scaling.original_context_length": 4},
+    ),
+    "qwen2moe": ("qwen2_moe", {"shared_expert_intermediate_size": 64} | _MOE, {}),
+    "qwen3moe": ("qwen3_moe", {"norm_topk_prob": True} | _MOE, {}),
+    "seed_oss": ("seed_oss", {}, {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}, {}),
+    "stablelm": ("stablelm", {"rope_parameters": _PART, "use_qkv_bias": True}, {}),
+    "stablelm, norms of heads": (
+        "stablelm",
+        {"rope_parameters": _PART, "use_parallel_residual": True, "qk_layernorm": True},
+        {},
+    ),
+    "starcoder2": ("starcoder2", {"sliding_window": 12}, {}),
+}
+QUICK = ("llama", "gemma3", "falcon, groups", "gpt-oss", "phi3")
+# Blocks of matrices whose rows are moved, and of experts.
+MOVED = {
+    "gpt2": ("gpt2", "Q8_0"),
+    "falcon": ("falcon, groups", "Q4_K"),
+    "phi3": ("phi3", "Q4_1"),
+    "command-r": ("command-r", "Q4_0"),
+    "gpt-oss": ("gpt-oss", "MXFP4"),
+    "qwen3moe": ("qwen3moe", "Q8_0"),
+}
 TYPES = [kind.name for kind in BLOCK_TYPES.values()]
 
 
@@ -63,12 +133,21 @@ def check(model: torch.nn.Module, directory: Path) -> None:
         assert (logits - expected).abs().max() <= 1e-3 * expected.abs().max().clamp(min=1)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_of(CASES, QUICK))
 def test_families(name: str, tmp_path: Path) -> None:
+    check_case(name, "F32", tmp_path)
+
+
+@pytest.mark.parametrize("name", quick_of(MOVED, {"phi3"}))
+def test_blocks_that_move(name: str, tmp_path: Path) -> None:
+    check_case(*MOVED[name], tmp_path)
+
+
+def check_case(name: str, kind: str, tmp_path: Path) -> None:
     family, overrides, keys = CASES[name]
-    base = SIZES | ({"query_pre_attn_scalar": 64} if family == "gemma3" else {})
+    base = sizes_of(family, **SIZES) | ({"query_pre_attn_scalar": 64} if family == "gemma3" else {})
     model = make_model(family, **(base | overrides))
-    path = write_gguf(model, family, tmp_path / "model.gguf", **keys)
+    path = write_gguf(model, family, tmp_path / "model.gguf", kind, **keys)
     check(model, unpacked(path, tmp_path / "checkpoint"))
 
 
@@ -89,3 +168,58 @@ def test_types_that_differ_within_a_gemm(tmp_path: Path, caplog: pytest.LogCaptu
         said = "multiplied as they are by the CPU kernels"
         assert f"weights of 8 bits by 16 inputs with minimums: {said} (2)" in caplog.text
         assert f"weights of 4 bits by 32 inputs with zeros with minimums: {said} (4)" in caplog.text
+
+
+def parts_of(stem: str, whole: torch.Tensor, heads: int, kv_heads: int) -> dict[str, torch.Tensor]:
+    """q, k and v of one matrix in blocks, by the names that the converter has."""
+    size = len(whole) // (heads + 2 * kv_heads)
+    parts = torch.split(whole, [heads * size, kv_heads * size, kv_heads * size])
+    name = "w{}" if stem.endswith("attention") else "{}_proj"
+    return {f"{stem}.{name.format(x)}.weight": y for x, y in zip("qkv", parts, strict=True)}
+
+
+REMOTES = {"chatglm": 1, "internlm2": 2, "baichuan": 3}
+
+
+@pytest.mark.parametrize("name", quick_of(REMOTES, {"chatglm"}))
+def test_families_that_transformers_lacks(name: str, tmp_path: Path) -> None:
+    """Of drawn models; files of the last two have q, k and v apart."""
+    model = REMOTE[name](random.Random(REMOTES[name]))
+    heads = int(str(model.keys["num_attention_heads"]))
+    kv = "multi_query_group_num" if name == "chatglm" else "num_key_value_heads"
+    kv_heads = int(str(model.keys.get(kv, heads)))
+    hidden = int(str(model.keys["hidden_size"]))
+    stored: dict[str, torch.Tensor] = {}
+    for full, tensor in model.tensors.items():
+        stem, suffix = full.rsplit(".", 1)
+        if full.endswith("inv_freq"):
+            continue
+        if not stem.endswith(("wqkv", "W_pack")):
+            stored[full] = tensor
+            continue
+        whole = tensor
+        if name == "internlm2":
+            groups = tensor.view(
+                kv_heads, heads // kv_heads + 2, hidden // heads, *tensor.shape[1:]
+            )
+            parts = (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])
+            whole = torch.cat([part.flatten(0, 2) for part in parts])
+        found = parts_of(stem.rsplit(".", 1)[0], whole, heads, kv_heads)
+        stored |= {key.replace("weight", suffix): x for key, x in found.items()}
+    names = {"ffn_hidden_size": "intermediate_size", "num_layers": "num_hidden_layers"}
+    names |= {"seq_length": "max_position_embeddings", "layernorm_epsilon": "rms_norm_eps"}
+    keys = {names.get(key, key): value for key, value in model.keys.items()}
+    keys |= {
+        "num_key_value_heads": kv_heads,
+        "vocab_size": model.config.vocab_size,
+        "head_dim": None,
+    }
+    theta = 1e4 * float(str(keys.get("rope_ratio", 1)))
+    rope = {"rope_theta": float(str(keys.get("rope_theta", theta)))}
+    rope |= {"partial_rotary_factor": 0.5} if name == "chatglm" else {}
+    file = SimpleNamespace(
+        config=SimpleNamespace(**{**keys, "rope_parameters": rope}),
+        named_parameters=lambda: stored.items(),
+    )
+    path = write_gguf(file, name, tmp_path / "model.gguf")
+    check(model, unpacked(path, tmp_path / "checkpoint"))

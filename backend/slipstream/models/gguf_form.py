@@ -4,7 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from slipstream.errors import CheckpointError
+from slipstream.models.axes import QkvOrder, TensorNames, joined
 from slipstream.models.reader import Reader
+
+JOINED_QKV = "self_attn.qkv_proj"  # q, k and v of a file in one
 
 
 class GgufKeys:
@@ -84,13 +87,49 @@ class GgufForm:
     """What a family is in GGUF files.
 
     Attributes:
-        name: `general.architecture`. Where families share it, a window decides between them.
+        name: `general.architecture`. Where families share it, experts and a window decide.
         pairs_rows: whether the rows of q and k are stored so that two neighbours rotate together.
         norms_added: what is added to all weights of norms.
-        config: returns the keys of config.json that the family alone has.
+        has_experts: whether MLPs are mixtures.
+        qkv, joins_gate_up: as of `TensorNames`; files have own orders, and nothing transposed.
+        norms_each_head: likewise.
+        names: parts of names in the file -> of the decoder, where they differ from Llama's.
+        is_partial: whether a part of a head may rotate.
+        flags: keys of config.json that are true where layer 0 has this tensor.
+        numbers: keys of config.json -> of the metadata, where these are there and not 0.
+        fixed: keys of config.json that all files have, and their values.
+        config: returns other keys of config.json that the family alone has; None leaves one out.
     """
 
     name: str
     pairs_rows: bool = False
     norms_added: float = 0.0
+    has_experts: bool = False
+    qkv: QkvOrder = QkvOrder.SPLIT
+    joins_gate_up: bool = False
+    norms_each_head: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    is_partial: bool = False
+    flags: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, object] = field(default_factory=dict)
     config: Config = field(default=lambda keys: {})
+
+    @property
+    def tensors(self) -> TensorNames:
+        """The names under which tensors of a file are found: the decoder's, but for joined ones."""
+        own = joined(JOINED_QKV) if self.qkv is not QkvOrder.SPLIT else {}
+        own |= joined("mlp.up_proj", "mlp") if self.joins_gate_up else {}
+        return TensorNames(
+            own,
+            qkv=self.qkv,
+            joins_gate_up=self.joins_gate_up,
+            norms_each_head=self.norms_each_head,
+        )
+
+    def own_keys(self, keys: GgufKeys) -> dict[str, object]:
+        """Return the keys of config.json that the family alone has."""
+        flags = {key: f"blk.0.{tensor}" in keys.tensors for key, tensor in self.flags.items()}
+        found = {key: keys.get(name) for key, name in self.numbers.items()}
+        numbers = {key: x for key, x in found.items() if x is False or x not in (None, 0)}
+        return {**self.fixed, **flags, **numbers, **self.config(keys)}

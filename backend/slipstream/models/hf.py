@@ -18,6 +18,7 @@ from slipstream.models.cache_scheme import says_fp8
 from slipstream.models.config_class import HARMLESS, ConfigClass
 from slipstream.models.family import Family
 from slipstream.models.files import read_json, tensor_entries
+from slipstream.models.gguf.tensors import REFERENCE
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader, words
 from slipstream.models.registry import family_of, supported
@@ -223,6 +224,10 @@ def read_model(config: Reader, architecture: str, directory: Path) -> ModelConfi
     axes, still = _axes(config, family), family.still(config, dims.num_layers)
     ropes = [local_rope if window else rope for window in windows]
     names = family.tensors if family.names is None else family.names(config)
+    published = None
+    if family.gguf is not None and (directory / REFERENCE).is_file():
+        published = with_changes(names, dims, ropes, axes.interleaved, dims.head_size)
+        names, axes = family.gguf.tensors, apart(axes)
     return ModelConfig(
         architecture=architecture,
         dims=dims,
@@ -236,7 +241,15 @@ def read_model(config: Reader, architecture: str, directory: Path) -> ModelConfi
         eos_ids=eos_ids(config, directory, dims.vocab_size),
         fp8_cache=says_fp8(config, directory),
         ignored=tuple(config.ignored),
+        published=published,
     )
+
+
+def apart(axes: Axes) -> Axes:
+    """Return the axes of a GGUF file, where each expert has matrices of its own."""
+    if axes.experts is None or not axes.experts.is_fused:
+        return axes
+    return replace(axes, experts=replace(axes.experts, is_fused=False))
 
 
 def weights_dtype(directory: Path) -> str:

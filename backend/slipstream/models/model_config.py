@@ -32,6 +32,8 @@ class ModelConfig:
         default=None, compare=False
     )
 
+    # Names of a Hugging Face directory of the model, where `tensors` are those of a GGUF file.
+    published: TensorNames | None = None
     num_ranks: int = 1  # over which it is split; sizes are a rank's, but for the vocabulary
 
     @property

@@ -57,7 +57,7 @@ class Matrices:
         cut = None if cuts is None else cuts.of_matrix(name, rows, inputs)
         whole = (rows, inputs) if cut is None else cut.whole(rows, inputs)
         entry = self._source.entry(f"{stored}.weight")
-        if entry is not None and entry.dtype in KEPT:
+        if entry is not None and entry.dtype in KEPT and moves is None:
             window = None if cut is None else window_of(cut, units(entry))
             region = () if window is None else region_of(entry, window)
             blocks = self._source.blocks(name, rows, inputs, region)
@@ -68,8 +68,19 @@ class Matrices:
             if cut is None:
                 return self._formats.load(stored, *whole)
             return self._formats.load_part(stored, *whole, cut)
-        found = self._formats.load(stored, *moves.shape(*whole))
+        found = self._stored(name, stored, (rows, inputs), moves.shape(*whole))
         if found is None:
             return None
         found = moved(found, moves, f"{self._directory}: {stored}")
         return found if cut is None else part_of(found, cut, None)
+
+    def _stored(
+        self, name: str, stored: str, own: tuple[int, int], shape: tuple[int, int]
+    ) -> QuantMatrix | None:
+        """Read the whole of a matrix that is changed, of `shape` in the file; `own` is a rank's."""
+        entry = self._source.entry(f"{stored}.weight")
+        if entry is None or entry.dtype not in KEPT:
+            return self._formats.load(stored, *shape)
+        matrix = kept(entry, self._source.blocks(name, *own, ()))
+        self._source.check_scales(f"{stored}.weight", matrix.scales)
+        return matrix

@@ -33,12 +33,8 @@ from slipstream.models.reading import Region, TensorReader
 from slipstream.quant.matrix import QuantMatrix
 
 _log = logging.getLogger(__name__)
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+_DTYPES = {"F64": torch.float64, "F32": torch.float32}
+_DTYPES |= {"F16": torch.float16, "BF16": torch.bfloat16}
 _STORED = _DTYPES | {
     "I64": torch.int64,
     "I32": torch.int32,
@@ -140,11 +136,6 @@ class _Checkpoint:
             raise CheckpointError(
                 f"{entry.file}: tensor {name} is {list(entry.shape)}, {wanted} "
                 "as config.json (transformers' defaults where it is silent) has it"
-            )
-        if change is not None and _is_restored(entry):
-            raise CheckpointError(
-                f"{entry.file}: tensor {name} is in another layout than this model's heads "
-                "need: that is not implemented for GGUF files"
             )
         if entry.dtype not in _DTYPES and entry.dtype not in QUANTISED:
             raise CheckpointError(f"{entry.file}: tensor {name} is {entry.dtype}: not implemented")
@@ -319,17 +310,28 @@ class FileSource(_Checkpoint):
                 continue
             entry, key = self._take(name, out.shape), self.stored(name)
             if key not in stored:
-                stored[key] = self.raw(key)
+                stored[key] = self._values(key, entry)
             out.copy_(change(stored[key]))
             self._note_values(key, entry, out)
         if plain:
             self._fill(*zip(*plain, strict=True))
 
+    def _values(self, key: str, entry: TensorEntry) -> Tensor:
+        """Read a tensor as numbers, in fp32 where the file has its blocks, or other numbers."""
+        if not _is_restored(entry):
+            return self.raw(key)
+        out = torch.empty(entry.shape, device=self._device)
+        self._read_into([key], [entry], [out])
+        return out
+
     def _fill_part(self, name: str, cut: Cut, change: Change | None, out: Tensor) -> None:
         """Copy a part of a tensor. Of what no change moves, only the part's bytes are read."""
         entry, key = self._take(name, out.shape), self.stored(name)
         if _is_restored(entry):
-            fill_part(entry, cut, lambda region: self.raw(key, region), out)
+            if change is None:
+                fill_part(entry, cut, lambda region: self.raw(key, region), out)
+            else:
+                cut.fill(out, cut.part_of(change(self._values(key, entry))))
             self._note_values(key, entry, out)
             return
         how = (_DTYPES[entry.dtype], cut, change, self._reader, out)
@@ -349,23 +351,25 @@ class FileSource(_Checkpoint):
     def _fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
         """Copy tensors that are as the decoder has them."""
         entries = [self._take(name, out.shape) for name, out in zip(names, outs, strict=True)]
+        self._read_into([self.stored(name) for name in names], entries, outs)
+        for name, entry, out in zip(names, entries, outs, strict=True):
+            self._note_values(self.stored(name), entry, out)
+
+    def _read_into(
+        self, names: Sequence[str], entries: Sequence[TensorEntry], outs: Sequence[Tensor]
+    ) -> None:
+        """Read the values of tensors, by the checkpoint's names."""
         regions = [
-            Region(
-                self.stored(name),
-                entry.file,
-                entry.begin,
-                _DTYPES.get(entry.dtype, torch.uint8),  # of blocks, their bytes
-            )
+            Region(name, entry.file, entry.begin, _DTYPES.get(entry.dtype, torch.uint8))
             for name, entry in zip(names, entries, strict=True)
-        ]
+        ]  # of blocks, their bytes
         buffers = [buffer_for(entry, out) for entry, out in zip(entries, outs, strict=True)]
         self._reader.read(regions, buffers)
-        for region, entry, buffer, out in zip(regions, entries, buffers, outs, strict=True):
+        for entry, buffer, out in zip(entries, buffers, outs, strict=True):
             restore(entry, buffer, out)
             if entry.dtype in QUANTISED:
                 dtype = str(out.dtype).removeprefix("torch.")
                 self.note(f"tensors of {entry.dtype}: dequantised to {dtype} as they are loaded")
-            self._note_values(region.name, entry, out)
         self._count(sum(entry.end - entry.begin for entry in entries))
 
     def finish(self) -> None:

@@ -2,6 +2,7 @@
 
 from slipstream.models.axes import ACTIVATIONS, Axes
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
 
@@ -10,6 +11,11 @@ from slipstream.models.reader import Reader
     keys="attention_bias mlp_bias",
     activations=ACTIVATIONS,
     has_windows=False,
+    gguf=GgufForm(
+        "arcee",
+        pairs_rows=True,
+        flags={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"},
+    ),
 )
 def arcee(config: Reader) -> Axes:
     """Read biases."""

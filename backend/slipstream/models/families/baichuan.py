@@ -10,6 +10,7 @@ from slipstream.models.alibi import slopes
 from slipstream.models.axes import Axes, QkvOrder, TensorNames, joined
 from slipstream.models.config_class import own_class
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import no_rope, read_rope
 
@@ -30,6 +31,7 @@ CLASS = own_class(
     eos_token_id=2,
 )
 _FIRST, _OTHERS = "BaiChuanForCausalLM", "BaichuanForCausalLM"
+_LAYERS_OF_13B = 40
 _FIRST_VOCABULARY = 64_000  # by which the first model of 13B differs from the second ones
 
 
@@ -62,6 +64,13 @@ def ropes(config: Reader, max_positions: int, size: int) -> tuple[RopeConfig, Ro
     return (no_rope if config.get("alibi") else read_rope)(config, max_positions, size)
 
 
+def gguf_config(keys: GgufKeys) -> dict[str, object]:
+    """Return the context of models of 13B, known by their layers, as they call it."""
+    if keys.whole("block_count") != _LAYERS_OF_13B:
+        return {}
+    return {"model_max_length": keys.whole("context_length"), "max_position_embeddings": None}
+
+
 @family(
     _FIRST,
     _OTHERS,
@@ -71,6 +80,7 @@ def ropes(config: Reader, max_positions: int, size: int) -> tuple[RopeConfig, Ro
     derived=derived,
     tensors=names,
     config_class=CLASS,
+    gguf=GgufForm("baichuan", pairs_rows=True, config=gguf_config),
 )
 def baichuan(config: Reader) -> Axes:
     """Return the axes; a head's slope decides how far it sees where there is no rotation."""

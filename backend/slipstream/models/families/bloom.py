@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from slipstream.models.alibi import slopes
 from slipstream.models.axes import Activation, Axes, NormKind, QkvOrder, TensorNames, joined
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import no_rope
 
@@ -42,6 +43,7 @@ def derived(config: Reader) -> Mapping[str, object]:
     aliases=f"{KEYS} rms_norm_eps=layer_norm_epsilon",
     derived=derived,
     tensors=TensorNames(NAMES, optional="transformer.", qkv=QkvOrder.HEADS),
+    gguf=GgufForm("bloom", qkv=QkvOrder.BLOCKS, numbers={"seq_length": "context_length"}),
 )
 def bloom(config: Reader) -> Axes:
     """Return the axes, whose slopes the number of heads decides."""

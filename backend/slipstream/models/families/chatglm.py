@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from slipstream.models.axes import Activation, Axes, QkvOrder, TensorNames, joined
 from slipstream.models.config_class import own_class
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import read_partial_rope
 
@@ -46,6 +47,18 @@ def derived(config: Reader) -> Mapping[str, object]:
     }
 
 
+def gguf_config(keys: GgufKeys) -> dict[str, object]:
+    """Return groups, and the ratio of theta; refuse rotation of another share than a half."""
+    size = keys.whole("attention.key_length", keys.whole("embedding_length") // keys.num_heads)
+    if keys.whole("rope.dimension_count", size // 2) != size // 2:
+        raise keys.refusal("rope.dimension_count", f"is not implemented; {size // 2} is")
+    return {
+        "multi_query_attention": True,
+        "multi_query_group_num": keys.num_kv_heads,
+        "rope_ratio": keys.positive("rope.freq_base", 10_000.0) / 10_000.0,
+    }
+
+
 @family(
     "ChatGLMModel",
     "ChatGLMForConditionalGeneration",
@@ -61,6 +74,14 @@ def derived(config: Reader) -> Mapping[str, object]:
         NAMES, unread=(".rotary_pos_emb.inv_freq",), qkv=QkvOrder.BLOCKS, joins_gate_up=True
     ),
     config_class=CLASS,
+    gguf=GgufForm(
+        "chatglm",
+        qkv=QkvOrder.BLOCKS,
+        joins_gate_up=True,
+        is_partial=True,
+        flags={"add_qkv_bias": "attn_qkv.bias", "add_bias_linear": "ffn_down.bias"},
+        config=gguf_config,
+    ),
 )
 def chatglm(config: Reader) -> Axes:
     """Read whether q, k and v have biases, and whether all matrices have."""

@@ -2,6 +2,7 @@
 
 from slipstream.models.axes import Axes, NormKind, QkNorms, Residuals, TensorNames
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
 
@@ -25,6 +26,12 @@ def axes(config: Reader, qk_norms: QkNorms = QkNorms.NONE) -> Axes:
     has_windows=False,
     aliases="rms_norm_eps=layer_norm_eps",
     tensors=TensorNames(norms_each_head=True),
+    gguf=GgufForm(
+        "command-r",
+        norms_each_head=True,
+        flags={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+        numbers={"logit_scale": "logit_scale"},
+    ),
 )
 def cohere(config: Reader) -> Axes:
     """Read also whether each head of q and k has a layer norm, with weights of its own."""

@@ -14,6 +14,7 @@ from slipstream.models.axes import (
     joined,
 )
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import no_rope, read_rope
 
@@ -77,6 +78,20 @@ def falcon_slopes(config: Reader) -> tuple[float, ...]:
     return tuple(bfloat16(slope) * scale for slope in slopes(heads))
 
 
+def gguf_config(keys: GgufKeys) -> dict[str, object]:
+    """Return which of the layouts a GGUF file has, by its heads and norms."""
+    norms = 1 + ("blk.0.attn_norm_2.weight" in keys.tensors)
+    is_new = norms == 2 or keys.num_kv_heads not in (1, keys.num_heads)
+    return {
+        "new_decoder_architecture": is_new,
+        "num_ln_in_parallel_attn": norms,
+        "num_kv_heads": keys.num_kv_heads,
+        "multi_query": keys.num_kv_heads == 1,
+        "parallel_attn": "blk.0.ffn_norm.weight" not in keys.tensors,
+        "bias": "blk.0.attn_qkv.bias" in keys.tensors,
+    }
+
+
 @family(
     "FalconForCausalLM",
     keys=KEYS,
@@ -87,6 +102,7 @@ def falcon_slopes(config: Reader) -> tuple[float, ...]:
     aliases="rms_norm_eps=layer_norm_epsilon hidden_size=n_embed intermediate_size=ffn_hidden_size",
     derived=derived,
     tensors=tensors,
+    gguf=GgufForm("falcon", qkv=QkvOrder.BLOCKS, config=gguf_config),
 )
 def falcon(config: Reader) -> Axes:
     """Read residuals, biases and ALiBi."""

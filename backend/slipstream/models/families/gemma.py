@@ -2,6 +2,7 @@
 
 from slipstream.models.axes import Activation, Axes, NormKind
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
 
@@ -14,6 +15,7 @@ from slipstream.models.reader import Reader
         "gelu": Activation.GELU_TANH,
     },
     has_windows=False,
+    gguf=GgufForm("gemma", norms_added=1.0, flags={"attention_bias": "attn_q.bias"}),
 )
 def gemma(config: Reader) -> Axes:
     """Read whether all attention matrices have biases; the embedding is scaled."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from slipstream.models.axes import Activation, Axes, TensorNames
 from slipstream.models.families.gemma import gemma
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader
 
 NAMES = {
@@ -13,6 +14,7 @@ NAMES = {
     "post_attention_layernorm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
+_LAYERS_OF_27B = 46  # the one size whose queries are scaled by another number than that of a head
 _EVERY = 2  # so many layers, one has full attention
 
 
@@ -25,6 +27,20 @@ def _cap(config: Reader, key: str) -> float:
     return config.positive(key) if config.has(key) else 0.0
 
 
+def gguf_config(keys: GgufKeys) -> dict[str, object]:
+    """Return caps and the window of a GGUF file, and the scale, which it leaves to the reader."""
+    is_27b = keys.whole("block_count") == _LAYERS_OF_27B
+    hidden, heads = keys.whole("embedding_length"), keys.num_heads
+    size = keys.whole("attention.key_length", hidden // heads)
+    return {
+        "sliding_window": keys.whole("attention.sliding_window"),
+        "attn_logit_softcapping": keys.get("attn_logit_softcapping"),
+        "final_logit_softcapping": keys.get("final_logit_softcapping"),
+        "query_pre_attn_scalar": hidden // heads if is_27b else size,
+        "attention_bias": "blk.0.attn_q.bias" in keys.tensors,
+    }
+
+
 @family(
     "Gemma2ForCausalLM",
     keys="attention_bias query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping",
@@ -32,6 +48,7 @@ def _cap(config: Reader, key: str) -> float:
     activations={"gelu_pytorch_tanh": Activation.GELU_TANH},
     derived=derived,
     tensors=TensorNames(NAMES),
+    gguf=GgufForm("gemma2", norms_added=1.0, config=gguf_config),
 )
 def gemma2(config: Reader) -> Axes:
     """Read the scale of scores, and the caps of scores and of logits."""

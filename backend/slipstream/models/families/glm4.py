@@ -5,6 +5,7 @@ from dataclasses import replace
 from slipstream.models.axes import Axes, TensorNames
 from slipstream.models.families.glm import NAMES, glm
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import read_partial_rope
 
@@ -20,6 +21,12 @@ OWN = {
     has_windows=False,
     read_ropes=read_partial_rope,
     tensors=TensorNames(NAMES | OWN, joins_gate_up=True),
+    gguf=GgufForm(
+        "glm4",
+        joins_gate_up=True,
+        is_partial=True,
+        flags={"attention_bias": "attn_q.bias"},
+    ),
 )
 def glm4(config: Reader) -> Axes:
     """Read whether q, k and v have biases."""

@@ -11,6 +11,7 @@ from slipstream.models.axes import (
     joined,
 )
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import no_rope
 
@@ -62,6 +63,7 @@ def derived(config: Reader) -> Mapping[str, object]:
     aliases=KEYS,
     derived=derived,
     tensors=TENSORS,
+    gguf=GgufForm("gpt2", qkv=QkvOrder.BLOCKS),
 )
 def gpt2(config: Reader) -> Axes:
     """Return the axes, which no key of config.json changes."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from slipstream.models.axes import ACTIVATIONS, Axes, QkvOrder, TensorNames
 from slipstream.models.families import gpt2
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import no_rope
 
@@ -23,6 +24,13 @@ def tensors(config: Reader) -> TensorNames:
     return replace(gpt2.TENSORS, qkv=order, transposed=())
 
 
+def gguf_config(keys: GgufKeys) -> dict[str, object]:
+    """Return that there is one head of keys; files of others have no order that is known."""
+    if keys.num_kv_heads != 1:
+        raise keys.refusal("attention.head_count_kv", "is not implemented; 1 is")
+    return {"multi_query": True}
+
+
 @family(
     "GPTBigCodeForCausalLM",
     keys="multi_query attention_softmax_in_fp32 scale_attention_softmax_in_fp32",
@@ -33,6 +41,7 @@ def tensors(config: Reader) -> TensorNames:
     aliases=gpt2.KEYS,
     derived=derived,
     tensors=tensors,
+    gguf=GgufForm("starcoder", qkv=QkvOrder.BLOCKS, config=gguf_config),
 )
 def gpt_bigcode(config: Reader) -> Axes:
     """Return GPT-2's axes; softmax is in fp32, whatever keys say."""

@@ -12,6 +12,7 @@ from slipstream.models.axes import (
     joined,
 )
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import read_partial_rope
 
@@ -48,6 +49,13 @@ def derived(config: Reader) -> Mapping[str, object]:
         NAMES,
         unread=(".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq"),
         qkv=QkvOrder.HEADS,
+    ),
+    gguf=GgufForm(
+        "gptneox",
+        qkv=QkvOrder.BLOCKS,
+        is_partial=True,
+        flags={"attention_bias": "attn_qkv.bias"},
+        numbers={"use_parallel_residual": "use_parallel_residual"},
     ),
 )
 def gpt_neox(config: Reader) -> Axes:

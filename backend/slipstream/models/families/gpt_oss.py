@@ -7,6 +7,7 @@ from slipstream.kernels.experts.spec import Gate
 from slipstream.models.axes import Axes, TensorNames
 from slipstream.models.experts import KEYS, read_experts, read_routing
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader
 
 # What transformers' class does when a file is silent: it has no field that says so.
@@ -30,11 +31,31 @@ def derived(config: Reader) -> Mapping[str, object]:
     return found
 
 
+def gguf_config(keys: GgufKeys) -> dict[str, object]:
+    """Return the stretched rotation of a GGUF file, whose ramp has no whole ends."""
+    if not keys.has("rope.scaling.factor"):
+        return {}
+    original = keys.whole("rope.scaling.original_context_length")
+    own = {"factor": keys.positive("rope.scaling.factor")}
+    return {"rope_scaling": _ROPE | own | {"original_max_position_embeddings": original}}
+
+
 @family(
     "GptOssForCausalLM",
     keys=f"attention_bias {KEYS}",
     derived=derived,
     tensors=TensorNames({"mlp.gate": "mlp.router"}),
+    gguf=GgufForm(
+        "gpt-oss",
+        has_experts=True,
+        names={"post_attention_norm": "post_attention_layernorm"},
+        flags={"attention_bias": "attn_q.bias"},
+        numbers={
+            "sliding_window": "attention.sliding_window",
+            "intermediate_size": "expert_feed_forward_length",
+        },
+        config=gguf_config,
+    ),
 )
 def gpt_oss(config: Reader) -> Axes:
     """Read the experts, which are stored together, and whether attention has biases."""

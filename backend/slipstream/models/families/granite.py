@@ -2,6 +2,7 @@
 
 from slipstream.models.axes import Axes
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
 
@@ -10,6 +11,17 @@ from slipstream.models.reader import Reader
     keys="attention_bias mlp_bias embedding_multiplier attention_multiplier residual_multiplier "
     "logits_scaling",
     has_windows=False,
+    gguf=GgufForm(
+        "granite",
+        pairs_rows=True,
+        flags={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"},
+        numbers={
+            "attention_multiplier": "attention.scale",
+            "embedding_multiplier": "embedding_scale",
+            "residual_multiplier": "residual_scale",
+            "logits_scaling": "logit_scale",
+        },
+    ),
 )
 def granite(config: Reader) -> Axes:
     """Read biases of attention and MLP, and the factors."""

@@ -3,6 +3,7 @@
 from slipstream.models.axes import Axes, QkvOrder, TensorNames, joined
 from slipstream.models.config_class import own_class
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
 CLASS = own_class(
@@ -42,6 +43,7 @@ NAMES = {
     has_windows=False,
     tensors=TensorNames(NAMES, qkv=QkvOrder.GROUPS),
     config_class=CLASS,
+    gguf=GgufForm("internlm2", pairs_rows=True, flags={"bias": "attn_q.bias"}),
 )
 def internlm2(config: Reader) -> Axes:
     """Read whether all attention matrices have biases."""

@@ -3,6 +3,7 @@
 from slipstream.models.axes import Axes, TensorNames
 from slipstream.models.experts import KEYS, read_experts, read_routing
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
 NAMES = {
@@ -18,6 +19,12 @@ NAMES = {
     "MixtralForCausalLM",
     keys=f"{KEYS} router_jitter_noise",
     tensors=TensorNames(NAMES),
+    gguf=GgufForm(
+        "llama",
+        pairs_rows=True,
+        has_experts=True,
+        numbers={"sliding_window": "attention.sliding_window"},
+    ),
 )
 def mixtral(config: Reader) -> Axes:
     """Read the experts, whose weights are a softmax of the chosen; jitter is of training."""

@@ -14,6 +14,7 @@ from slipstream.models.axes import (
 )
 from slipstream.models.config_class import HARMLESS, read_config_class
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader, words
 from slipstream.models.ropes import no_rope
 
@@ -70,6 +71,22 @@ def logit_scale(config: Reader) -> float:
     return config.positive("logit_scale", 1.0)
 
 
+def gguf_config(keys: GgufKeys) -> dict[str, object]:
+    """Return the keys of attention, and others that the tensors of a GGUF file decide."""
+    alibi, most = keys.get("attention.max_alibi_bias"), keys.get("attention.clamp_kqv")
+    heads, kv_heads = keys.num_heads, keys.num_kv_heads
+    kind = "grouped_query_attention" if kv_heads != heads else "multihead_attention"
+    own = {"alibi": bool(alibi), "attn_type": kind, "kv_n_heads": kv_heads}
+    own |= {"alibi_bias_max": alibi} if alibi else {}
+    own |= {"clip_qkv": most} if most else {}
+    return {
+        "attn_config": own | {"qk_ln": "blk.0.attn_q_norm.weight" in keys.tensors},
+        "expansion_ratio": keys.whole("feed_forward_length") // keys.whole("embedding_length"),
+        "learned_pos_emb": "position_embd.weight" in keys.tensors,
+        "no_bias": "blk.0.attn_qkv.bias" not in keys.tensors,
+    }
+
+
 @family(
     "MptForCausalLM",
     "MPTForCausalLM",  # as the published checkpoints say
@@ -81,6 +98,7 @@ def logit_scale(config: Reader) -> float:
     aliases=ALIASES,
     derived=derived,
     tensors=TensorNames(NAMES, qkv=QkvOrder.BLOCKS),
+    gguf=GgufForm("mpt", qkv=QkvOrder.BLOCKS, config=gguf_config),
 )
 def mpt(config: Reader) -> Axes:
     """Read positions, biases and what becomes of queries and keys."""

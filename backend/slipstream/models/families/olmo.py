@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from slipstream.models.axes import Axes, NormKind
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
 
@@ -12,7 +13,13 @@ def derived(config: Reader) -> Mapping[str, object]:
     return {"rms_norm_eps": 1e-5}
 
 
-@family("OlmoForCausalLM", keys="attention_bias clip_qkv", has_windows=False, derived=derived)
+@family(
+    "OlmoForCausalLM",
+    keys="attention_bias clip_qkv",
+    has_windows=False,
+    derived=derived,
+    gguf=GgufForm("olmo", pairs_rows=True, numbers={"clip_qkv": "attention.clamp_kqv"}),
+)
 def olmo(config: Reader) -> Axes:
     """Read whether all attention matrices have biases, and where q, k and v are cut."""
     bias = config.flag("attention_bias", default=False)

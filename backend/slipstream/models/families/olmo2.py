@@ -5,6 +5,7 @@ All queries of a token are one row of a norm, all its keys another.
 
 from slipstream.models.axes import Axes, QkNorms, TensorNames
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
 NAMES = {
@@ -13,7 +14,13 @@ NAMES = {
 }
 
 
-@family("Olmo2ForCausalLM", keys="attention_bias", has_windows=False, tensors=TensorNames(NAMES))
+@family(
+    "Olmo2ForCausalLM",
+    keys="attention_bias",
+    has_windows=False,
+    tensors=TensorNames(NAMES),
+    gguf=GgufForm("olmo2", flags={"attention_bias": "attn_q.bias"}),
+)
 def olmo2(config: Reader) -> Axes:
     """Read whether all attention matrices have biases."""
     bias = config.flag("attention_bias", default=False)

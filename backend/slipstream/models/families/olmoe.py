@@ -3,6 +3,7 @@
 from slipstream.models.axes import Axes, QkNorms
 from slipstream.models.experts import KEYS, read_experts, read_routing
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
 
@@ -10,6 +11,7 @@ from slipstream.models.reader import Reader
     "OlmoeForCausalLM",
     keys=f"attention_bias {KEYS} norm_topk_prob",
     has_windows=False,
+    gguf=GgufForm("olmoe", has_experts=True),
 )
 def olmoe(config: Reader) -> Axes:
     """Read the experts, and whether attention has biases."""

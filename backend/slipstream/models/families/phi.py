@@ -2,6 +2,7 @@
 
 from slipstream.models.axes import ACTIVATIONS, Axes, NormKind, QkNorms, Residuals, TensorNames
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import read_partial_rope
 
@@ -23,6 +24,7 @@ NAMES = {
     read_ropes=read_partial_rope,
     aliases="rms_norm_eps=layer_norm_eps",
     tensors=TensorNames(NAMES),
+    gguf=GgufForm("phi2", is_partial=True),
 )
 def phi(config: Reader) -> Axes:
     """Read whether queries and keys are normalised."""

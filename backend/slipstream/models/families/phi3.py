@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from slipstream.models.axes import Axes, QkvOrder, TensorNames, joined
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import read_partial_rope
 
@@ -29,6 +30,13 @@ def derived(config: Reader) -> Mapping[str, object]:
     read_ropes=read_partial_rope,
     derived=derived,
     tensors=TensorNames(NAMES, qkv=QkvOrder.BLOCKS, joins_gate_up=True),
+    gguf=GgufForm(
+        "phi3",
+        qkv=QkvOrder.BLOCKS,
+        joins_gate_up=True,
+        is_partial=True,
+        numbers={"sliding_window": "attention.sliding_window"},
+    ),
 )
 def phi3(config: Reader) -> Axes:
     """Return the axes, which no key of config.json changes."""

@@ -3,6 +3,7 @@
 from slipstream.models.axes import Axes
 from slipstream.models.experts import KEYS, read_dense_layers, read_experts, read_routing
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
 
@@ -12,6 +13,15 @@ from slipstream.models.reader import Reader
     "shared_expert_intermediate_size mlp_only_layers decoder_sparse_step use_sliding_window "
     "max_window_layers",
     has_windows=False,
+    gguf=GgufForm(
+        "qwen2moe",
+        has_experts=True,
+        flags={"qkv_bias": "attn_q.bias"},
+        numbers={
+            "moe_intermediate_size": "expert_feed_forward_length",
+            "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+        },
+    ),
 )
 def qwen2_moe(config: Reader) -> Axes:
     """Read the experts, and which layers have none."""

@@ -2,6 +2,7 @@
 
 from slipstream.models.axes import Axes
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
 
@@ -9,6 +10,15 @@ from slipstream.models.reader import Reader
     "SeedOssForCausalLM",
     keys="attention_bias attention_out_bias mlp_bias residual_dropout",
     has_windows=False,
+    gguf=GgufForm(
+        "seed_oss",
+        names={"post_attention_norm": "post_attention_layernorm"},
+        flags={
+            "attention_bias": "attn_q.bias",
+            "attention_out_bias": "attn_output.bias",
+            "mlp_bias": "ffn_up.bias",
+        },
+    ),
 )
 def seed_oss(config: Reader) -> Axes:
     """Read biases."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from slipstream.models.axes import Axes
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
 
@@ -37,6 +38,11 @@ def derived(config: Reader) -> Mapping[str, object]:
     keys="attention_bias mlp_bias no_rope_layers no_rope_layer_interval use_sliding_window",
     still=still,
     derived=derived,
+    gguf=GgufForm(
+        "smollm3",
+        pairs_rows=True,
+        flags={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"},
+    ),
 )
 def smollm3(config: Reader) -> Axes:
     """Read whether all attention matrices have biases, and all matrices of the MLP."""

@@ -2,6 +2,7 @@
 
 from slipstream.models.axes import Axes, NormKind, QkNorms, Residuals, TensorNames
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import read_partial_rope
 
@@ -15,6 +16,13 @@ NAMES = {"self_attn.q_norm": "self_attn.q_layernorm", "self_attn.k_norm": "self_
     read_ropes=read_partial_rope,
     aliases="rms_norm_eps=layer_norm_eps",
     tensors=TensorNames(NAMES),
+    gguf=GgufForm(
+        "stablelm",
+        is_partial=True,
+        norms_each_head=True,
+        flags={"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"},
+        numbers={"use_parallel_residual": "use_parallel_residual"},
+    ),
 )
 def stablelm(config: Reader) -> Axes:
     """Read biases, residuals, and whether each head has norms of its own."""

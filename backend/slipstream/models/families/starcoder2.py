@@ -2,6 +2,7 @@
 
 from slipstream.models.axes import ACTIVATIONS, Axes, NormKind, TensorNames
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
 
@@ -11,6 +12,11 @@ from slipstream.models.reader import Reader
     activations=ACTIVATIONS,
     aliases="rms_norm_eps=norm_epsilon",
     tensors=TensorNames({"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
+    gguf=GgufForm(
+        "starcoder2",
+        flags={"use_bias": "attn_q.bias"},
+        numbers={"sliding_window": "attention.sliding_window"},
+    ),
 )
 def starcoder2(config: Reader) -> Axes:
     """Read whether all matrices have biases."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from slipstream.kernels.gemm.packing import e2m1_table
 from slipstream.models.gguf.types import QUANTISED, BlockType
 
 _PIECE = 1 << 22  # values that are dequantised at a time: some 100 MB of intermediate tensors
@@ -49,6 +50,13 @@ def _q4_0(b: Tensor) -> Tensor:
 
 def _q4_1(b: Tensor) -> Tensor:
     return half(b, 0) * nibbles(b[:, 4:], 16).float() + half(b, 2)
+
+
+def _mxfp4(b: Tensor) -> Tensor:
+    """Multiply e2m1 by a power of two, whose exponent has a bias of 127; half of it is finite."""
+    table = 2 * e2m1_table(b.device)
+    scale = torch.ldexp(torch.ones_like(b[:, :1], dtype=torch.float32), b[:, :1].int() - 128)
+    return scale * table[nibbles(b[:, 1:], 16).long()]
 
 
 def fives(bits: Tensor, packed: Tensor, rows: int = 16) -> Tensor:
@@ -135,5 +143,6 @@ _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }
 assert _FORMULAS.keys() == QUANTISED.keys()

@@ -1,7 +1,7 @@
 """Make a `config.json` of a GGUF file's metadata, and of which tensors it has. No torch."""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from slipstream_contract.errors import clip
 
@@ -14,7 +14,9 @@ from slipstream.models.registry import family_of, supported
 
 ARCHITECTURE = "general.architecture"
 ROPE_FACTORS = "rope_freqs.weight"  # by which each frequency is divided: a part of config.json
-_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+ROPE_FACTORS_BY_LENGTH = ("rope_factors_long.weight", "rope_factors_short.weight")
+EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
+OF_SOME = ("intermediate_size", "num_key_value_heads", "head_dim", "rms_norm_eps")
 # Keys of rotary scaling -> the one value that changes nothing.
 _NEUTRAL_ROPE = {
     "rope.scaling.alpha": 1.0,
@@ -42,7 +44,7 @@ def form_of(family: Family) -> GgufForm:
 def family_of_file(file: GgufFile) -> Family:
     """Return the family of a file; raises `CheckpointError` for one that is not served.
 
-    A file with a window is of the family that has windows.
+    A file with experts, or with a window, is of the family that has them.
     """
     name = file.metadata.get(ARCHITECTURE)
     found = [family for family in families_in_gguf() if form_of(family).name == name]
@@ -53,8 +55,11 @@ def family_of_file(file: GgufFile) -> Family:
         )
     if len(found) == 1:
         return found[0]
+    has_experts = file.metadata.get(f"{name}.expert_count") not in (None, 0)
     has_window = file.metadata.get(f"{name}.attention.sliding_window") not in (None, 0)
-    return next(family for family in found if family.has_windows == has_window)
+    found.sort(key=lambda each: each.has_windows != has_window)
+    found.sort(key=lambda each: form_of(each).has_experts != has_experts)
+    return found[0]
 
 
 def keys_of(file: GgufFile) -> GgufKeys:
@@ -70,6 +75,7 @@ def config_of(file: GgufFile) -> dict[str, object]:
     with those of any other config.json that change nothing.
     """
     family, keys = family_of_file(file), keys_of(file)
+    form = form_of(family)
     hidden, heads = keys.whole("embedding_length"), keys.num_heads
     size = keys.whole("attention.key_length", max(hidden // heads, 1))
     config: dict[str, object] = {
@@ -82,61 +88,98 @@ def config_of(file: GgufFile) -> dict[str, object]:
         "num_attention_heads": heads,
         "num_key_value_heads": keys.num_kv_heads,
         "head_dim": size,
-        "rms_norm_eps": keys.positive("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.positive(_epsilon(keys)),
         "vocab_size": _vocab_size(file, keys),
         "tie_word_embeddings": _HEAD not in file.tensors,
         "dtype": _dtype(file),
     }
     config |= _rope(file, keys, size, config["max_position_embeddings"])
-    config |= form_of(family).config(keys)
-    _check_sizes(keys, size)
-    return config | _others(keys)
+    if form.is_partial:
+        config["partial_rotary_factor"] = keys.whole("rope.dimension_count", size) / size
+    _check_sizes(keys, size, form.is_partial)
+    if form.has_experts:
+        config |= _experts(keys)
+    own = form.own_keys(keys)
+    rest = {key: value for key, value in config.items() if key not in own}
+    said = {key: value for key, value in own.items() if value is not None}
+    return _named(rest, family) | said | _others(keys)
+
+
+def _named(config: Mapping[str, object], family: Family) -> dict[str, object]:
+    """Return the keys as the family calls them, without those that it does not have."""
+    found = {}
+    for key, value in config.items():
+        own = family.aliases.get(key, (key,))[0]
+        if own != key or key not in OF_SOME or family.config_class.reads(key):
+            found[own] = value
+    return found
+
+
+def _epsilon(keys: GgufKeys) -> str:
+    names = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
+    return names[0] if keys.has(names[0]) else names[1]
+
+
+def _experts(keys: GgufKeys) -> dict[str, object]:
+    """Return how many experts there are, and how many a row has; refuse other ways to choose."""
+    neutral = {"expert_weights_norm": None, "expert_weights_scale": (None, 0.0, 1.0)}
+    for key, values in neutral.items():
+        if values is not None and keys.get(key) not in values:
+            raise keys.refusal(key, "is not implemented")
+    return {
+        "num_experts": keys.whole("expert_count"),
+        "num_experts_per_tok": keys.whole("expert_used_count"),
+    }
 
 
 def _vocab_size(file: GgufFile, keys: GgufKeys) -> int:
     """Return the rows of the embedding; refuse a number in the metadata that contradicts them."""
-    shape = keys.tensors.get(_EMBEDDING)
+    shape = keys.tensors.get(EMBEDDING)
     if shape is None:
-        raise CheckpointError(f"{file.path}: tensor {_EMBEDDING} is missing")
+        raise CheckpointError(f"{file.path}: tensor {EMBEDDING} is missing")
     if keys.whole("vocab_size", shape[0]) != shape[0]:
-        raise keys.refusal("vocab_size", f"contradicts {_EMBEDDING} of {shape[0]} rows")
+        raise keys.refusal("vocab_size", f"contradicts {EMBEDDING} of {shape[0]} rows")
     return shape[0]
 
 
 def _dtype(file: GgufFile) -> str:
     """Return that of the matrices' values; bfloat16 for quantised ones, whose range is as wide."""
-    kind = file.tensors[_EMBEDDING].type
+    kind = file.tensors[EMBEDDING].type
     return {F32: "float32", F16: "float16", BF16: "bfloat16"}.get(kind, "bfloat16")
 
 
-def _check_sizes(keys: GgufKeys, size: int) -> None:
+def _check_sizes(keys: GgufKeys, size: int, is_partial: bool) -> None:
     """Refuse values of another size than keys, and rotation of a part of a head."""
-    for key in (
-        "attention.value_length",
-        "attention.key_length_swa",
-        "attention.value_length_swa",
-        "rope.dimension_count",
-        "rope.dimension_count_swa",
-    ):
+    names = ["attention.value_length", "attention.key_length_swa", "attention.value_length_swa"]
+    names += [] if is_partial else ["rope.dimension_count", "rope.dimension_count_swa"]
+    for key in names:
         if keys.whole(key, size) != size:
             raise keys.refusal(key, f"is not implemented; only the {size} of a head's keys is")
 
 
 def _rope(file: GgufFile, keys: GgufKeys, size: int, context: object) -> dict[str, object]:
     """Return the keys of config.json for the rotary embedding."""
-    for key, neutral in _NEUTRAL_ROPE.items():
-        if keys.get(key) not in (None, neutral):
-            raise keys.refusal(key, f"is not implemented; only {neutral:g} is")
-    for key in _HARMLESS:
-        keys.get(key)
     config: dict[str, object] = {"rope_theta": keys.positive("rope.freq_base", 10_000.0)}
     scaling = _scaling(keys, context)
-    if ROPE_FACTORS in file.tensors:
+    lists = [name for name in (ROPE_FACTORS, *ROPE_FACTORS_BY_LENGTH) if name in file.tensors]
+    neutral = dict(_NEUTRAL_ROPE)
+    if lists:
         if scaling:
-            raise keys.refusal("rope.scaling.type", f"is not implemented beside {ROPE_FACTORS}")
-        factors = _rope_factors(file, size)
-        scaling = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
+            raise keys.refusal("rope.scaling.type", f"is not implemented beside {lists[0]}")
+        turning = keys.whole("rope.dimension_count", size)
+        factors = [_rope_factors(file, name, turning) for name in lists]
+        scaling = {"rope_type": "longrope", "long_factor": factors[0], "short_factor": factors[-1]}
         scaling |= {"attention_factor": 1.0, "original_max_position_embeddings": context}
+    if ROPE_FACTORS_BY_LENGTH[0] in lists:
+        key = "rope.scaling.original_context_length"
+        config["original_max_position_embeddings"] = keys.whole(key, int(str(context)))
+        scaling["attention_factor"] = keys.positive("rope.scaling.attn_factor", 1.0)
+        del neutral["rope.scaling.attn_factor"]
+    for key, value in neutral.items():
+        if keys.get(key) not in (None, value):
+            raise keys.refusal(key, f"is not implemented; only {value:g} is")
+    for key in _HARMLESS:
+        keys.get(key)
     return config | ({"rope_scaling": scaling} if scaling else {})
 
 
@@ -162,12 +205,12 @@ def _scaling(keys: GgufKeys, context: object) -> dict[str, object]:
     }
 
 
-def _rope_factors(file: GgufFile, size: int) -> list[float]:
+def _rope_factors(file: GgufFile, name: str, size: int) -> list[float]:
     """Read the factors by which the frequencies are divided, one for each pair of a head."""
-    tensor = file.tensors[ROPE_FACTORS]
+    tensor = file.tensors[name]
     if tensor.type is not F32 or tensor.shape != (size // 2,):
         raise CheckpointError(
-            f"{file.path}: tensor {ROPE_FACTORS} is {tensor.type.name} {list(tensor.shape)}, "
+            f"{file.path}: tensor {name} is {tensor.type.name} {list(tensor.shape)}, "
             f"not F32 [{size // 2}]"
         )
     with tensor.path.open("rb") as data:

@@ -54,6 +54,9 @@ _LLAMA3 = PreTokenizer(
     "|".join((_CONTRACTIONS, _WORDS, _NUMBERS, _REST)), ignores_merges=True, adds_bos=True
 )
 _QWEN2 = PreTokenizer("|".join((_CONTRACTIONS, _WORDS, r"\p{N}", _REST)), is_nfc=True)
+_GPT2_COMPOSED = PreTokenizer(is_nfc=True)
+_GLM4 = PreTokenizer("|".join((_CONTRACTIONS, _WORDS, _NUMBERS, _REST)))
+_BLOOM = PreTokenizer(r" ?[^(\s|[.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c])]+")
 _TEKKEN = PreTokenizer(
     "|".join(
         (
@@ -79,6 +82,12 @@ _GPT4O = PreTokenizer(
 
 PRE_TOKENIZERS = {
     "gpt-2": _GPT2,
+    "phi-2": _GPT2,
+    "mpt": _GPT2_COMPOSED,
+    "olmo": _GPT2_COMPOSED,
+    "bloom": _BLOOM,
+    "chatglm-bpe": _GLM4,
+    "glm4": _GLM4,
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,

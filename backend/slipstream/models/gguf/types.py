@@ -31,6 +31,7 @@ BLOCK_TYPES = {
     13: BlockType("Q5_K", 256, 176),
     14: BlockType("Q6_K", 256, 210),
     30: BF16,
+    39: BlockType("MXFP4", 32, 17),
 }
 QUANTISED = {kind.name: kind for kind in BLOCK_TYPES.values() if kind.elements > 1}
 

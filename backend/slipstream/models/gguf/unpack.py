@@ -10,7 +10,7 @@ from pathlib import Path
 from slipstream_contract.decoder import UnsupportedTokenizerError
 
 from slipstream.errors import CheckpointError
-from slipstream.models.gguf.config import config_of
+from slipstream.models.gguf.config import EMBEDDING, config_of
 from slipstream.models.gguf.file import SUFFIX, GgufFile
 from slipstream.models.gguf.parts import read_gguf
 from slipstream.models.gguf.tensors import REFERENCE, reference_to
@@ -52,10 +52,11 @@ def unpack(file: GgufFile) -> dict[Path, str]:
     files: dict[Path, str] = {}
     if has_tokenizer(file.metadata):
         tokenizer = GgufTokenizer(file)
-        if tokenizer.num_tokens > int(str(config["vocab_size"])):
+        rows = file.tensors[EMBEDDING].shape[0]
+        if tokenizer.num_tokens > rows:
             raise CheckpointError(
                 f"{file.path}: tokenizer.ggml.tokens has {tokenizer.num_tokens} tokens, the "
-                f"embedding {config['vocab_size']} rows"
+                f"embedding {rows} rows"
             )
         files = tokenizer.files()
         generation = {**tokenizer.special_ids(), "eos_token_id": tokenizer.end_ids()}
