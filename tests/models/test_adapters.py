@@ -21,8 +21,12 @@ from fixtures.models.checkpoints import (
 )
 from fixtures.models.parity import check_against
 from fixtures.tiers import quick_of
+from slipstream.core.batch import Batch, Row
 from slipstream.runner.model_runner import ModelRunner
+from slipstream_contract.sampling import SamplingParams
 
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+EVEN = {"intermediate_size": 176}  # what the kernels take
 TOLERANCE = 1e-4
 # A family for each way in which a checkpoint stores its matrices or a block has them.
 FAMILIES = (
@@ -33,6 +37,12 @@ FAMILIES = (
 
 def load(runner: ModelRunner, directory: Path) -> int:
     return runner.adapters.add(runner.adapters.read(str(directory)))
+
+
+def batch_of(adapters: list[int]) -> Batch:
+    """Rows of these adapters, and of nothing else."""
+    rows = [Row(0, 0, b"", 0, (), True, GREEDY, 0, 1, adapter=number) for number in adapters]
+    return Batch(tuple(rows), 0)
 
 
 def generate(runner: ModelRunner, adapters: list[int], chunk: int) -> list[Generation]:
@@ -92,3 +102,53 @@ def _of(model: torch.nn.Module, row: Generation) -> torch.Tensor:
     """Logits behind a prompt."""
     with torch.no_grad():
         return model(torch.tensor([row.prompt])).logits[0, -1]
+
+
+@pytest.mark.parametrize(
+    "case",
+    quick_of(
+        ("llama", "llama fp8", "gpt_neox int4", "phi3 fixed", "llama fixed fp8", "gemma2"),
+        ("llama",),
+    ),
+)
+def test_terms_by_tables_are_those_of_torch(case: str, tmp_path: Path) -> None:
+    family, *how = case.split()
+    is_fixed, quantization = "fixed" in how, next((x for x in how if x != "fixed"), "none")
+    model = make_model(family, **EVEN)
+    folder = save(model, tmp_path / "base")
+    runner = make_runner(folder, quantization=quantization, deterministic=is_fixed)
+    runner.adapters.by_tables = True
+    names = targets_of(model)
+    numbers = [0]
+    for i, (rank, own) in enumerate([(1, names), (16, names[:1]), (37, names), (5, names[1:])]):
+        pairs = draw_pairs(model, own, rank, seed=i)
+        numbers.append(load(runner, write_adapter(tmp_path / str(i), pairs, rank)))
+    assert all(each.laid is not None for each in runner.adapters.of(batch_of(numbers)).values())
+    found = generate(runner, [*numbers, *numbers[::-1]], 11)
+    runner.adapters.by_tables = False
+    wanted = generate(runner, [*numbers, *numbers[::-1]], 11)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.tokens == theirs.tokens
+        for one, other in zip(ours.logits, theirs.logits, strict=True):
+            assert (one - other).abs().max() < (0.1 if "fp8" in how else 1e-3)  # or rounds again
+
+
+def test_adapters_that_torch_alone_can_add_run_beside_others(tmp_path: Path) -> None:
+    """A step with one of them takes no tables; one without does."""
+    model = make_model("llama", **EVEN)
+    runner = make_runner(save(model, tmp_path / "base"))
+    runner.adapters.by_tables = True
+    outputs, inputs = model.lm_head.weight.shape
+    head = {"lm_head": (torch.randn(4, inputs) * 0.1, torch.randn(outputs, 4))}
+    drawn = [draw_pairs(model, ["q_proj"], 4), head]
+    plain, ends = (
+        load(runner, write_adapter(tmp_path / str(i), pairs, 4)) for i, pairs in enumerate(drawn)
+    )
+    for adapters, expected in (([0, plain], True), ([plain, ends], False), ([0, 0], True)):
+        rows = generate(runner, adapters, 64)
+        active = runner.adapters.of(batch_of(adapters))
+        assert runner.adapters.can_be_graph(active) is expected
+        for number, row in zip(adapters, rows, strict=True):
+            pairs = {plain: drawn[0], ends: drawn[1]}.get(number, {})
+            with merged(model, pairs, scale_of(4)):
+                check_against(model, row, TOLERANCE)

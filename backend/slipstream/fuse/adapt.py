@@ -41,7 +41,7 @@ def adapt(decoder: Decoder, groups: StepGroups) -> list[AdaptedPlace]:
     """Wrap the places of a decoder's blocks, in place; what a step without groups computes is the
     same. Matrices of experts, of their router and of latent attention are not among them.
     """
-    found = []
+    found: list[AdaptedPlace] = []
     for number, (prefix, layer) in layers_of(decoder):
         is_last = number == len(decoder.blocks) - 1
         if not isinstance(layer, Attention | TwoStepMLP):
@@ -52,7 +52,7 @@ def adapt(decoder: Decoder, groups: StepGroups) -> list[AdaptedPlace]:
                 continue
             parts = tuple(f"{prefix}.{part}" for part in stacked.names)
             which = "kept" if is_last and stacked.names[0] in _OF_KEPT else "tokens"
-            delta = Delta(parts[0], place.linear, groups, which)
+            delta = Delta(parts[0], place.linear, groups, which, len(found))
             setattr(layer, name, _adapted(place, delta))
             sizes = (stacked.outputs, stacked.inputs)
             found.append(AdaptedPlace(parts[0], parts, *sizes, place.linear))

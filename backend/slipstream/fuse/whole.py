@@ -114,7 +114,7 @@ def _all_places(blocks: Sequence[AnyBlock]) -> list[Place]:
 
 def _bare(place: Place) -> Place:
     """Return a place without adapters of which no row of the step has one."""
-    while isinstance(place, _ADAPTED) and not place._delta.groups():
+    while isinstance(place, _ADAPTED) and not place._delta.is_active:
         place = place.place if isinstance(place, AdaptedNormLinear) else place._place
     return place
 

@@ -4,6 +4,9 @@ Each wraps a place, fused or not, and is that place in every step of which no ro
 with a term for it. Else the place runs as it does without adapters and the term is added to what it
 made; so rows without an adapter, and rows whose term is zero, keep their bits. A gate needs its
 product complete: such a place multiplies, adds and then applies the gate.
+
+A step's adapters are known by tables in device memory, which kernels read, or by groups of rows,
+for which torch adds one term after another.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +21,9 @@ from slipstream.kernels.elementwise.fp8 import Quantized
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
 from slipstream.kernels.lora.add import add, times
+from slipstream.kernels.lora.terms import FEW_ROWS, RowScale, Table, expand, shrink
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
-from slipstream.layers.norm import RowNorm
+from slipstream.layers.norm import Norm, RowNorm
 from slipstream.layers.residual import Residual
 
 
@@ -58,7 +62,7 @@ class Group(NamedTuple):
 
 
 class StepGroups:
-    """The groups of the step that runs; none where no row has an adapter.
+    """The groups of the step that runs, or its tables; none where no row has an adapter.
 
     `tokens` are of all its tokens, `kept` of those that the last block goes on with behind its
     attention, `sampled` of the rows that are sampled; `head` of those that the head sees now.
@@ -69,10 +73,12 @@ class StepGroups:
         self.kept: Sequence[Group] = ()
         self.sampled: Sequence[Group] = ()
         self.head: Sequence[Group] = ()
+        self.tables: Mapping[str, Table] = {}  # of `tokens` and `kept`
 
     def clear(self) -> None:
         """End the step."""
         self.tokens = self.kept = self.sampled = self.head = ()
+        self.tables = {}
 
 
 class Delta:
@@ -83,21 +89,75 @@ class Delta:
         linear: its layer.
         groups: of the step.
         which: the field of `groups` whose rows the place sees.
+        number: of the place in tables.
     """
 
-    def __init__(self, name: str, linear: Linear, groups: StepGroups, which: str) -> None:
+    def __init__(
+        self, name: str, linear: Linear, groups: StepGroups, which: str, number: int = 0
+    ) -> None:
         self.name, self.is_fixed = name, linear.is_sliced
         self._linear = linear
-        self._groups, self._which = groups, which
+        self._groups, self._which, self._number = groups, which, number
+
+    @property
+    def is_active(self) -> bool:
+        """Whether rows of the step have a term here, or may have one."""
+        return self._table is not None or bool(self.groups())
+
+    @property
+    def _table(self) -> Table | None:
+        return self._groups.tables.get(self._which)
 
     def groups(self) -> list[Group]:
         """Return the groups that have a term here."""
         found: Sequence[Group] = getattr(self._groups, self._which)
         return [group for group in found if group.terms.get(self.name)]
 
-    def add_to(self, y: Tensor, x: Tensor, groups: Sequence[Group]) -> None:
-        """Add the terms of rows `x [n, inputs]` to `y [n, outputs]`, in place."""
-        for group in groups:
+    def start(self, x: Tensor, norm: RowNorm | None = None) -> Tensor:
+        """Return what `finish` needs of the rows `x [n, inputs]`, behind a norm if there is one.
+
+        Before the product: kernels do this while its weights are on their way.
+        """
+        table = self._table
+        if table is None:
+            return x if norm is None else norm(x)
+        scale = None
+        if isinstance(norm, Norm) and len(x) <= FEW_ROWS and not self.is_fixed:
+            scale = RowScale(norm.weight, norm.eps, norm.plus_one)
+        elif norm is not None:
+            x = norm(x)
+        given = table.groups, table.rows, self._number, table.width
+        return shrink(x, *given, scale, self.is_fixed)
+
+    def finish(self, y: Tensor, started: Tensor) -> None:
+        """Add the terms to `y [n, outputs]`, in place."""
+        table = self._table
+        if table is None:
+            self._add_groups(y, started)
+            return
+        assert self._linear.stacked is not None, "tables have places that were read"
+        sizes = self._linear.stacked.outputs
+        expand(y, table.groups, table.rows, started, self._number, sizes)
+
+    def put(self, out: Operand, values: Tensor) -> None:
+        """Replace the rows of `out` that have adapters by those of `values`."""
+        table = self._table
+        if table is None:
+            for group in self.groups():
+                _put(out, group.rows, values)
+            return
+        mask = table.marks[:, None] != 0
+        if isinstance(out, Tensor):
+            out.copy_(torch.where(mask, values, out))
+            return
+        quantized = fp8.quantize(values)
+        ours, theirs = (x.values.view(torch.uint8) for x in (out, quantized))
+        ours.copy_(torch.where(mask, theirs, ours))
+        out.scales.copy_(torch.where(mask[:, 0], quantized.scales, out.scales))
+
+    def _add_groups(self, y: Tensor, x: Tensor) -> None:
+        """Add the terms of groups, one after another."""
+        for group in self.groups():
             for term in group.terms[self.name]:
                 if term.a is None:
                     here = slice(term.first, term.first + len(term.b))
@@ -131,13 +191,12 @@ class AdaptedNormLinear(NormLinear):
 
     def __call__(self, norm: RowNorm, residual: Residual) -> tuple[Tensor, Scales | None]:
         """Compute what `NormLinear` computes, with the terms."""
-        groups = self._delta.groups()
-        if not groups:
+        if not self._delta.is_active:
             return self.place(norm, residual)
-        x = norm(residual.values)
+        started = self._delta.start(residual.values, norm)
         y, scales = self._finished(norm, residual)
         assert scales is None, "what a term is added to is complete"
-        self._delta.add_to(y, x, groups)
+        self._delta.finish(y, started)
         return y, None
 
 
@@ -156,20 +215,18 @@ class AdaptedGatedLinear(GatedLinear):
 
     def __call__(self, norm: RowNorm, residual: Residual) -> Operand:
         """Compute what `GatedLinear` computes, with the terms."""
-        groups = self._delta.groups()
-        if not groups:
+        if not self._delta.is_active:
             return self._place(norm, residual)
-        x = norm(residual.values)
+        started = self._delta.start(residual.values, norm)
         y, scales = self._product(norm, residual)
         assert scales is None, "a gate applies no scales"
-        self._delta.add_to(y, x, groups)
+        self._delta.finish(y, started)
         gated = activate(self.gate, y)
         if not self._delta.is_fixed:
             return gated
         # A fused gate may round otherwise: rows without a term keep what they have beside others.
         out = self._place(norm, residual)
-        for group in groups:
-            _put(out, group.rows, gated)
+        self._delta.put(out, gated)
         return out
 
 
@@ -198,11 +255,12 @@ class AdaptedLinearAdd(LinearAdd):
 
     def __call__(self, x: Operand, residual: Residual) -> None:
         """Add what `LinearAdd` adds, with the terms."""
+        if not self._delta.is_active:
+            self._place(x, residual)
+            return
+        started = self._delta.start(_plain(x, residual.values.dtype))
         self._place(x, residual)
-        groups = self._delta.groups()
-        if groups:
-            values = residual.values
-            self._delta.add_to(values, _plain(x, values.dtype), groups)
+        self._delta.finish(residual.values, started)
 
 
 def _plain(x: Operand, dtype: torch.dtype) -> Tensor:

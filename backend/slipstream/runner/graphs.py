@@ -13,11 +13,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from slipstream.layers.sliced import ROWS
+from slipstream.runner.plan import Plan
 from slipstream.runner.step_arrays import Layout, StepShape
 
 _MAX_ROWS = 1024
@@ -56,6 +58,14 @@ def _up_to(most: int, buckets: tuple[int, ...]) -> list[int]:
     """The buckets that hold up to `most`, or up to the last of them; none for 0."""
     limit = min(most, buckets[-1])
     return [*(count for count in buckets if count < limit), limit] if limit > 0 else []
+
+
+def layout_of(plan: Plan) -> Layout:
+    """Return the layout of all steps."""
+    if not plan.config.deterministic:
+        return Layout()
+    has_chunks = plan.attention.keeps_bits_in_chunks
+    return Layout(multiple=ROWS, has_decodes=False, has_chunks=has_chunks)
 
 
 class Buckets:
@@ -194,7 +204,8 @@ class Captured(NamedTuple):
 
 
 class Graphs:
-    """Holds one graph for each shape of `buckets`, all made at start.
+    """Holds one graph for each shape of `buckets`, all made at start, and a second one for steps
+    with adapters, made when the first such step comes.
 
     They share one pool of memory: they run one after the other, and keep nothing. A shape for which
     memory is too short has no graph.
@@ -202,13 +213,36 @@ class Graphs:
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
-        self._graphs: dict[StepShape, Captured] = {}
+        # None: memory was too short.
+        self._graphs: dict[StepShape, Captured | None] = {}
+        self._adapted: dict[StepShape, Captured | None] = {}
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def find(self, shape: StepShape) -> tuple[StepShape, Captured] | None:
-        """The graph for a step of this shape, and its own shape."""
+    def find(
+        self, shape: StepShape, adapted: Callable[[StepShape], Callable[[], Tensor]] | None = None
+    ) -> tuple[StepShape, Captured] | None:
+        """The graph for a step of this shape, and its own shape.
+
+        `adapted`: the step has adapters. Its graph is captured now if it is the first of a shape;
+        this is the `prepare` of `capture`.
+        """
         found = self._buckets.find(shape)
-        graph = None if found is None else self._graphs.get(found)
-        return None if found is None or graph is None else (found, graph)
+        if found is None:
+            return None
+        if adapted is not None and found not in self._adapted:
+            self._capture_adapted(found, adapted)
+        graph = (self._graphs if adapted is None else self._adapted).get(found)
+        return None if graph is None else (found, graph)
+
+    @torch.inference_mode()
+    def _capture_adapted(
+        self, shape: StepShape, prepare: Callable[[StepShape], Callable[[], Tensor]]
+    ) -> None:
+        begin = time.perf_counter()
+        with _no_collection():
+            self._adapted[shape] = self._made(shape, prepare(shape), "thread_local")
+        seconds = time.perf_counter() - begin
+        _log.info("CUDA graph of %s with adapters captured in %.2f s", shape, seconds)
 
     def capture(self, prepare: Callable[[StepShape], Callable[[], Tensor]]) -> None:
         """Capture all graphs.
@@ -218,26 +252,31 @@ class Graphs:
                 launches the step's kernels on the current stream, and returns the logits.
         """
         begin = time.perf_counter()
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with _no_collection():
             for shape in self._buckets.shapes:
-                step = prepare(shape)
-                step()  # loads, and chooses, all its kernels
-                stream.wait_stream(torch.cuda.current_stream())
-                try:
-                    self._graphs[shape] = self._capture(step, pool, stream)
-                except torch.OutOfMemoryError:
-                    _log.warning("no memory for the CUDA graph of %s: it runs eagerly", shape)
+                self._graphs[shape] = self._made(shape, prepare(shape), "global")
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
         _log.info("%d CUDA graphs captured in %.2f s", len(self._graphs), seconds)
 
-    @staticmethod
-    def _capture(step: Callable[[], Tensor], pool: Any, stream: torch.cuda.Stream) -> Captured:
-        """Capture without `torch.cuda.graph`, which returns memory to the device every time."""
+    def _made(self, shape: StepShape, step: Callable[[], Tensor], mode: str) -> Captured | None:
+        """Capture the graph of a step; None: memory is too short."""
+        step()  # loads, and chooses, all its kernels
+        self._stream.wait_stream(torch.cuda.current_stream())
+        try:
+            return self._capture(step, mode)
+        except torch.OutOfMemoryError:
+            _log.warning("no memory for the CUDA graph of %s: it runs eagerly", shape)
+            return None
+
+    def _capture(self, step: Callable[[], Tensor], mode: str) -> Captured:
+        """Capture without `torch.cuda.graph`, which returns memory to the device every time.
+
+        `mode`: whether calls of other threads end the capture (`global`).
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            graph.capture_begin(pool=pool)
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode=mode)
             try:
                 logits = step()
             finally:

@@ -3,14 +3,11 @@
 import logging
 from collections.abc import Callable
 
-import msgspec
 import numpy as np
 import torch
-from slipstream_contract.ids import pack
-from slipstream_contract.sampling import SamplingParams
 from torch import Tensor
 
-from slipstream.core.batch import Batch, PromptAsk, Row, Sampled
+from slipstream.core.batch import Batch, Sampled
 from slipstream.core.laps import Laps
 from slipstream.kernels.cache.copy_blocks import copy_blocks
 from slipstream.kernels.runtime import jit
@@ -18,7 +15,6 @@ from slipstream.kernels.staging.stage import start_step
 from slipstream.kvcache.host import Mover
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.residual import Residual
-from slipstream.layers.sliced import ROWS
 from slipstream.layers.streaming import Streaming
 from slipstream.models.decoder import build_any
 from slipstream.runner.adapters import Active, Adapters
@@ -26,7 +22,7 @@ from slipstream.runner.cache_dtype import log_scales
 from slipstream.runner.devices import available_on_host, free_on_gpu
 from slipstream.runner.draft_loading import load_drafter
 from slipstream.runner.drafting import Drafting
-from slipstream.runner.graphs import Buckets, Graphs
+from slipstream.runner.graphs import Buckets, Captured, Graphs, layout_of
 from slipstream.runner.group import ALONE, Group
 from slipstream.runner.launched import LaunchedStep
 from slipstream.runner.load_weights import load_weights
@@ -38,7 +34,6 @@ from slipstream.runner.sampler import HistoryInputs, Results, count, make_counts
 from slipstream.runner.sampling_rows import HistoryArrays, histories
 from slipstream.runner.staging import Staging
 from slipstream.runner.step_arrays import (
-    Layout,
     Slots,
     StepArrays,
     StepBuilder,
@@ -46,18 +41,10 @@ from slipstream.runner.step_arrays import (
 )
 from slipstream.runner.step_inputs import StepInputs
 from slipstream.runner.transfers import transfers_of
-from slipstream.runner.values import Beside, has_prompts, piece_rows, wants_logits
+from slipstream.runner.values import Beside, has_prompts, largest_piece, wants_logits
 
 _log = logging.getLogger(__name__)
 _EDIT_BYTES = 1 << 20  # of a step with a graph
-
-
-def _layout(plan: Plan) -> Layout:
-    """Return the layout of all steps."""
-    if not plan.config.deterministic:
-        return Layout()
-    has_chunks = plan.attention.keeps_bits_in_chunks
-    return Layout(multiple=ROWS, has_decodes=False, has_chunks=has_chunks)
 
 
 class ModelRunner:
@@ -92,7 +79,6 @@ class ModelRunner:
         weights = load_weights(plan)
         self._model = build_any(plan.model, weights, num_positions)
         self._mapped_bytes = weights.mapped_bytes
-        self.adapters = Adapters(plan, self._model)
         self._group.share(self._model, self.vocab_size)
         log_scales(plan.cache_dtype, self._model)
         self._streaming = None
@@ -100,8 +86,9 @@ class ModelRunner:
             self._streaming = Streaming(plan.model.rope, plan.attention, plan.device)
         laps.lap("weights")
         budget, num_rows = plan.max_num_batched_tokens, plan.max_drafted_rows
-        buckets = Buckets(plan.max_num_seqs, budget, _layout(plan), num_rows)
+        buckets = Buckets(plan.max_num_seqs, budget, layout_of(plan), num_rows)
         self._make_buffers(plan, buckets)
+        self.adapters = Adapters(plan, self._model, self._num_tokens)
         self._drafting = self._make_drafting(plan)
         self._graphs = None
         left = self._measure(plan, buckets, laps)
@@ -165,7 +152,7 @@ class ModelRunner:
     def _make_buffers(self, plan: Plan, buckets: Buckets) -> None:
         """Make the buffers of a step besides weights and cache, for the largest step."""
         device = plan.device
-        layout = _layout(plan)
+        layout = layout_of(plan)
         num_rows = layout.up(max(plan.max_num_rows, buckets.max_rows))
         num_tokens = layout.up(max(plan.max_num_batched_tokens, buckets.max_tokens, num_rows))
         self._num_tokens = num_tokens
@@ -181,7 +168,7 @@ class ModelRunner:
         self._results = Results(2 * num_rows, device)
         self._masks = MaskPlaces(2 * num_rows, self.vocab_size, device)
         largest = StepShape(num_tokens, num_rows, 0, num_rows, num_tokens)
-        arrays = self._builder.build(Batch((), 0), largest, 0, 0)
+        arrays = self._builder.padding(largest)
         size = len(arrays.memory) + self._tables.nbytes + _EDIT_BYTES
         self._staging = Staging(device, size)
         self._histories = Staging(device)
@@ -268,8 +255,7 @@ class ModelRunner:
             self._copy_blocks(batch)
         shape = self._builder.layout.shape_of(batch)
         beside = Beside() if has_prompts(batch) or wants_logits(batch) else None
-        has_graph = self._graphs is not None and not has_prompts(batch) and not active
-        found = self._graphs.find(shape) if has_graph and self._graphs is not None else None
+        found = None if has_prompts(batch) else self._find_graph(shape, active)
         if found is not None:
             shape = found[0]
         arrays = self._builder.build(batch, shape, first, before)
@@ -282,6 +268,9 @@ class ModelRunner:
             self._count(history)
         base = self._staging.copy(arrays.memory)
         captured = found[1] if found is not None and base is self._staging.home else None
+        if captured is not None and active:
+            made = self.adapters.upload(active, batch, shape, arrays, keeps_all=False)
+            captured = captured if made.is_home else None
         if captured is not None:
             captured.graph.replay()
         self._staging.sent()
@@ -307,6 +296,12 @@ class ModelRunner:
             self._drafting.run(int(first > 0), batch, arrays, *state)
         return asks, beside
 
+    def _find_graph(self, shape: StepShape, active: Active) -> tuple[StepShape, Captured] | None:
+        """Return the graph for a step of a shape and some adapters, and its own shape."""
+        if self._graphs is None or not self.adapters.can_be_graph(active):
+            return None
+        return self._graphs.find(shape, self._prepare_adapted if active else None)
+
     @torch.inference_mode()
     def _count(self, history: HistoryArrays) -> None:
         """Count the tokens of these sequences anew, before the step samples more."""
@@ -321,17 +316,28 @@ class ModelRunner:
 
     def _prepare(self, shape: StepShape) -> Callable[[], Tensor]:
         """Stage a step of nothing but padding; return what launches it."""
-        inputs = self._stage(self._builder.build(Batch((), 0), shape, 0, 0))
+        inputs = self._stage(self._builder.padding(shape))
         return lambda: self._step(shape, inputs)
 
     def padding(self, shape: StepShape) -> Callable[[], object]:
         """Return what runs a step of nothing but padding, to be timed; no other runs meanwhile."""
         return self._prepare(shape)
 
+    def _prepare_adapted(self, shape: StepShape) -> Callable[[], Tensor]:
+        """Stage a step of padding whose rows may have adapters; return what launches it."""
+        arrays = self._builder.padding(shape)
+        inputs, tables = self._stage(arrays), self.adapters.prepare(shape, arrays)
+
+        def step() -> Tensor:
+            with self.adapters.having(tables):
+                return self._step(shape, inputs)
+
+        return step
+
     def _warm_drafts(self, shape: StepShape) -> bool:
         """Run the drafter, if any, behind a step of nothing but padding; return whether it did."""
         if self._drafting is not None:
-            inputs = self._stage(self._builder.build(Batch((), 0), shape, 0, 0))
+            inputs = self._stage(self._builder.padding(shape))
             self._drafting.warm(inputs, self._rows_of(shape, inputs, 0), self._counts)
         return self._drafting is not None
 
@@ -375,14 +381,11 @@ class ModelRunner:
 
     def _prepare_prompt(self) -> Callable[[], object]:
         """Return what makes the values of the largest piece of a prompt."""
-        count = piece_rows(self.vocab_size, self._dtype.itemsize)
-        ids = pack([0] * count)
-        row = Row(0, 0, ids, 0, (), False, SamplingParams(max_tokens=1), 0, 0, num_prompt=count + 1)
-        row = msgspec.structs.replace(row, prompt=PromptAsk(0, ids, 1, 0, has_logits=False))
+        batch, count = largest_piece(self.vocab_size, self._dtype.itemsize)
         shape, device = (count, self._hidden_size), self._tables.device
         hidden = torch.zeros(shape, dtype=self._dtype, device=device)
         given = self._model.logits, self._dtype, self.vocab_size, self._is_sliced
-        return lambda: Beside().make_prompts(Batch((row,), 0), hidden, *given)
+        return lambda: Beside().make_prompts(batch, hidden, *given)
 
     def _forward(self, shape: StepShape, inputs: StepInputs) -> Tensor:
         """Run the kernels up to the logits, `[num_samples, vocab]` in the model's dtype."""

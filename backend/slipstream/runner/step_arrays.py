@@ -120,11 +120,8 @@ class StepArrays(NamedTuple):
             ]
         )
         arrays = cls(*made)
-        arrays.header[:] = (
-            (len(memory) - aligned(arrays.tables.nbytes)) // 4,
-            tables[1],
-            tables[0],
-        )
+        num_words = (len(memory) - aligned(arrays.tables.nbytes)) // 4
+        arrays.header[:] = (num_words, tables[1], tables[0])
         arrays.sources.fill(-1)
         arrays.slots.fill(-1)
         return arrays
@@ -275,7 +272,7 @@ class StepBuilder:
         """The batch in a shape that is at least as large as its own.
 
         Args:
-            batch: the step; without rows, all of it is there to fill the shape.
+            batch: the step.
             shape: of the arrays.
             first_result: where in the results this step's samples begin.
             first_source: where those of the step before began.
@@ -288,6 +285,10 @@ class StepBuilder:
         if batch.num_decodes == len(batch.rows) and not batch.has_own:
             self._last = _Built.of(shape, row_slots, self._slots, arrays)
         return arrays
+
+    def padding(self, shape: StepShape) -> StepArrays:
+        """Return a step without rows; the next one is built as if it were not there."""
+        return self._build(Batch((), 0), shape, 0, 0)[1]
 
     def _is_next(self, last: _Built, batch: Batch, shape: StepShape) -> bool:
         """Whether a step has the rows of the last one, of whatever sequences, and no edits."""

@@ -9,11 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
+from slipstream_contract.ids import pack
+from slipstream_contract.sampling import SamplingParams
 from torch import Tensor
 
-from slipstream.core.batch import Batch, PromptAsk, PromptValues, TopMode
+from slipstream.core.batch import Batch, PromptAsk, PromptValues, Row, TopMode
 from slipstream.kernels.sampling.sample import ROW
 from slipstream.kernels.sampling.top_log_probs import (
     ASK,
@@ -36,6 +39,15 @@ def piece_rows(vocab_size: int, itemsize: int) -> int:
     """Return how many rows of logits are made at a time: a multiple of `ROWS` where many fit."""
     rows = LOGITS_BYTES // (vocab_size * itemsize)
     return max(1, rows if rows < ROWS else rows // ROWS * ROWS)
+
+
+def largest_piece(vocab_size: int, itemsize: int) -> tuple[Batch, int]:
+    """Return a step with the largest piece of a prompt, and how many tokens that has."""
+    count = piece_rows(vocab_size, itemsize)
+    ids = pack([0] * count)
+    row = Row(0, 0, ids, 0, (), False, SamplingParams(max_tokens=1), 0, 0, num_prompt=count + 1)
+    row = msgspec.structs.replace(row, prompt=PromptAsk(0, ids, 1, 0, has_logits=False))
+    return Batch((row,), 0), count
 
 
 class Piece(NamedTuple):

@@ -1,0 +1,321 @@
+// Low-rank terms of the adapters of a step's rows: `shrink` makes `t = x A^T` in fp32, `expand` adds `t B^T` to a GEMM's
+// result and rounds once. A group is of up to 16 rows that have one adapter, so A and B are read once for them.
+// Which rows and adapters there are is read from the device: one CUDA graph serves them all. A row's sums have one
+// order, whatever rows and groups are beside it.
+// -D ELEMENT (T, 16 bits)
+#include "runtime/common.cuh"
+#include "runtime/mma.cuh"
+
+constexpr int ROWS = 16, RANKS = 16;         // of a tile
+constexpr int WARPS = 8, BLOCK = 32;         // inputs that a warp multiplies at once
+constexpr int AHEAD = 4;                     // blocks whose loads are on their way
+constexpr int COLUMNS = 32;                  // outputs of a warp
+constexpr int PARTS = 3;                     // matrices of a place
+constexpr int WORDS = 4;                     // of a term
+constexpr float UNUSED = 0.0f;
+
+// Rows `begin` to `begin + count` of the step's list have the adapter of these terms; null: the group is empty.
+struct Group {
+  const i64* terms;
+  int begin, count;
+
+  DEVICE Group(const i64* groups, i64 number) {
+    const Pack<i64, 2> found = load_fresh<2>(groups + 2 * number);
+    terms = reinterpret_cast<const i64*>(found.at[0]);
+    begin = int(found.at[1] & 0xffffffff);
+    count = int(found.at[1] >> 32);
+  }
+};
+
+// A `[rank, inputs]`, B `[outputs, rank]`, the rank a multiple of 16, and its first column of t; null: there is none.
+struct Term {
+  const T* a = nullptr;
+  const T* b = nullptr;
+  int rank = 0, column = 0;
+
+  DEVICE Term() {}
+  DEVICE Term(const Group& group, i64 place, int part) {
+    const i64* at = group.terms + (place * PARTS + part) * WORDS;
+    const Pack<i64, 2> pointers = load_fresh<2>(at), sizes = load_fresh<2>(at + 2);
+    a = reinterpret_cast<const T*>(pointers.at[0]);
+    b = reinterpret_cast<const T*>(pointers.at[1]);
+    rank = a == nullptr ? 0 : int(sizes.at[0]);
+    column = int(sizes.at[1]);
+  }
+};
+
+// Rows that are multiplied, behind an RMS norm if there is a weight.
+struct Rows {
+  const T* at[2];  // the lane's, null behind the last of the group
+  const T* weight;
+  float scale[2];
+  bool plus_one;
+
+  DEVICE Pack<T, 8> read(int number, i64 column) const {
+    return at[number] == nullptr ? Pack<T, 8>{} : load_fresh<8>(at[number] + column);
+  }
+  DEVICE void normalise(int number, Pack<T, 8>& x, const Pack<T, 8>& factor) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float value = to_float(factor.at[i]);
+      x.at[i] = from_float<T>(to_float(x.at[i]) * scale[number] * (plus_one ? 1.0f + value : value));
+    }
+  }
+};
+
+// `1 / rms` of a row, by a warp.
+DEVICE float row_scale(const T* row, int inputs, float eps) {
+  float sum = 0.0f;
+  for (int k = threadIdx.x % 32 * 8; k < inputs; k += 256) {
+    const Pack<T, 8> pack = load_fresh<8>(row + k);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum = fmaf(to_float(pack.at[i]), to_float(pack.at[i]), sum);
+  }
+  return 1.0f / sqrtf(warp_sum(sum) / float(inputs) + eps);
+}
+
+DEVICE const u32* words(const Pack<T, 8>& pack) { return reinterpret_cast<const u32*>(&pack); }
+
+// Sums of 16 ranks (rows of C) and 16 rows (its columns) over a warp's share of the inputs. Of each block of 32 inputs
+// a lane has 8 that follow each other, of A and of x alike: so both operands of a product have the same order.
+DEVICE void multiply(float (&sums)[2][4], const T* a, const Rows& rows, i64 inputs, int begin, int end) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const T* low = a + lane / 4 * inputs;
+  const T* high = low + 8 * inputs;
+  for (int block = begin + warp * BLOCK; block < end; block += WARPS * BLOCK * AHEAD) {
+    Pack<T, 8> of_a[AHEAD][2], of_x[AHEAD][2];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const int k = block + i * WARPS * BLOCK + lane % 4 * 8;
+      const bool is_there = k < end;
+      of_a[i][0] = is_there ? load_fresh<8>(low + k) : Pack<T, 8>{};
+      of_a[i][1] = is_there ? load_fresh<8>(high + k) : Pack<T, 8>{};
+#pragma unroll
+      for (int n = 0; n < 2; ++n) of_x[i][n] = is_there ? rows.read(n, k) : Pack<T, 8>{};
+      if (rows.weight != nullptr && is_there) {
+        const Pack<T, 8> factor = load<8>(rows.weight + k);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) rows.normalise(n, of_x[i][n], factor);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const u32 *first = words(of_a[i][0]), *second = words(of_a[i][1]);
+#pragma unroll
+      for (int half = 0; half < 4; half += 2) {
+        const u32 fragment[4] = {first[half], second[half], first[half + 1], second[half + 1]};
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const u32* x = words(of_x[i][n]);
+          multiply_add(sums[n], fragment, x[half], x[half + 1], T{});
+        }
+      }
+    }
+  }
+}
+
+// The warps' sums of a tile, added in the order of warps: thread `row * 16 + rank` returns its own.
+DEVICE float add_warps(float (&totals)[WARPS][ROWS * RANKS], const float (&sums)[2][4]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int row = 8 * n + lane % 4 * 2 + i % 2;
+      totals[warp][row * RANKS + lane / 4 + i / 2 * 8] = sums[n][i];
+    }
+  __syncthreads();
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < WARPS; ++i) total += totals[i][threadIdx.x];
+  return total;
+}
+
+// Partial sums `t [splits, num_rows, width]`, the rows in the order of the list. Grid: x = group, y = split of the inputs
+// (`share` of them, a multiple of 32), z = tiles of ranks by turns.
+extern "C" __global__ void __launch_bounds__(256)
+    shrink(const T* x, i64 stride, const T* weight, float eps, i64 plus_one, const i64* groups, const int* list,
+           i64 place, float* partial, i64 num_rows, i64 width, i64 inputs, i64 share) {
+  wait_for_previous();
+  start_next();  // after the wait: what starts now may read groups and terms before its own
+  __shared__ float totals[WARPS][ROWS * RANKS];
+  __shared__ float scales[ROWS];
+  const Group group(groups, blockIdx.x);
+  if (group.terms == nullptr) return;
+  int num_tiles = 0;
+  for (int part = 0; part < PARTS; ++part) num_tiles += Term(group, place, part).rank / RANKS;
+  if (int(blockIdx.z) >= num_tiles) return;
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (weight != nullptr) {
+    for (int row = warp; row < group.count; row += WARPS) {
+      const int number = load_fresh<1>(list + group.begin + row).at[0];
+      const float scale = row_scale(x + number * stride, int(inputs), eps);
+      if (lane == 0) scales[row] = scale;
+    }
+    __syncthreads();
+  }
+  Rows rows;
+  rows.weight = weight;
+  rows.plus_one = plus_one != 0;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const int row = lane / 4 + 8 * n;
+    const bool is_there = row < group.count;
+    rows.at[n] = is_there ? x + load_fresh<1>(list + group.begin + row).at[0] * stride : nullptr;
+    rows.scale[n] = is_there && weight != nullptr ? scales[row] : UNUSED;
+  }
+  const int begin = int(blockIdx.y * share), limit = begin + int(share);
+  const int end = limit < int(inputs) ? limit : int(inputs);
+  int number = 0;
+  for (int part = 0; part < PARTS; ++part) {
+    const Term term(group, place, part);
+    for (int rank = 0; rank < term.rank; rank += RANKS, ++number) {
+      if (number % gridDim.z != blockIdx.z) continue;
+      float sums[2][4] = {};
+      multiply(sums, term.a + rank * inputs, rows, inputs, begin, end);
+      const float total = add_warps(totals, sums);
+      const int row = threadIdx.x / RANKS;
+      if (row < group.count) {
+        const i64 at = i64(blockIdx.y) * num_rows + group.begin + row;
+        partial[at * width + term.column + rank + threadIdx.x % RANKS] = total;
+      }
+    }
+  }
+}
+
+// C += A B, of tf32: 16 rows, 8 columns, 8 ranks.
+DEVICE void multiply_tf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
+DEVICE float as_tf32(float value) { return __uint_as_float(__float_as_uint(value) & 0xffffe000u); }
+
+// Two elements in a register.
+DEVICE float element(u32 pair, int index) { return to_float(T{u16(index == 0 ? pair & 0xffff : pair >> 16)}); }
+
+// The lane's four ranks of a row of t, summed over splits in their order.
+DEVICE Pack<float, 4> read_sum(const float* row, bool is_there, i64 splits, i64 distance) {
+  Pack<float, 4> sum = {};
+  if (!is_there) return sum;
+#pragma unroll 2
+  for (int split = 0; split < int(splits); ++split) {
+    const Pack<float, 4> pack = load_fresh<4>(row + split * distance);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum.at[i] += pack.at[i];
+  }
+  return sum;
+}
+
+// The outputs that a warp adds to: `column` and on of a part that has `size` of them and begins at `first`.
+struct Outputs {
+  int part = 0, first = 0, size, column;
+
+  DEVICE Outputs(int tile, int size0, int size1, int size2) {
+    const int sizes[PARTS] = {size0, size1, size2};
+    size = size0;
+#pragma unroll
+    for (int i = 0; i < PARTS - 1; ++i) {
+      const int tiles = (sizes[i] + WARPS * COLUMNS - 1) / (WARPS * COLUMNS);
+      if (part == i && tile >= tiles) {
+        tile -= tiles;
+        first += sizes[i];
+        part = i + 1;
+        size = sizes[i + 1];
+      }
+    }
+    column = (tile * WARPS + int(threadIdx.x) / 32) * COLUMNS;
+  }
+};
+
+constexpr int TILES = COLUMNS / 8;
+using Ranks = Pack<u32, 2>[TILES];  // four ranks of the lane's output, in each tile of 8
+
+DEVICE void read_ranks(Ranks& b, const Term& term, const Outputs& outputs, int rank) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < TILES; ++i) {
+    const int output = outputs.column + 8 * i + lane / 4;
+    const T* from = term.b + i64(output) * term.rank + rank + lane % 4 * 4;
+    b[i] = output < outputs.size ? load_fresh<2>(reinterpret_cast<const u32*>(from)) : Pack<u32, 2>{};
+  }
+}
+
+// Sums over 16 ranks, of which the lane has four, of t in two rows: lane 4 g + t has ranks 4 t to 4 t + 3.
+DEVICE void add_ranks(float (&sums)[TILES][4], const Pack<float, 4> (&values)[2], const Ranks& b) {
+#pragma unroll
+  for (int half = 0; half < 4; half += 2) {
+    const float whole[4] = {values[0].at[half], values[1].at[half], values[0].at[half + 1], values[1].at[half + 1]};
+    float high[4], low[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      high[i] = as_tf32(whole[i]);
+      low[i] = as_tf32(whole[i] - high[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < TILES; ++i) {
+      const u32 pair = b[i].at[half / 2];
+      multiply_tf32(sums[i], low, element(pair, 0), element(pair, 1));
+      multiply_tf32(sums[i], high, element(pair, 0), element(pair, 1));
+    }
+  }
+}
+
+// `y[row, outputs of the part] += t B^T`. B is exact in tf32, t is the sum of two such. Grid: x = 256 outputs of a part,
+// y = group. `size0` to `size2`: outputs of the parts, even numbers.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    expand(T* y, i64 stride, const i64* groups, const int* list, i64 place, const float* partial, i64 num_rows,
+           i64 width, i64 splits, i64 size0, i64 size1, i64 size2) {
+  start_next();
+  const Outputs outputs(blockIdx.x, int(size0), int(size1), int(size2));
+  const Group group(groups, blockIdx.y);
+  const bool has_term = group.terms != nullptr && outputs.column < outputs.size;
+  const Term term = has_term ? Term(group, place, outputs.part) : Term();
+  if (term.rank == 0) {
+    wait_for_previous();  // all threads of a kernel do, so that the order of kernels is transitive
+    return;
+  }
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  T* target[2];
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const bool is_there = g + 8 * n < group.count;
+    const i64 row = is_there ? load_fresh<1>(list + group.begin + g + 8 * n).at[0] : 0;
+    target[n] = is_there ? y + row * stride + outputs.first + outputs.column + 2 * t : nullptr;
+  }
+  Ranks b;
+  read_ranks(b, term, outputs, 0);
+  wait_for_previous();
+  u32 before[TILES][2];
+  const auto is_written = [&](int i, int n) {
+    return target[n] != nullptr && outputs.column + 8 * i + 2 * t < outputs.size;
+  };
+#pragma unroll
+  for (int i = 0; i < TILES; ++i)
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+      before[i][n] =
+          is_written(i, n) ? load_fresh<1>(reinterpret_cast<const u32*>(target[n] + 8 * i)).at[0] : 0;
+  const float* from = partial + i64(group.begin + g) * width + term.column + 4 * t;
+  float sums[TILES][4] = {};
+  for (int rank = 0; rank < term.rank; rank += RANKS) {
+    Pack<float, 4> values[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+      values[n] = read_sum(from + 8 * n * width + rank, target[n] != nullptr, splits, num_rows * width);
+    add_ranks(sums, values, b);
+    if (rank + RANKS < term.rank) read_ranks(b, term, outputs, rank + RANKS);
+  }
+#pragma unroll
+  for (int i = 0; i < TILES; ++i)
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      if (!is_written(i, n)) continue;
+      const u32 pair = before[i][n];
+      *reinterpret_cast<u32*>(target[n] + 8 * i) =
+          pack_pair(element(pair, 0) + sums[i][2 * n], element(pair, 1) + sums[i][2 * n + 1]);
+    }
+}

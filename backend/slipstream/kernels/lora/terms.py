@@ -1,0 +1,239 @@
+"""Low-rank terms of the adapters of a step's rows, all of them in two launches a place.
+
+`shrink` makes `t = x A^T` in fp32 and `expand` adds `t B^T` to what the base made, in fp32 and
+rounded once. Which rows have which adapter, and where its matrices lie, is read from the device
+(`Table`): so a CUDA graph of a step serves every mix of adapters and ranks, and rows without one.
+"""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import op
+
+TILE = 16  # rows of a group at most; ranks are filled up to a multiple of it
+PARTS = 3  # matrices that a place may have stacked
+WORDS = 4  # of a term: the addresses of A and B, the rank, the first column of t
+SHARE = 2048  # inputs of a split
+FEW_ROWS = 256  # that are split, and whose norm `shrink` computes
+_OUTPUTS = 256  # of a CTA that expands
+_CTAS = 264  # that fill a GPU, about
+
+
+class Table(NamedTuple):
+    """The rows of a step that have adapters, in groups of at most `TILE` of one."""
+
+    groups: Tensor  # [g, 2] i64: where the adapter's terms are, or 0; first of `rows` | count << 32
+    rows: Tensor  # [n] i32, in the order of groups
+    marks: Tensor  # [n] i32: 1: the row has an adapter
+    width: int  # of t: the ranks of a place together, at most
+
+
+class RowScale(NamedTuple):
+    """An RMS norm of the rows that are multiplied."""
+
+    weight: Tensor
+    eps: float
+    plus_one: bool
+
+
+Pair = tuple[Tensor, Tensor]  # A `[r, inputs]` and B `[outputs, r]`
+
+
+def padded(pair: Pair) -> Pair:
+    """Return a pair whose rank is a multiple of `TILE`, by zeros."""
+    a, b = pair
+    more = -len(a) % TILE
+    if not more and a.is_contiguous() and b.is_contiguous():
+        return pair
+    return functional.pad(a, (0, 0, 0, more)).contiguous(), functional.pad(
+        b, (0, more)
+    ).contiguous()
+
+
+def describe(places: Sequence[Sequence[Pair | None]]) -> tuple[Tensor, int]:
+    """Return what a group points to, `[places, PARTS, WORDS] i64`, and the width that it takes.
+
+    Args:
+        places: of each its parts' pairs, `padded` and on the device.
+    """
+    words = torch.zeros(len(places), PARTS, WORDS, dtype=torch.int64)
+    width = 0
+    for number, parts in enumerate(places):
+        column = 0
+        for part, pair in enumerate(parts):
+            if pair is not None:
+                a, b = pair
+                where = [a.data_ptr(), b.data_ptr(), len(a), column]
+                words[number, part] = torch.tensor(where, dtype=torch.int64)
+                column += len(a)
+        width = max(width, column)
+    return words, width
+
+
+@op("x[n,k]:T, groups[_,2]:i64, rows[n]:i32")
+def shrink(
+    x: Tensor,
+    groups: Tensor,
+    rows: Tensor,
+    place: int,
+    width: int,
+    norm: RowScale | None = None,
+    is_fixed: bool = False,
+) -> Tensor:
+    """Return `t` of the rows that have adapters, `[splits, n, width] f32` in the order of `rows`.
+
+    The sum over splits counts. What no group has is not written.
+
+    Args:
+        x: rows that the place multiplies, or what its norm is of.
+        groups, rows: of a `Table`.
+        place: its number.
+        width: columns of t.
+        norm: of `x`, if it is not computed yet.
+        is_fixed: whether a row's bits may not depend on how many rows there are.
+    """
+    if norm is not None:
+        x = rms_norm(x, norm.weight, norm.eps, norm.plus_one)
+    found = x.new_zeros((1, len(x), width), dtype=torch.float32)
+    for address, begin, end in _groups(groups):
+        of_group = x[rows[begin:end].long()].float()
+        for words in _terms(address, place):
+            a = _at(words[0], (words[2], x.shape[1]), x.dtype)
+            here = slice(words[3], words[3] + words[2])
+            found[0, begin:end, here] = of_group @ a.float().t()
+    return found
+
+
+@op("y[n,_]:T, groups[_,2]:i64, rows[n]:i32, partial[_,n,_]:f32")
+def expand(
+    y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
+) -> Tensor:
+    """Add terms to `y`, in place: `t B^T` in fp32, then rounded once; returns it.
+
+    Args:
+        y: results of the place.
+        groups, rows: of a `Table`.
+        partial: what `shrink` made.
+        place: its number.
+        sizes: outputs of each part.
+    """
+    for address, begin, end in _groups(groups):
+        own = rows[begin:end].long()
+        first = 0
+        for size, words in zip(sizes, _words(address, place), strict=False):
+            here = slice(first, first := first + size)
+            if not words[0]:
+                continue
+            b = _at(words[1], (size, words[2]), y.dtype).float()
+            t = partial[:, begin:end, words[3] : words[3] + words[2]].sum(0)
+            y[own, here] = (y[own, here].float() + t @ b.t()).to(y.dtype)
+    return y
+
+
+def _groups(groups: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield of each group that is not empty where its terms are, and its part of the rows."""
+    for address, place in groups.tolist():
+        if address:
+            begin = place & 0xFFFFFFFF
+            yield address, begin, begin + (place >> 32)
+
+
+def _words(address: int, place: int) -> list[list[int]]:
+    at = address + 8 * place * PARTS * WORDS
+    words: list[list[int]] = _at(at, (PARTS, WORDS), torch.int64).tolist()
+    return words
+
+
+def _terms(address: int, place: int) -> list[list[int]]:
+    return [words for words in _words(address, place) if words[0]]
+
+
+def _at(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return what lies in the host's memory at an address."""
+    size = shape[0] * shape[1] * dtype.itemsize
+    memory = (ctypes.c_char * size).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+# ---- on a GPU ----
+
+
+def refusal(inputs: int, sizes: Sequence[int]) -> str | None:
+    """Say why the kernels do not take a place; None: they do."""
+    if len(sizes) > PARTS:
+        return f"{len(sizes)} matrices, not {PARTS} at most"
+    if inputs % 8 or any(size % 2 for size in sizes):
+        return f"{inputs} inputs and {sizes} outputs, not multiples of 8 and 2"
+    return None
+
+
+def variant_of(dtype: torch.dtype) -> jit.Variant:
+    """Name the kernels of a dtype of 16 bits."""
+    return jit.variant("lora/terms.cu", dtype)
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Yield every legal instantiation."""
+    yield variant_of(torch.float16)
+    yield variant_of(torch.bfloat16)
+
+
+def splits_of(num_rows: int, inputs: int, is_fixed: bool) -> int:
+    """Count the parts of a sum over inputs."""
+    return 1 if is_fixed or num_rows > FEW_ROWS else -(-inputs // SHARE)
+
+
+def _check(x: Tensor, op_name: str, multiple: int) -> None:
+    jit.require(x.element_size() == 2, "{}: {} has no kernels", op_name, x.dtype)
+    is_aligned = x.stride(1) == 1 and x.stride(0) % multiple == 0
+    is_aligned = is_aligned and x.data_ptr() % (2 * multiple) == 0
+    jit.require(is_aligned, "{}: rows are not aligned to {} bytes", op_name, 2 * multiple)
+
+
+@shrink.cuda
+def _shrink(
+    x: Tensor,
+    groups: Tensor,
+    rows: Tensor,
+    place: int,
+    width: int,
+    norm: RowScale | None = None,
+    is_fixed: bool = False,
+) -> Tensor:
+    _check(x, "shrink", 8)
+    num_rows, inputs = x.shape
+    jit.require(inputs % 8 == 0, "shrink: {} inputs are no multiple of 8", inputs)
+    splits = splits_of(num_rows, inputs, is_fixed)
+    partial = torch.empty((splits, num_rows, width), dtype=torch.float32, device=x.device)
+    share = SHARE if splits > 1 else -(-inputs // 32) * 32
+    by_turns = min(24, max(2, _CTAS // max(1, len(groups) * splits)))
+    weight, eps, plus_one = (0, 0.0, False) if norm is None else norm
+    behind = (x, x.stride(0), weight, eps, int(plus_one))
+    args = (*behind, groups, rows, place, partial, num_rows, width, inputs, share)
+    grid = (len(groups), splits, by_turns)
+    if len(groups):
+        jit.launch(variant_of(x.dtype), "shrink", grid, 256, *args, overlaps=True)
+    return partial
+
+
+@expand.cuda
+def _expand(
+    y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
+) -> Tensor:
+    _check(y, "expand", 2)
+    splits, num_rows, width = partial.shape
+    jit.require(refusal(8, sizes) is None, "expand: parts of {} outputs", sizes)
+    grid = (sum(-(-size // _OUTPUTS) for size in sizes), len(groups))
+    one, two, three = (*sizes, 0, 0)[:PARTS]
+    outputs = (one, two, three)
+    args = (y, y.stride(0), groups, rows, place, partial, num_rows, width, splits, *outputs)
+    if len(groups):
+        jit.launch(variant_of(y.dtype), "expand", grid, 256, *args, overlaps=True)
+    return y
