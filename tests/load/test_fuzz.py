@@ -118,9 +118,9 @@ def test_every_served_input_of_every_model_comes_up(load):
         known |= {"stream", "streaming", "stop", "embedding_bias_weights", "sampling_parameters"}
         known |= {"EMBEDDING_BIAS_WEIGHTS", "exclude_input_in_output", "draft_logits"}
         known |= {"lookahead_window_size", "lookahead_verification_set_size"}
-        known |= {"lora_weights", "lora_config"}  # tests/contract/test_lora.py, and prompts' tables
-        known |= {"prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_id"}
-        known |= {"prompt_table_extra_ids"}
+        known |= {"lora_weights", "lora_config"}  # tests/contract/test_lora.py, as what follows
+        known |= {"prompt_embedding_table", "prompt_vocab_size", "prompt_table_extra_ids"}
+        known |= {"prompt_table_extra_id", "PROMPT_TABLE_EXTRA_ID"}
         known |= {
             f"retention_token_range_{what}" for what in ("ends", "priorities", "durations_ms")
         }
