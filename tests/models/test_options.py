@@ -1,8 +1,4 @@
-"""Families with options drawn by number: logits within 1e-4 of transformers', tokens the same.
-
-Prompts are computed in chunks that cross borders of blocks, beside decodes; one sequence is
-preempted and computed again.
-"""
+"""Pairs of features, and prefixes that are reused, with families whose options are drawn."""
 
 import itertools
 from pathlib import Path
@@ -10,41 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures.models.checkpoints import Driver, Generation, make_runner, random_prompts, save
-from fixtures.models.drawn import DRAWN
-from fixtures.models.options import OPTIONS, draw, drawn_model
+from fixtures.models.options import OPTIONS, drawn_model
 from fixtures.models.parity import engine_greedy
-from fixtures.tiers import quick_of
 from slipstream.engine.scheduler import Limits
-from slipstream.models.config_class import is_of_transformers
 from slipstream.models.padding import with_heads_of
-from slipstream.models.registry import family_of, supported
 
 PADDED = "padded heads"
-NUMBERS = range(6)
-OWN = [family for family in OPTIONS if family not in DRAWN]  # test_drawn.py draws the others
-CASES = {f"{family}-{number}": (family, number) for family in OWN for number in NUMBERS}
-
-
-@pytest.mark.parametrize("name", quick_of(CASES, {f"{family}-0" for family in OWN}))
-def test_drawn_options(name: str, tmp_path: Path) -> None:
-    family, number = CASES[name]
-    print(f"options: {draw(family, number)}")
-    model = drawn_model(family, number)
-    runner = make_runner(save(model, tmp_path), kv_cache_tokens=512)
-    generations = [Generation(prompt, 3) for prompt in random_prompts([29, 13, 20], 211)]
-    driver = Driver(runner, keep_logits=True)
-    driver.step(generations[:2], 13)
-    driver.preempt(generations[0])
-    driver.finish(generations, chunk=11)
-    for generation in generations:
-        with torch.no_grad():
-            truth = model(torch.tensor([generation.tokens])).logits[0]
-        first = len(generation.prompt) - 1
-        for i, logits in enumerate(generation.logits):
-            assert (logits - truth[first + i]).abs().max() <= 1e-4
-            assert generation.outputs[i] == int(truth[first + i].argmax())
-
-
 # What a configuration asks for, and how far logits may be from those without, by their deviation.
 FEATURES: dict[str, tuple[dict[str, object], float]] = {
     "int8 cache": ({"kv_cache_dtype": "int8"}, 0.05),
@@ -102,12 +69,3 @@ def test_a_prefix_that_is_reused(family: str, tmp_path: Path) -> None:
         runner = make_runner(tmp_path, kv_cache_tokens=512, kv_cache_reuse=reuses)
         found.append(engine_greedy(runner, Limits(1, 64), prompts))
     assert found[0] == found[1]
-
-
-def test_all_families_of_transformers_are_drawn() -> None:
-    without_experts = {
-        family_of(name).name
-        for name in filter(is_of_transformers, supported())
-        if "expert" not in str(family_of(name).keys)
-    }
-    assert set(OPTIONS) | set(DRAWN) >= without_experts

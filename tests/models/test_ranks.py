@@ -16,6 +16,7 @@ from fixtures.models.checkpoints import (
     make_runner,
     random_prompts,
     save,
+    sizes_of,
 )
 from fixtures.models.gguf_files import SIZES, unpacked, write_gguf
 from fixtures.models.parity import GRID, engine_greedy
@@ -77,14 +78,18 @@ def test_a_family(case: str, tmp_path: Path) -> None:
 FORMATS = ["awq-gemm-32", "gptq-v1-4-32", "gptq-v2-8-64", "bnb-int8", "bnb-nf4", "gguf Q4_0"]
 FORMATS += [f"modelopt-{each}" for each in ("int4", "int8", "fp8", "nvfp4")]
 FORMATS += [f"compressed {each}" for each in tiny.FORMATS] + ["gguf Q6_K"]
+FORMATS += ["gguf phi3 Q4_K", "gguf phi3 Q8_0", "gguf phi3 Q2_K"]
 
 
 def quantised(name: str, directory: Path) -> Path:
     """Write a tiny Llama in a format."""
     kind, _, rest = name.partition(" ")
     if kind == "gguf":
-        model = make_model("llama", **SIZES)
-        return unpacked(write_gguf(model, "llama", directory / "a.gguf", rest), directory / "model")
+        *named, blocks = rest.split()
+        family = named[0] if named else "llama"
+        model = make_model(family, **sizes_of(family, **SIZES))
+        path = write_gguf(model, family, directory / "a.gguf", blocks)
+        return unpacked(path, directory / "model")
     if kind == "compressed":
         original = tiny.checkpoint(directory / "original")
         tiny.quantised(original, tiny.FORMATS[rest], directory / "model")

@@ -291,6 +291,9 @@ def test_layouts_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     directory = tiny.checkpoint(tmp_path / "gpt_oss", "gpt_oss", **_LOCAL)
     assert quantize(directory, tmp_path / "out", "int8", "--no-measure") == 1
     assert "experts that are one tensor are not quantised" in capsys.readouterr().err
+    path = write_gguf(make_model("phi3", **tiny.SIZES), "phi3", tmp_path / "model.gguf")
+    assert quantize(path, tmp_path / "out", "int8", "--no-measure") == 1
+    assert "has another layout in a Hugging Face directory" in capsys.readouterr().err
 
 
 def test_wrong_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
