@@ -18,6 +18,7 @@ from fixtures.models.checkpoints import (
     save,
     sizes_of,
 )
+from fixtures.models.drawn import DRAWN
 from fixtures.models.gguf_files import SIZES, unpacked, write_gguf
 from fixtures.models.parity import GRID, engine_greedy
 from fixtures.models.quantised import model_of
@@ -56,6 +57,17 @@ def driven(runner: ModelRunner, vocab_size: int) -> list[Generation]:
     return made
 
 
+def compare(directory: Path, size: int, vocab_size: int) -> None:
+    """Check that ranks give the tokens of one, and its logits within rounding."""
+    wanted = driven(make_runner(directory), vocab_size)
+    with ranks_of(directory, size) as leader:
+        found = driven(leader, vocab_size)
+    for one, other in zip(wanted, found, strict=True):
+        assert one.outputs == other.outputs
+        for a, b in zip(one.logits, other.logits, strict=True):
+            assert (a - b).abs().max() < 1e-4 * max(1, a.abs().max())
+
+
 @pytest.mark.parametrize("case", quick_of(CASES, QUICK))
 def test_a_family(case: str, tmp_path: Path) -> None:
     name, size = CASES[case]
@@ -66,13 +78,7 @@ def test_a_family(case: str, tmp_path: Path) -> None:
         family, overrides = GRID[name]
         model = make_model(family, **overrides)
         directory, vocab_size = save(model, tmp_path), model.config.vocab_size
-    wanted = driven(make_runner(directory), vocab_size)
-    with ranks_of(directory, size) as leader:
-        found = driven(leader, vocab_size)
-    for one, other in zip(wanted, found, strict=True):
-        assert one.outputs == other.outputs
-        for a, b in zip(one.logits, other.logits, strict=True):
-            assert (a - b).abs().max() < 1e-4
+    compare(directory, size, vocab_size)
 
 
 FORMATS = ["awq-gemm-32", "gptq-v1-4-32", "gptq-v2-8-64", "bnb-int8", "bnb-nf4", "gguf Q4_0"]
@@ -100,14 +106,7 @@ def quantised(name: str, directory: Path) -> Path:
 
 @pytest.mark.parametrize("name", quick_of(FORMATS, {"gptq-v1-4-32", "gguf Q6_K"}))
 def test_a_checkpoint_that_comes_quantised(name: str, tmp_path: Path) -> None:
-    directory = quantised(name, tmp_path)
-    wanted = driven(make_runner(directory), 256)
-    with ranks_of(directory, 2) as leader:
-        found = driven(leader, 256)
-    for one, other in zip(wanted, found, strict=True):
-        assert one.outputs == other.outputs
-        for a, b in zip(one.logits, other.logits, strict=True):
-            assert (a - b).abs().max() < 1e-4 * a.abs().max()
+    compare(quantised(name, tmp_path), 2, 256)
 
 
 @pytest.fixture
@@ -256,18 +255,24 @@ def test_what_cannot_be_split_is_refused(
         settle(config, torch.device("cpu"))
 
 
+LATENTS = [f"deepseek_{version}, {seed}" for version in ("v2", "v3") for seed in (1, 2)]
+
+
+@pytest.mark.parametrize("case", quick_of(LATENTS, {"deepseek_v3, 1"}))
+def test_heads_that_read_one_latent(case: str, tmp_path: Path) -> None:
+    """Each rank has the whole cache, and makes queries, keys and values of its heads."""
+    family, _, seed = case.partition(", ")
+    model = make_model(family, **DRAWN[family](random.Random(seed)))
+    size = model.config.num_attention_heads
+    directory, vocab_size = save(model, tmp_path), model.config.vocab_size
+    compare(directory, size, vocab_size)
+
+
 @pytest.mark.parametrize("has_bias", [pytest.param(False, marks=pytest.mark.rest), True])
 def test_norms_of_all_heads_by_mean_and_variance(has_bias: bool, tmp_path: Path) -> None:
     seed = next(i for i in range(99) if _with_norms(REMOTE["mpt"](random.Random(i)), has_bias))
     drawn = REMOTE["mpt"](random.Random(seed))
-    directory, size = drawn.save(tmp_path), drawn.keys["n_heads"]
-    wanted = driven(make_runner(directory), drawn.config.vocab_size)
-    with ranks_of(directory, size) as leader:
-        found = driven(leader, drawn.config.vocab_size)
-    for one, other in zip(wanted, found, strict=True):
-        assert one.outputs == other.outputs
-        for a, b in zip(one.logits, other.logits, strict=True):
-            assert (a - b).abs().max() < 1e-4
+    compare(drawn.save(tmp_path), drawn.keys["n_heads"], drawn.config.vocab_size)
 
 
 def _with_norms(drawn: Remote, has_bias: bool) -> bool:

@@ -37,8 +37,6 @@ def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
             f"{asked} does not go with speculation = {config.speculation!r}: drafters on the "
             "device are not split; lookup, suffix and auto work"
         )
-    if model.axes.latent is not None:
-        raise ConfigError(f"{asked} does not go with {model.architecture}: latents are not split")
     for field in ("adapters", "adapter_root", "adapter_dir"):
         if value := getattr(config, field):
             raise ConfigError(f"{asked} does not go with {field} = {value!r}: LoRA is not split")
@@ -100,9 +98,9 @@ def share(decoder: StepDecoder, ranks: Ranks, vocab_size: int) -> None:
 
 def _share_block(block: AnyBlock, ranks: Ranks) -> None:
     attention, mlp = block.attention, block.mlp
-    assert isinstance(attention, Attention)
     attention.out.linear.ranks = ranks
-    for norm in attention.early_norms:
+    norms = attention.early_norms if isinstance(attention, Attention) else ()
+    for norm in norms:
         if isinstance(norm.norm, SpreadNorm | SpreadLayerNorm):
             norm.norm.ranks = ranks
     if isinstance(mlp, Experts):
