@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fixtures.models.gguf_files import random_blocks
+from fixtures.models.gguf_files import SCALES, random_blocks
 from fixtures.models.quantised import Tensors, directory_of
 from fixtures.tiers import quick_of
 from hypothesis import given, settings
@@ -284,7 +284,7 @@ def test_inputs_that_are_sorted_are_read_whole_and_have_a_scale_each() -> None:
 
 
 @pytest.mark.rest
-@given(st.sampled_from(sorted(QUANTISED)), RANKS, st.sampled_from([0, 1, 4]), st.booleans(), SEEDS)
+@given(st.sampled_from(sorted(SCALES)), RANKS, st.sampled_from([0, 1, 4]), st.booleans(), SEEDS)
 @settings(deadline=None)
 def test_blocks_of_gguf_files(kind: str, size: int, heads: int, is_kept: bool, seed: int) -> None:
     """Packed where a GEMM takes them, and dequantised as they are loaded."""
