@@ -12,6 +12,7 @@ from slipstream.kernels.comm.ranks import Ranks
 from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import AnyBlock, Decoder, StepDecoder
 from slipstream.layers.experts import Experts
+from slipstream.layers.latent import LatentAttention
 from slipstream.layers.mlp import TwoStepMLP
 from slipstream.layers.ranks import GatheredHead, SpreadLayerNorm, SpreadNorm, TokensOfRank, summed
 from slipstream.models.axes import QkNorms
@@ -98,6 +99,7 @@ def share(decoder: StepDecoder, ranks: Ranks, vocab_size: int) -> None:
 
 def _share_block(block: AnyBlock, ranks: Ranks) -> None:
     attention, mlp = block.attention, block.mlp
+    assert isinstance(attention, Attention | LatentAttention)
     attention.out.linear.ranks = ranks
     norms = attention.early_norms if isinstance(attention, Attention) else ()
     for norm in norms:
