@@ -53,6 +53,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 17408,
         "tie_word_embeddings": False,
     },
+    "llama-3.3-70b": _LLAMA
+    | {
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 28672,
+        "tie_word_embeddings": False,
+    },
     "qwen3-30b-a3b": _COMMON
     | {
         "architectures": ["Qwen3MoeForCausalLM"],

@@ -38,6 +38,11 @@ class DeviceRanks:
             spread = lambda own: self._host.exchange_bytes(own)[0]  # noqa: E731
             self._nccl = nccl.Nccl(self.rank, self.size, spread)
 
+    @property
+    def nccl(self) -> nccl.Nccl | None:
+        """The communicator of large sums; None: there is none."""
+        return self._nccl
+
     def start(self, limit_s: float) -> None:
         """Bound waits by what a rank may be late once all serve."""
         self._memory.limit(limit_s)

@@ -127,6 +127,10 @@ class HostRanks:
         """Return the least value; see `Ranks`."""
         return min(int(part) for part in self._exchange(torch.tensor([value])))
 
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """Return every rank's `x`, of at most `EXCHANGE_BYTES`, flat, until the next call."""
+        return self._exchange(x.contiguous().view(-1))
+
     def exchange_bytes(self, own: bytes) -> list[bytes]:
         """Return the bytes that every rank gives, as many on each, by rank."""
         parts = self._exchange(torch.frombuffer(bytearray(own), dtype=torch.uint8))
