@@ -97,6 +97,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(THREADS, raising=False)
     monkeypatch.setattr(threads, "cores_here", lambda: Cores(3, 3))
+    monkeypatch.setattr(threads, "is_busy", lambda count: False)
     model = make_model("llama", hidden_size=64).bfloat16()
     return save(model, tmp_path / "checkpoint")
 
@@ -117,6 +118,10 @@ def test_threads_are_measured_once(
     try:
         assert threads.chosen(plan, runner) is plan  # a small model
         monkeypatch.setattr(threads, "MIN_ELEMENTS", 0)
+        with monkeypatch.context() as busy:
+            busy.setattr(threads, "is_busy", lambda count: count == 3)
+            assert threads.chosen(plan, runner) is plan
+            assert not kept(tmp_path, "threads")
         with caplog.at_level(logging.INFO):
             first = threads.chosen(plan, runner).num_threads
         (path,) = kept(tmp_path, "threads")
@@ -157,7 +162,8 @@ def test_sixteen_bits_become_eight_where_that_is_faster(
             path.write_text(json.dumps({"times_as_fast": times}))
             assert scheme_choice.resolve(config).config.quantization == name
     assert (
-        "become int8: int8 is 1.2 times as fast with one row, 0.8 with 128, as 128" in caplog.text
+        "become int8: int8 is 1.2 times as fast with one row, 0.8 with 128, as measured"
+        in caplog.text
     )
     path.write_text(json.dumps({"times_as_fast": [9, 9]}))
     assert "int8 weights" in scheme_choice.resolve(config).banner(9)

@@ -51,6 +51,9 @@ def chosen(plan: Plan, runner: ModelRunner) -> Plan:
     if isinstance(count, int) and 1 <= count <= found.all:
         _log.info("threads: %d of %d cores, as measured before (%s)", count, found.all, kept.path)
         return _set(plan, count)
+    if is_busy(found.all):
+        _log.info("threads: not measured, as others use the machine; later starts will")
+        return plan
     times = measure(candidates(found), _timer(runner, found.all))
     count = best(times, found.all)
     said = ", ".join(
@@ -63,6 +66,11 @@ def chosen(plan: Plan, runner: ModelRunner) -> Plan:
         *(count, found.all, _ROWS[1], said, where),
     )
     return _set(plan, count)
+
+
+def is_busy(count: int) -> bool:
+    """Whether so many cores were all in use in the last minute: nothing is measured well then."""
+    return os.getloadavg()[0] > count
 
 
 def candidates(found: Cores) -> list[int]:
