@@ -2,8 +2,8 @@
 
 For each row of the table: milliseconds of a step of the 8B shape in bf16 (random weights), by the
 median of steps that are launched one after another and awaited, with adapters of rank 16 on all
-linear layers. A step with adapters runs without CUDA graphs; so the first figure is given with and
-without them. The last line is the table as JSON.
+linear layers, and the goal beside. Steps have CUDA graphs; `--torch` adds the terms by torch,
+without graphs, as on a CPU. The last line is the table as JSON.
 """
 
 import argparse
@@ -25,20 +25,34 @@ from slipstream.runner.plan import resolve
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
-CASES = ((1, 1, 1), (32, 1, 8), (128, 1, 8), (128, 1, 128), (1, 2048, 1))
+# Rows, tokens of each, adapters; how much longer the step may take.
+CASES = {
+    (1, 1, 1): 0.04,
+    (32, 1, 8): 0.08,
+    (128, 1, 8): 0.06,
+    (128, 1, 128): 0.45,
+    (1, 2048, 1): 0.04,
+}
+PACKED = {(1, 1, 1): 0.08}  # over weights of 4 bits
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 CONTEXT = 128  # tokens before those of a decode
 
 
-def draw(targets: Targets, rank: int, dtype: torch.dtype, seed: int) -> AdapterWeights:
-    """An adapter of all linear layers of blocks."""
-    rng = torch.Generator().manual_seed(seed)
+def draw(
+    targets: Targets, rank: int, dtype: torch.dtype, device: torch.device, seed: int
+) -> AdapterWeights:
+    """An adapter of all linear layers of blocks, made on the device."""
+    rng = torch.Generator(device).manual_seed(seed)
     terms: dict[str, tuple[Term, ...]] = {}
+
+    def normal(*sizes: int, scale: float) -> torch.Tensor:
+        return torch.randn(sizes, generator=rng, device=device, dtype=dtype) * scale
+
     for part in targets.all():
         if ".layers." not in part.place:
             continue
-        a = torch.randn(rank, part.inputs, generator=rng).to(dtype) * part.inputs**-0.5
-        b = torch.randn(part.outputs, rank, generator=rng).to(dtype) * 0.01
+        a = normal(rank, part.inputs, scale=part.inputs**-0.5)
+        b = normal(part.outputs, rank, scale=0.01)
         terms[part.place] = (*terms.get(part.place, ()), Term(part.first, a, b))
     return AdapterWeights(terms, seed.to_bytes(16), rank)
 
@@ -66,30 +80,38 @@ def median_ms(runner: ModelRunner, batch: Batch, repeat: int) -> float:
     return statistics.median(times[2:])
 
 
-def measure(shape: str, rank: int, repeat: int, cuda_graphs: bool) -> list[dict[str, object]]:
+def measure(args: argparse.Namespace) -> list[dict[str, object]]:
     """The rows of the table."""
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
-        write_config(shape, Path(folder))
+        write_config(args.shape, Path(folder))
         config = EngineConfig(
             checkpoint=folder,
             load_format="random",
+            quantization=args.quantization,
             kv_cache_tokens=65_536,
-            cuda_graphs=cuda_graphs,
         )
         plan = resolve(config)
         runner = ModelRunner(plan)
     targets = runner.adapters.targets
-    numbers = [runner.adapters.add(draw(targets, rank, plan.dtype, seed)) for seed in range(128)]
+    assert targets is not None, "a family's model serves adapters"
+    if args.torch:
+        runner.adapters.by_tables = False
+    cases = PACKED if args.quantization == "int4" else CASES
+    drawn = [
+        draw(targets, args.rank, plan.dtype, plan.device, seed)
+        for seed in range(max(count for _, _, count in cases))
+    ]
+    numbers = [runner.adapters.add(each) for each in drawn]
     rows: list[dict[str, object]] = []
-    for num_rows, num_tokens, num_adapters in CASES:
-        base = median_ms(runner, batch_of(runner, num_rows, num_tokens, []), repeat)
+    for (num_rows, num_tokens, num_adapters), goal in cases.items():
+        base = median_ms(runner, batch_of(runner, num_rows, num_tokens, []), args.repeat)
         chosen = numbers[:num_adapters]
-        own = median_ms(runner, batch_of(runner, num_rows, num_tokens, chosen), repeat)
+        own = median_ms(runner, batch_of(runner, num_rows, num_tokens, chosen), args.repeat)
         row = {"rows": num_rows, "tokens": num_tokens, "adapters": num_adapters}
-        rows.append(row | {"graphs": cuda_graphs, "base_ms": base, "ms": own})
+        rows.append(row | {"base_ms": base, "ms": own, "goal": goal})
         print(
             f"{num_rows:4} rows of {num_tokens:4}, {num_adapters:3} adapters: {own:8.3f} ms, "
-            f"without {base:8.3f} ms{' by graphs' if cuda_graphs else ''} ({own / base - 1:+.1%})",
+            f"without {base:8.3f} ms ({own / base - 1:+.1%}; goal {goal:+.0%})",
             flush=True,
         )
     return rows
@@ -101,13 +123,10 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--quantization", default="none", help="of the base: none, fp8, int8, int4")
+    parser.add_argument("--torch", action="store_true", help="add terms by torch")
     args = parser.parse_args()
-    rows = [
-        row
-        for graphs in (True, False)
-        for row in measure(args.shape, args.rank, args.repeat, graphs)
-    ]
-    print(json.dumps({"shape": args.shape, "rank": args.rank, "table": rows}))
+    print(json.dumps(vars(args) | {"table": measure(args)}))
 
 
 if __name__ == "__main__":

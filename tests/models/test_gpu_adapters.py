@@ -23,11 +23,16 @@ TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("dtype", [*TOLERANCES, "bfloat16 by torch"])
 def test_logits_are_those_of_merged_weights(dtype: str, is_fixed: bool, tmp_path: Path) -> None:
+    """By kernels and graphs in 16 bits, else by torch."""
+    dtype, *by_torch = dtype.split(maxsplit=1)
     model = make_model("llama", **SIZES)
     save(model, tmp_path / "base")
     runner = make_runner(tmp_path / "base", device="cuda", dtype=dtype, deterministic=is_fixed)
+    adapters = runner.adapters
+    adapters.by_tables = by_tables = adapters.by_tables and not by_torch
+    assert by_tables == (dtype != "float32" and not by_torch)
     drawn = {rank: draw_pairs(model, targets_of(model), rank, rank, 0.1) for rank in (1, 16, 65)}
     numbers = {0: 0}
     for rank, pairs in drawn.items():
@@ -47,3 +52,34 @@ def test_logits_are_those_of_merged_weights(dtype: str, is_fixed: bool, tmp_path
             truth = model(torch.tensor([row.tokens])).logits[0, len(row.prompt) - 1 : -1]
         apart = (torch.stack(row.logits) - truth).abs().max()
         assert apart < TOLERANCES[dtype], (rank, float(apart))
+        for logits, token, log_prob in zip(row.logits, row.outputs, row.log_probs, strict=True):
+            # Eager logits beside what the graph sampled from.
+            assert abs(float(logits.log_softmax(-1)[token]) - log_prob) < 1e-2
+    assert runner._graphs is not None
+    assert bool(runner._graphs._adapted) == by_tables
+
+
+@pytest.mark.parametrize("quantization", ["none", "fp8", "int4"])
+def test_bits_of_a_sequence_do_not_depend_on_adapters_beside_it(
+    quantization: str, tmp_path: Path
+) -> None:
+    model = make_model("llama", **SIZES)
+    options = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
+    runner = make_runner(save(model, tmp_path / "base"), quantization=quantization, **options)
+    drawn = [draw_pairs(model, targets_of(model), rank, rank, 0.1) for rank in (8, 33, 200)]
+    numbers = [0]
+    for rank, pairs in zip((8, 33, 200), drawn, strict=True):
+        read = runner.adapters.read(str(write_adapter(tmp_path / str(rank), pairs, rank)))
+        numbers.append(runner.adapters.add(read))
+    prompts = random_prompts([20, 5, 31, 9])
+
+    def generated(chosen: list[int]) -> list[Generation]:
+        rows = [Generation(prompts[i], 4, adapter=numbers[i]) for i in chosen]
+        Driver(runner).finish(rows)
+        return rows
+
+    together = generated([0, 1, 2, 3])
+    for i, row in enumerate(together):
+        alone = generated([i])[0]
+        assert alone.outputs == row.outputs
+        assert alone.log_probs == row.log_probs

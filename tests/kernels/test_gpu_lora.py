@@ -1,0 +1,112 @@
+"""Low-rank terms on a GPU: by torch in fp32, in graphs, repeated, and beside other rows."""
+
+import random
+
+import pytest
+import torch
+from fixtures.kernels.lora import Adapted, Shape
+from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.lora import terms as lora
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+EPSILON = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
+DTYPES = list(EPSILON)
+
+
+def drawn(seed: int) -> tuple[Shape, list[int]]:
+    """A place, its adapters, and the adapters of rows."""
+    rng = random.Random(seed)
+    sizes = tuple(2 * rng.randint(1, 700) for _ in range(rng.randint(1, 3)))
+    most = rng.choice((16, 64, 512))
+    own = [tuple(rng.choice((0, rng.randint(1, most))) for _ in sizes) for _ in range(5)]
+    num_rows = rng.choice((1, 7, 16, 33, 128, 256, 300))
+    numbers = [rng.choice((0, rng.randint(1, 5))) for _ in range(num_rows)]
+    return Shape(8 * rng.randint(1, 700), sizes, tuple(own)), numbers
+
+
+def rows_of(shape: Shape, count: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator("cuda").manual_seed(seed)
+    sizes = ((count, sum(shape.sizes)), (count, shape.inputs))
+    y, x = (torch.randn(*size, generator=rng, device="cuda").to(dtype) for size in sizes)
+    return y, x
+
+
+def poison() -> None:
+    """Fill what the allocator hands out next by NaN."""
+    kept = [torch.full((size,), torch.nan, device="cuda") for size in (1 << 14, 1 << 20, 1 << 24)]
+    del kept
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(12))
+def test_terms_are_those_of_torch(seed: int, dtype: torch.dtype, is_fixed: bool) -> None:
+    shape, numbers = drawn(seed)
+    made = Adapted(shape, dtype, "cuda", seed)
+    y, x = rows_of(shape, len(numbers), dtype, seed)
+    poison()
+    found = made.run(y, x, numbers, is_fixed=is_fixed)
+    wanted = made.by_torch(y, x, numbers)
+    apart = (found.float() - wanted).abs() / (1 + wanted.abs())
+    assert apart.max() < EPSILON[dtype]
+    others = [n == 0 for n in numbers]
+    assert torch.equal(found[others], y[others])
+    for _ in range(3):
+        poison()
+        assert torch.equal(made.run(y, x, numbers, is_fixed=is_fixed), found)
+
+
+@pytest.mark.parametrize("plus_one", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_is_computed_on_the_way(dtype: torch.dtype, plus_one: bool) -> None:
+    shape = Shape(4096, (512, 128, 128), ((16, 16, 0), (3, 40, 8)))
+    made = Adapted(shape, dtype, "cuda")
+    numbers = [i % 3 for i in range(50)]
+    y, x = rows_of(shape, len(numbers), dtype, 0)
+    weight = torch.randn(4096, device="cuda").to(dtype)
+    found = made.run(y, 7 * x, numbers, lora.RowScale(weight, 1e-5, plus_one))
+    wanted = made.by_torch(y, rms_norm(7 * x, weight, 1e-5, plus_one), numbers)
+    assert ((found.float() - wanted).abs() / (1 + wanted.abs())).max() < 2 * EPSILON[dtype]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_bits_of_a_row_do_not_depend_on_others(seed: int) -> None:
+    shape, numbers = drawn(100 + seed)
+    made = Adapted(shape, torch.bfloat16, "cuda", seed)
+    y, x = rows_of(shape, len(numbers), torch.bfloat16, seed)
+    found = made.run(y, x, numbers, is_fixed=True)
+    for row in random.Random(seed).sample(range(len(numbers)), min(5, len(numbers))):
+        here = slice(row, row + 1)
+        alone = made.run(y[here], x[here], [numbers[row]], is_fixed=True)
+        assert torch.equal(alone, found[here])
+
+
+def test_one_graph_serves_any_mix() -> None:
+    shape = Shape(1024, (256, 64), ((16, 0), (1, 300), (512, 512)))
+    made = Adapted(shape, torch.bfloat16, "cuda")
+    y, x = rows_of(shape, 48, torch.bfloat16, 0)
+    table, out = made.table([0] * 47 + [1], spare=49), torch.empty_like(y)
+
+    def step() -> None:
+        out.copy_(y)
+        t = lora.shrink(x, table.groups, table.rows, 1, made.width)
+        lora.expand(out, table.groups, table.rows, t, 1, shape.sizes)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for seed in range(5):
+        rng = random.Random(seed)
+        numbers = [rng.randint(0, 3) for _ in range(48)]
+        other = made.table(numbers, spare=0)
+        table.groups.zero_()
+        table.groups[: len(other.groups)] = other.groups
+        table.rows.copy_(other.rows)
+        graph.replay()
+        assert torch.equal(out, made.run(y, x, numbers))
