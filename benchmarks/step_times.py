@@ -42,7 +42,12 @@ GRAPHS = 512
 # 19 to 26 ms, of which a step is 7; most of that is not counted, to be on the safe side.
 FIRST_MS = {"slipstream": 0.5, "vllm": 2.0}
 
-SIZES = {"1b": SHAPES["llama-3.2-1b"], "8b": SHAPES[RECORDED], "14b": SHAPES["llama-14b"]}
+SIZES = {
+    "1b": SHAPES["llama-3.2-1b"],
+    "8b": SHAPES[RECORDED],
+    "14b": SHAPES["llama-14b"],
+    "70b": SHAPES["llama-3.3-70b"],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +114,17 @@ def recorded(card: str, engine: str) -> StepTimes:
     return StepTimes(rest, token_ms, read_ms, pair_ms, LAUNCHES[engine], FIRST_MS[engine])
 
 
-def times_of(shape: str, card: str = "H100", engine: str = "slipstream") -> StepTimes:
+def times_of(
+    shape: str, card: str = "H100", engine: str = "slipstream", is_fp8: bool = False
+) -> StepTimes:
     """Return the times of a shape of `SIZES`, made from the recorded one's if need be."""
     known = recorded(card, engine)
-    if shape == "8b":
+    if shape == "8b" and not is_fp8:
         return known
-    model, base = both = Model(SIZES[shape], CARDS[card]), Model(SIZES["8b"], CARDS[card])
+    model, base = both = (
+        Model(SIZES[shape], CARDS[card], is_fp8),
+        Model(SIZES["8b"], CARDS[card]),
+    )
 
     def scaled(num_tokens: int) -> float:
         own, recorded_s = (sum(w.seconds for w in m.products(num_tokens, num_tokens)) for m in both)
@@ -122,7 +132,7 @@ def times_of(shape: str, card: str = "H100", engine: str = "slipstream") -> Step
 
     floor = known.launches[0]
     rest = tuple((n, max(floor, ms * scaled(n))) for n, ms in known.rest)
-    layers = model.in_layers / base.in_layers
+    layers = model.in_layers / model.layer_rate / (base.in_layers / base.layer_rate)
     return StepTimes(
         rest,
         known.token_ms * layers,

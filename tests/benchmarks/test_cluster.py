@@ -17,6 +17,7 @@ NAMES = (
     "simulated",
     "replicas",
     "cluster",
+    "forecast",
 )
 
 
@@ -109,3 +110,14 @@ def test_ranks_of_tensors_are_faster_and_less_than_n_times_and_stages_hold_more(
     one, two = (replicas.Shaped(pipeline=n) for n in (1, 2))
     assert len(replicas.make(two)) == 2
     assert 2 * two.kv_tokens() > 2 * one.kv_tokens()
+
+
+@pytest.mark.parametrize(("shape", "is_fp8"), [("8b", False), ("70b", True), ("70b", False)])
+def test_ranks_make_a_step_faster_but_not_by_their_number(shape, is_fp8):
+    forecast = module("forecast")
+    for batch in (1, 32, 128):
+        by_ranks = [forecast.step_ms(shape, is_fp8, size, 1, batch) for size in (1, 2, 4, 8)]
+        assert all(1 < a / b < 2 for a, b in pairwise(by_ranks))
+        halves = forecast.step_ms(shape, is_fp8, 2, 2, batch)
+        assert by_ranks[2] < halves < by_ranks[0]
+    assert forecast.step_ms("70b", True, 4, 1, 1) < forecast.step_ms("70b", False, 4, 1, 1)
