@@ -10,7 +10,7 @@ from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels.elementwise.activation import GATES
 from slipstream.layers.attention import AttentionInputs, StepRows
-from slipstream.layers.decoder import AnyBlock, Decoder
+from slipstream.layers.decoder import AnyBlock, Decoder, NormedBlock
 from slipstream.layers.experts import Experts
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import LayerNorm, Norm
@@ -149,7 +149,7 @@ class Opened:
             before: Probe | None = None
             # Factors move into a norm, if nothing else reads it.
             apart = norm if isinstance(norm, Norm | LayerNorm) and norm.weight is not None else None
-            if block.input_norm is block.mlp_norm:
+            if block.input_norm is block.mlp_norm or isinstance(block, NormedBlock):
                 apart = None
             if isinstance(layer, Experts):
                 found += self._experts(block, layer)

@@ -242,6 +242,11 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, object]]] = {  # family, scheme, wh
     "gpt_neox": ("gpt_neox", "awq", {}),
     "falcon": ("falcon", "int4", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "bloom": ("bloom", "awq-gptq", {"hidden_size": 64, "n_head": 4}),
+    "bloom, sums of norms": (
+        "bloom",
+        "awq",
+        {"hidden_size": 64, "n_head": 4, "apply_residual_connection_post_layernorm": True},
+    ),
     "gpt2": ("gpt2", "awq", {"n_inner": 96}),
     "gpt_bigcode": ("gpt_bigcode", "int8", {"multi_query": False, "n_inner": 96}),
     "phi3": ("phi3", "awq", _HEADS),
@@ -280,6 +285,8 @@ def test_other_layouts_and_mixtures(name: str, tmp_path: Path) -> None:
     assert (generation.logits[0] - wanted).abs().max() <= 1e-4 * wanted.abs().max()
     assert (wanted - before[0, -1]).abs().max() <= 0.5 * before[0, -1].abs().max()
     assert bool(job.smoothed) == bool(recipe.smooth)
+    if "apply_residual_connection_post_layernorm" in own:  # the norm is the sum, too
+        assert all("o_proj" in each for each in job.smoothed)
     if "clip_qkv" in own:
         assert not any("o_proj" in each for each in job.smoothed)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.layers.attention import Attention, AttentionInputs
 from slipstream.layers.embedding import Embedding, Head
 from slipstream.layers.mlp import TwoStepMLP
-from slipstream.layers.norm import RowNorm
+from slipstream.layers.norm import RowNorm, identity
 from slipstream.layers.residual import Residual
 
 
@@ -35,6 +35,18 @@ class Block:
         """Apply the block to `residual [n, hidden]`; the last block keeps only rows needed."""
         self.attention(self.input_norm, residual, inputs, cache)
         self.mlp(self.mlp_norm, residual)
+
+
+@dataclass(frozen=True, slots=True)
+class NormedBlock(Block):
+    """A block whose residual sum is its norm, to which attention and MLP are added."""
+
+    def __call__(self, residual: Residual, inputs: AttentionInputs, cache: Tensor) -> None:
+        """Apply the block; see `Block`."""
+        residual.values.copy_(self.input_norm(residual.values))
+        self.attention(identity, residual, inputs, cache)
+        residual.values.copy_(self.mlp_norm(residual.values))
+        self.mlp(identity, residual)
 
 
 @dataclass(frozen=True, slots=True)

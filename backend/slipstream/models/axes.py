@@ -54,6 +54,7 @@ class Residuals(Enum):
     SERIAL = "the sum with what attention added"
     ONE_NORM = "one norm of the sum"
     TWO_NORMS = "a norm of the same sum each"
+    OF_NORMS = "a norm of the sum, which takes its place"
 
 
 class QkNorms(Enum):

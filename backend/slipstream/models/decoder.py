@@ -9,7 +9,14 @@ from torch import Tensor
 from slipstream.fuse.rewrite import rewrite
 from slipstream.kernels.attention.scores import Scores
 from slipstream.layers.attention import Attention, HeadNorm
-from slipstream.layers.decoder import AnyBlock, Block, Decoder, ParallelBlock, StepDecoder
+from slipstream.layers.decoder import (
+    AnyBlock,
+    Block,
+    Decoder,
+    NormedBlock,
+    ParallelBlock,
+    StepDecoder,
+)
 from slipstream.layers.embedding import Ends, embedding_and_head
 from slipstream.layers.experts import Experts
 from slipstream.layers.latent import LatentAttention
@@ -179,6 +186,8 @@ class _Builder:
             out_norm = self._behind(w.at("mlp_out_norm"))
             mlp = Experts(w.at("mlp"), experts, self._dims.hidden_size, out_norm)
             return Block(first, attention, second, mlp)
+        if residuals is Residuals.OF_NORMS:
+            return NormedBlock(first, attention, second, self._mlp(w))
         if residuals is Residuals.SERIAL:
             return Block(first, attention, second, self._mlp(w))
         assert isinstance(attention, Attention), "no family has latents and parallel residuals"

@@ -3,7 +3,15 @@
 from collections.abc import Mapping
 
 from slipstream.models.alibi import slopes
-from slipstream.models.axes import Activation, Axes, NormKind, QkvOrder, TensorNames, joined
+from slipstream.models.axes import (
+    Activation,
+    Axes,
+    NormKind,
+    QkvOrder,
+    Residuals,
+    TensorNames,
+    joined,
+)
 from slipstream.models.family import family
 from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
@@ -24,7 +32,6 @@ KEYS = "hidden_size=n_embed num_hidden_layers=n_layer num_attention_heads=n_head
 
 def derived(config: Reader) -> Mapping[str, object]:
     """Return what no key says; a context may be longer than that of the training."""
-    config.refuse_unless("apply_residual_connection_post_layernorm", False)
     return {
         "num_key_value_heads": None,
         "head_dim": None,
@@ -46,9 +53,12 @@ def derived(config: Reader) -> Mapping[str, object]:
     gguf=GgufForm("bloom", qkv=QkvOrder.BLOCKS, numbers={"seq_length": "context_length"}),
 )
 def bloom(config: Reader) -> Axes:
-    """Return the axes, whose slopes the number of heads decides."""
+    """Read what is added to; the number of heads decides slopes."""
+    key = "apply_residual_connection_post_layernorm"
+    is_normed = config.flag(key, default=False)
     return Axes(
         norm=NormKind.LAYER,
+        residuals=Residuals.OF_NORMS if is_normed else Residuals.SERIAL,
         qkv_bias=True,
         out_bias=True,
         mlp_bias=True,
