@@ -1,11 +1,16 @@
 """Low-rank terms by tables: the oracle beside torch's terms one by one, and the tables."""
 
+import re
+
 import numpy as np
+import pytest
 import torch
 from fixtures.kernels.lora import Adapted, Shape
+from fixtures.kernels.recording import recorded
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.kernels.lora import terms as lora
+from slipstream.kernels.runtime import jit
 from slipstream.runner.adapter_tables import most_groups, tabulate
 from slipstream.runner.step_arrays import StepShape
 
@@ -60,3 +65,32 @@ def test_what_the_kernels_do_not_take_is_said() -> None:
     assert "4 matrices" in str(lora.refusal(64, (2, 2, 2, 2)))
     assert "12 inputs" in str(lora.refusal(12, (2,)))
     assert "(3,)" in str(lora.refusal(16, (3,)))
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "is_fixed", "splits"),
+    [(1, False, 7), (256, False, 7), (300, False, 1), (1, True, 1)],
+)
+def test_a_place_is_two_launches_with_all_that_the_kernels_take(
+    num_rows: int, is_fixed: bool, splits: int
+) -> None:
+    inputs, sizes = 14336, (4096, 1024, 1024)
+    with recorded() as notes:
+        y, x, weight = (
+            torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            for shape in ((num_rows, sum(sizes)), (num_rows, inputs), (inputs,))
+        )
+        groups = torch.empty(3, 2, dtype=torch.int64, device="meta")
+        rows = torch.empty(num_rows, dtype=torch.int32, device="meta")
+        norm = lora.RowScale(weight, 1e-5, plus_one=False)
+        t = lora.shrink(x, groups, rows, 1, 48, norm, is_fixed)
+        lora.expand(y, groups, rows, t, 1, sizes)
+    source = (jit.FOLDER / "lora/terms.cu").read_text()
+    (shrink, given), (expand, added) = notes
+    assert (shrink, expand) == ("shrink", "expand")
+    assert f"(3, {splits}, " in given
+    assert "(24, 3) 256" in added
+    for name, arguments in notes:
+        (parameters,) = re.findall(rf"\b{name}\((T\* y|const T\* x)([^)]*)\)", source)
+        passed = re.sub(r"\[[^\]]*\]", "", arguments.split(" 256 (")[1].split(") [")[0])
+        assert passed.count(",") == parameters[1].count(",")
