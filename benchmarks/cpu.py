@@ -209,9 +209,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     found = result["bits"].get("int4", {}).get("rows", {}).get("decode-1")
     if found is not None:
         read = weight_bytes(model_of(source, "int4"))
-        for clock in ("wall", "cpu"):
-            rate = found["ours"][f"per_{clock}_s"] * read / result["copy_bytes_s"]
-            result[f"share_of_copy_{clock}"] = round(rate, 3)
+        rate = found["ours"]["per_wall_s"] * read / result["copy_bytes_s"]
+        result["share_of_copy_wall"] = round(rate, 3)
         print(
             f"\none stream, int4: weights are read at {result['share_of_copy_wall']:.0%} of the "
             f"bytes that a copy reads and writes, {result['copy_bytes_s'] / 1e9:.1f} GB/s"
