@@ -39,10 +39,10 @@ class PeerMemory:
     def __init__(
         self, device: torch.device, rank: int, exchange: Callable[[bytes], Sequence[bytes]]
     ) -> None:
-        from cupy.cuda import runtime
+        from cupy.cuda import Device, runtime
 
         self.rank, self._host = rank, socket.gethostname()
-        with torch.cuda.device(device):
+        with torch.cuda.device(device), Device(device.index):
             own = int(runtime.malloc(MEMORY_BYTES))
             runtime.memset(own, 0, MEMORY_BYTES)
             runtime.deviceSynchronize()  # before any other rank writes there
