@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 from slipstream.core.batch import Batch, Sampled
 from slipstream.core.window import AttentionWindow
+from slipstream.engine.adapters import AdapterStore
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream.kvcache.host import Direction
@@ -93,8 +94,9 @@ class Tiers(Machine):
         self.runner.max_tokens = num_tokens
         self.mover = self.runner.transfers
         limits = Limits(num_seqs, num_tokens, 8, 200, max_num_rows=num_seqs + 8)
+        self.store = AdapterStore(self.runner.held)
         options = {"clock": lambda: self.now_ns, "speculation": self.drafts}
-        self.engine = Engine(limits, self.runner, Words(), **options)
+        self.engine = Engine(limits, self.runner, Words(), **options, adapters=self.store)
         self.client = Client(self.engine)
 
     @rule(direction=st.sampled_from(Direction), times=st.integers(1, 3))
