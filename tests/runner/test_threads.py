@@ -167,7 +167,8 @@ def test_sixteen_bits_become_eight_where_that_is_faster(
     )
     path.write_text(json.dumps({"times_as_fast": [9, 9]}))
     assert "int8 weights" in scheme_choice.resolve(config).banner(9)
-    for asked in ({"quantization": "none"}, {"dtype": "float32"}, {"load_format": "random"}):
+    plain = ({"quantization": "none"}, {"dtype": "float32"}, {"load_format": "random"})
+    for asked in (*plain, {"deterministic": True}):  # which has the same bits on every machine
         own = EngineConfig(checkpoint=str(checkpoint), device="cpu", **asked)
         assert scheme_choice.resolve(own).config == own
     whole = save(make_model("llama", hidden_size=64), tmp_path / "float32")

@@ -41,7 +41,8 @@ def resolve(config: EngineConfig) -> Plan:
 def with_scheme(plan: Plan) -> Plan:
     """Return the plan with int8 weights where nobody asked for others and a CPU gains by them."""
     config = plan.config
-    is_open = config.quantization == "auto" and config.dtype == "auto"
+    # What one machine measures, another may not: a deterministic mode has the same on all.
+    is_open = config.quantization == "auto" and config.dtype == "auto" and not config.deterministic
     if not is_open or plan.device.type != "cpu" or plan.model.num_ranks > 1 or library() is None:
         return plan
     is_whole = plan.model.build is None and plan.model.axes.experts is None
