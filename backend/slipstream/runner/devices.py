@@ -23,7 +23,7 @@ def device_of(config: EngineConfig, rank: int) -> torch.device:
     if config.device == "cpu" or not has_cuda:
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
-    if num_gpus < config.tensor_parallel:
+    if num_gpus < config.tensor_parallel > 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ConfigError(
             f"tensor_parallel = {config.tensor_parallel} needs as many GPUs, but torch sees "
