@@ -185,6 +185,7 @@ def test_a_small_model_gets_one_thread(checkpoint: Path, monkeypatch: pytest.Mon
 def test_gpu_facts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be decided on a GPU with 2 GiB free."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
