@@ -48,6 +48,7 @@ class Simulation:
                 outputs=[0],
                 num_pending=0,
                 is_speculating=False,
+                has_virtual=False,
                 sampling=SamplingParams(max_tokens=999),
                 request=SimpleNamespace(message=message),
                 draft=None,

@@ -65,7 +65,7 @@ def test_counted_penalties_are_those_before_the_sample(tmp_path: Path) -> None:
     penal = SamplingParams(max_tokens=3, temperature=0.0, presence_penalty=2.0)
     changes = {
         "sampling": penal, "num_top": 4, "top_mode": int(TopMode.PROCESSED),
-        "history": row.token_ids, "num_prompt": 9,
+        "history": row.token_ids, "num_prompt": 9, "num_outputs": 0,
     }  # fmt: skip
     batch = with_tops(batch, {0: changes})
     log_probs = runner.logits(batch)[0].log_softmax(-1)
