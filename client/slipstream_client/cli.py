@@ -34,7 +34,7 @@ COMMANDS = {
         "slipstream_client.commands.models",
         "list a repository's deployments, load and unload them",
     ),
-    "adapter": ("slipstream_client.commands.adapter", "list, load and unload adapters"),
+    "adapter": ("slipstream_client.commands.adapter", "list, load, unload and convert adapters"),
     "waits": ("slipstream_client.commands.waits", "print what slow first tokens waited for"),
     "complete": ("slipstream_client.commands.complete", "stream one completion"),
     "chat": ("slipstream_client.commands.chat", "talk to the model"),

@@ -128,6 +128,8 @@ def test_rows_of_a_table_that_are_tokens_embeddings_say_what_the_tokens_say(
         virtual = [size + place for place in range(len(before))]
         given = {"input_ids": virtual + ids, "input_lengths": len(virtual + ids)} | table
         assert ids_of(house, given | {"prompt_table_extra_ids": [7] * len(virtual + ids)}) == plain
+        beams = {"beam_width": 3, "return_log_probs": True}
+        assert ids_of(house, given | beams) == ids_of(house, asked | beams)
         return
     body = {"text_input": text, "max_tokens": 12, "exclude_input_in_output": False}
     own = {"return_num_input_tokens": True, "prompt_table_extra_id": 7}

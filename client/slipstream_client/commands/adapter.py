@@ -1,9 +1,11 @@
-"""`slipstream adapter`: list the adapters of a gateway's models, load and unload them."""
+"""`slipstream adapter`: list, load and unload adapters of a gateway's models; convert one."""
 
 import argparse
+import importlib
 import json
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 from slipstream_contract.errors import ContractError
@@ -26,10 +28,26 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     load.add_argument("path", metavar="DIR", help="below compose --adapter-root")
     unload = acts.add_parser("unload", help="discard a name; requests that run go on")
     unload.add_argument("name", metavar="NAME")
+    convert = acts.add_parser(
+        "convert",
+        help="write a PEFT directory as TensorRT-LLM's arrays (model.lora_weights.npy, "
+        "model.lora_config.npy), or such arrays as a PEFT directory",
+    )
+    convert.add_argument("source", type=Path, metavar="FROM", help="a directory of either")
+    convert.add_argument("output", type=Path, metavar="TO", help="a directory, which is made")
+    convert.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="the model of the adapter"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do the act. Raises ContractError if the gateway refuses it, or cannot be reached."""
+    """Do the act. Raises ContractError if the gateway refuses it, or cannot be reached; `convert`
+    raises `ConfigError` or `CheckpointError`.
+    """
+    if args.act == "convert":
+        adapters = importlib.import_module("slipstream_convert.adapters")
+        print(adapters.convert(args.source, args.output, args.checkpoint))
+        return 0
     if args.act == "list":
         for card in _ask(args, "/v1/models", None)["data"]:
             if card["parent"] is not None and args.model in (None, card["parent"]):

@@ -21,7 +21,7 @@ from slipstream.models.adapters.read import AdapterWeights, check_range, joined,
 from slipstream.models.adapters.targets import Part, Targets
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_MODULES: dict[int, tuple[str, ...]] = {
+MODULES: dict[int, tuple[str, ...]] = {
     0: _QKV,
     1: _QKV[:1],
     2: _QKV[1:2],
@@ -34,7 +34,7 @@ _MODULES: dict[int, tuple[str, ...]] = {
 _GATE_AND_UP = ("mlp.up_proj", "mlp.gate_proj")  # of a fused module 5
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """A module of a layer."""
 
     number: int
@@ -44,6 +44,7 @@ class _Row(NamedTuple):
     numbers: Tensor  # [width] f16
 
     def refusal(self, why: str) -> CheckpointError:
+        """Return the error that says why the row is refused."""
         return CheckpointError(
             f"{CONFIG}[{self.number}] is module {self.module} of layer {self.layer} with rank "
             f"{self.rank}: {why}"
@@ -55,10 +56,10 @@ def read_task(task: LoraTask, targets: Targets, dtype: torch.dtype) -> AdapterWe
     terms: dict[str, list[Term]] = {}
     digest = blake2b(b"task", digest_size=16)
     rank = 0
-    for row in _rows(task):
+    for row in rows_of(task):
         rank = max(rank, row.rank)
-        parts = _parts(row, targets)
-        a, b = _sides(row, parts)
+        parts = parts_of(row, targets)
+        a, b = cut(row, parts)
         begin = 0
         for part in parts:
             own = b[begin : begin + part.outputs]
@@ -86,22 +87,23 @@ def read_table(table: PromptTable, targets: Targets, dtype: torch.dtype) -> Adap
     return of_table(torch.from_numpy(array.copy()), targets, dtype, TABLE, tag)
 
 
-def _rows(task: LoraTask) -> Iterator[_Row]:
+def rows_of(task: LoraTask) -> Iterator[Row]:
+    """Yield the rows of a task; raises `CheckpointError`."""
     config = np.frombuffer(task.config, np.int32).reshape(task.num_rows, COLUMNS)
     array = np.frombuffer(task.weights, np.float16).reshape(task.num_rows, task.width)
     weights = torch.from_numpy(array.copy())
     for number, (module, layer, rank) in enumerate(config.tolist()):
-        row = _Row(number, module, layer, rank, weights[number])
+        row = Row(number, module, layer, rank, weights[number])
         if not 1 <= rank <= MAX_RANK:
             raise row.refusal(f"ranks are from 1 to {MAX_RANK}")
         yield row
 
 
-def _parts(row: _Row, targets: Targets) -> Sequence[Part]:
+def parts_of(row: Row, targets: Targets) -> Sequence[Part]:
     """Return the parts of a row, in the order of its outputs."""
-    names = _MODULES.get(row.module)
+    names = MODULES.get(row.module)
     if names is None:
-        raise row.refusal(f"modules are {', '.join(map(str, _MODULES))}")
+        raise row.refusal(f"modules are {', '.join(map(str, MODULES))}")
     if row.module == 5 and targets.of_decoder(row.layer, names[0]) is None:
         names = ("mlp.up_proj",)  # an MLP without a gate
     parts = [targets.of_decoder(row.layer, name) for name in names]
@@ -119,7 +121,7 @@ def _parts(row: _Row, targets: Targets) -> Sequence[Part]:
     return found
 
 
-def _sides(row: _Row, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
+def cut(row: Row, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
     """Cut A and B out of a row; what is behind must be zeros."""
     inputs, outputs = parts[0].inputs, sum(part.outputs for part in parts)
     middle, end = row.rank * inputs, row.rank * (inputs + outputs)
