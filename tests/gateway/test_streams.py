@@ -131,6 +131,11 @@ def test_chat_streams(gateway: Gateway, text: str, body: dict[str, Any]):
     prompt="import os\n", body={"seed": 1, "max_tokens": 9, "n": 2, "logprobs": 2, "echo": True}
 )
 @example(prompt=["a b", "c"], body={"seed": 1, "max_tokens": 3, "n": 2, "logprobs": 0})
+@example(  # an echoed prompt of one token, behind which nothing is shown
+    prompt=[302],
+    body={"seed": 7699014, "max_tokens": 1, "temperature": 1.5, "stop": ["\n"], "n": 3}
+    | {"echo": True, "logprobs": 0},
+)
 @given(
     prompt=st.sampled_from([*PROMPTS, PROMPTS[:2], [5, 6, 7], [[300, 301], [302]], [17]]),
     body=options(is_chat=False),

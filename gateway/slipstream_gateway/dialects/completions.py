@@ -41,7 +41,7 @@ class CompletionWriter(Common):
             text = "".join(delta.text for delta in deltas if isinstance(delta, Text))
         if not (text or log_probs or index in self._ids):
             return b""
-        if self.is_plain and not log_probs:
+        if self.is_plain and not log_probs and not self._owes_first(index):
             return b"%b%b%b" % (self._before(index), encode(text), self._after)
         return self._choice(index, text, log_probs)
 
@@ -86,7 +86,7 @@ class CompletionWriter(Common):
     ) -> bytes:
         ids = self.take_ids(index) if finish is None or index in self._ids else b""
         shown = b"null"
-        if log_probs:
+        if log_probs or self._owes_first(index):
             shown = encode(self._log_probs(index, log_probs))
         reason = b"null" if finish is None else encode(finish_reason(finish))
         stop = b"null" if finish is None else encode(finish.stop_reason)
@@ -105,7 +105,7 @@ class CompletionWriter(Common):
         offsets: list[int] = []
         length = self._lengths.get(index, 0)
         rows = [(entry.text, entry) for entry in entries]
-        if self._is_echo and index not in self._begun:
+        if self._owes_first(index):
             self._begun.add(index)
             rows.insert(0, (self._first_text(index), None))  # type: ignore[arg-type]
         for text, entry in rows:
@@ -117,6 +117,10 @@ class CompletionWriter(Common):
         self._lengths[index] = length
         lists = {"text_offset": offsets, "token_logprobs": values, "tokens": tokens}
         return {**lists, "top_logprobs": tops if self._top else None}
+
+    def _owes_first(self, index: int) -> bool:
+        """Whether an echoed prompt's first token is to be shown, which has no log prob."""
+        return self._top is not None and self._is_echo and index not in self._begun
 
     def _tops(self, entry: TokenLogProb) -> dict[str, float]:
         """Return text -> log prob; of two tokens with the same text the likelier one."""
