@@ -27,7 +27,7 @@ from slipstream.kernels.gemm.cpu_packed import product_of
 from slipstream.kernels.gemm.cpu_packing import LAYOUT
 from slipstream.kernels.gemm.op import Around
 from slipstream.kernels.gemm.packing import TILE
-from slipstream.layers.adapted import AdaptedGatedLinear, AdaptedLinearAdd, AdaptedNormLinear
+from slipstream.layers.adapted import AdaptedGatedLinear, AdaptedLinearAdd, AdaptedNormLinear, Delta
 from slipstream.layers.attention import Attention, AttentionInputs
 from slipstream.layers.decoder import AnyBlock, Block, Decoder
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
@@ -47,6 +47,9 @@ class WholeBlocks:
         self._layers = (Layer * len(layers))(*layers)
         self._places = _all_places(blocks)
         self._linears = [place.linear for place in self._places]
+        self._seen = self._places  # that stood there in the last step
+        self._deltas: list[Delta] = []  # of adapters, in these
+        self._are_taken = True  # below their adapters they are those of the start
 
     def run(
         self,
@@ -62,7 +65,7 @@ class WholeBlocks:
             x: rows of the embedding, changed in place.
             inputs, caches: of each layer.
         """
-        if blocks != self._blocks or _all_places(blocks) != self._places:
+        if blocks != self._blocks or not self._can_take(_all_places(blocks)):
             return None
         if any(linear.ranks is not None for linear in self._linears):
             return None
@@ -70,7 +73,7 @@ class WholeBlocks:
             return None
         if not x.is_contiguous():
             return None
-        steps = {id(each): _step(each) for each in inputs}
+        steps = {at: _step(each) for at, each in {id(each): each for each in inputs}.items()}
         for layer, each, cache in zip(self._layers, inputs, caches, strict=True):
             layer.step = ctypes.addressof(steps[id(each)])
             if layer.cache.data != cache.data_ptr():
@@ -83,6 +86,15 @@ class WholeBlocks:
         sizes = len(x), out.data_ptr(), num_threads()
         found.blocks(self._layers, len(self._layers), x.data_ptr(), *sizes)
         return out
+
+    def _can_take(self, places: list[Place]) -> bool:
+        """Whether these places are the ones taken, with adapters that no row of the step has."""
+        if places != self._seen:  # they seldom change, and a look at each takes as long as a GEMM
+            self._seen, self._deltas = places, []
+            self._are_taken = [_bare(place, self._deltas) for place in places] == self._places
+        if not self._deltas or not self._deltas[0].has_step:  # all look at the same step
+            return self._are_taken
+        return self._are_taken and not any(delta.is_active for delta in self._deltas)
 
 
 def whole_blocks(decoder: Decoder) -> WholeBlocks | None:
@@ -107,14 +119,14 @@ def _all_places(blocks: Sequence[AnyBlock]) -> list[Place]:
         attention, mlp = block.attention, block.mlp
         assert isinstance(attention, Attention), "the block was taken"
         assert isinstance(mlp, GatedMLP), "the block was taken"
-        places: list[Place] = [attention.qkv, attention.out, mlp.gate_up, mlp.down]
-        found += [_bare(place) for place in places]
+        found += (attention.qkv, attention.out, mlp.gate_up, mlp.down)
     return found
 
 
-def _bare(place: Place) -> Place:
-    """Return a place without adapters of which no row of the step has one."""
-    while isinstance(place, _ADAPTED) and not place._delta.is_active:
+def _bare(place: Place, deltas: list[Delta]) -> Place:
+    """Return a place without its adapters, which go into `deltas`."""
+    while isinstance(place, _ADAPTED):
+        deltas.append(place._delta)
         place = place.place if isinstance(place, AdaptedNormLinear) else place._place
     return place
 

@@ -75,6 +75,11 @@ class StepGroups:
         self.head: Sequence[Group] = ()
         self.tables: Mapping[str, Table] = {}  # of `tokens` and `kept`
 
+    @property
+    def are_there(self) -> bool:
+        """Whether a row of the step may have an adapter."""
+        return bool(self.tokens or self.kept or self.tables)
+
     def clear(self) -> None:
         """End the step."""
         self.tokens = self.kept = self.sampled = self.head = ()
@@ -98,6 +103,11 @@ class Delta:
         self.name, self.is_fixed = name, linear.is_sliced
         self._linear = linear
         self._groups, self._which, self._number = groups, which, number
+
+    @property
+    def has_step(self) -> bool:
+        """Whether rows of the step may have an adapter, here or elsewhere."""
+        return self._groups.are_there
 
     @property
     def is_active(self) -> bool:
