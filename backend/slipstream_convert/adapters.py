@@ -149,7 +149,9 @@ def _task(folder: Path) -> LoraTask:
 
 def _array(path: Path) -> "np.ndarray[tuple[int, ...], np.dtype[np.generic]]":
     try:
-        found: np.ndarray[tuple[int, ...], np.dtype[np.generic]] = np.load(path, allow_pickle=False)
+        with path.open("rb") as file:
+            found: np.ndarray[tuple[int, ...], np.dtype[np.generic]]
+            found = np.lib.format.read_array(file, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from None
     return found[0] if found.ndim == COLUMNS and len(found) == 1 else found

@@ -1,7 +1,6 @@
 """`slipstream adapter`: list, load and unload adapters of a gateway's models; convert one."""
 
 import argparse
-import importlib
 import json
 import urllib.error
 import urllib.request
@@ -45,8 +44,9 @@ def run(args: argparse.Namespace) -> int:
     raises `ConfigError` or `CheckpointError`.
     """
     if args.act == "convert":
-        adapters = importlib.import_module("slipstream_convert.adapters")
-        print(adapters.convert(args.source, args.output, args.checkpoint))
+        from slipstream_convert.adapters import convert  # torch takes a second to import
+
+        print(convert(args.source, args.output, args.checkpoint))
         return 0
     if args.act == "list":
         for card in _ask(args, "/v1/models", None)["data"]:
