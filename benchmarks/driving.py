@@ -2,11 +2,12 @@
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
+import workloads
 from rows import Row
 from workloads import Workload
 
@@ -84,3 +85,16 @@ def measure(target: Target, row: Row, repeat: int) -> Iterator[float]:
         return
     for _ in range(int(repeat * row.runs_a_repetition)):
         yield getattr(run(target, workload), row.figure)
+
+
+def best_of_two(
+    target: Target, batches: Sequence[int], tokens: int, prompt: int
+) -> dict[str, float]:
+    """Return the better of two runs: ms a token by batch, and tokens a second of four prompts."""
+    found: dict[str, float] = {}
+    for batch in batches:
+        runs = [run(target, workloads.decode(batch, tokens)) for _ in range(2)]
+        found[f"decode_{batch}_ms"] = round(min(each.itl_ms or 0.0 for each in runs), 3)
+    prompts = workloads.prefill(4, prompt)
+    found["prompt_tok_s"] = round(max(run(target, prompts).input_tok_s for _ in range(2)))
+    return found

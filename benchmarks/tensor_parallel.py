@@ -1,4 +1,4 @@
-"""One model on N ranks: `python benchmarks/tensor_parallel.py --tensor-parallel N`.
+"""Measure a model on N ranks: `python benchmarks/tensor_parallel.py --tensor-parallel N`.
 
 Sums over ranks by size, checked bit for bit, beside NCCL, torch's symmetric memory and what the
 link alone takes; decode and prompts, beside one rank and vLLM where it can be imported; the share

@@ -37,11 +37,7 @@ def main() -> int:
     )
     target, found = peer.PeerTarget(llm), peer.facts(llm)
     driving.run(target, workloads.decode(1, 2))
-    for batch in args.batches:
-        runs = [driving.run(target, workloads.decode(batch, args.tokens)) for _ in range(2)]
-        found[f"decode_{batch}_ms"] = round(min(each.itl_ms or 0.0 for each in runs), 3)
-    prompts = workloads.prefill(4, args.prompt)
-    found["prompt_tok_s"] = round(max(driving.run(target, prompts).input_tok_s for _ in range(2)))
+    found |= driving.best_of_two(target, args.batches, args.tokens, args.prompt)
     args.output.write_text(json.dumps(found))
     return 0
 

@@ -215,11 +215,7 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
     if args.what == "serve":
         while True:
             driving.run(target, workloads.decode(8, 64))
-    for batch in args.batches:
-        runs = [driving.run(target, workloads.decode(batch, args.tokens)) for _ in range(2)]
-        found[f"decode_{batch}_ms"] = round(min(each.itl_ms or 0.0 for each in runs), 3)
-    prompts = workloads.prefill(4, args.prompt)
-    found["prompt_tok_s"] = round(max(driving.run(target, prompts).input_tok_s for _ in range(2)))
+    found |= driving.best_of_two(target, args.batches, args.tokens, args.prompt)
     driving.run(target, workloads.decode(args.batches[-1], args.tokens + 8))
     found["idle"] = idle_share(notes)
     if args.size > 1:

@@ -24,7 +24,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def adapter(folder: Path, **config: object) -> Path:
-    """One of several ranks and a scaling for each, in numbers that fp16 has."""
+    """Write an adapter whose modules differ in rank and scaling, in numbers that fp16 has."""
     model = make_model("llama")
     pairs = {}
     for seed, (target, rank) in enumerate(RANKS.items()):
@@ -65,7 +65,7 @@ def test_arrays_and_directories_say_the_same(checkpoint: Path, tmp_path: Path) -
 
 
 def test_modules_that_the_arrays_do_not_have_are_refused(checkpoint: Path, tmp_path: Path) -> None:
-    """Of Phi 3 all, as its matrices are joined; of Llama the head."""
+    """Phi 3 joins its matrices, so no module has a place; Llama's head has none."""
     family = json.loads((checkpoint / "config.json").read_text())["model_type"]
     model = make_model(family)
     targets = targets_of(model) if family == "phi3" else ["lm_head"]

@@ -45,7 +45,7 @@ def one_by_one(runner: ModelRunner) -> None:
 def test_blocks_in_one_are_those_one_by_one(
     cache: str, weights: str, deterministic: bool, tmp_path: Path
 ) -> None:
-    """Of another instruction set, too, to the last bit."""
+    """Blocks by another instruction set have the same last bit, too."""
     directory = save(make_model("qwen3", **SIZES), tmp_path)
     settings = {"quantization": weights, "kv_cache_dtype": cache, "deterministic": deterministic}
     settings |= {"block_size": 16}

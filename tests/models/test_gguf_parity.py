@@ -183,7 +183,7 @@ REMOTES = {"chatglm": 1, "internlm2": 2, "baichuan": 3}
 
 @pytest.mark.parametrize("name", quick_of(REMOTES, {"chatglm"}))
 def test_families_that_transformers_lacks(name: str, tmp_path: Path) -> None:
-    """Of drawn models; files of the last two have q, k and v apart."""
+    """Drawn models are read alike; files of the last two families have q, k and v apart."""
     model = REMOTE[name](random.Random(REMOTES[name]))
     heads = int(str(model.keys["num_attention_heads"]))
     kv = "multi_query_group_num" if name == "chatglm" else "num_key_value_heads"

@@ -64,7 +64,7 @@ def test_other_dtypes_are_converted_exactly(dtype: torch.dtype, tmp_path: Path) 
 def test_weights_in_the_dtype_of_the_engine_stay_in_their_file(
     dtype: str, least: float, most: float, tmp_path: Path
 ) -> None:
-    """Of another dtype they are converted, which takes their size in private memory."""
+    """Weights of another dtype are converted, which takes their size in private memory."""
     sizes = {"vocab_size": 4096, "hidden_size": 256}
     model = make_model("llama", intermediate_size=4096, tie_word_embeddings=False, **sizes)
     count = sum(each.numel() for each in model.parameters())

@@ -11,6 +11,7 @@ from fixtures.models.checkpoints import make_model, save
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.config import EngineConfig
+from slipstream.kernels.cpu.native import library
 from slipstream.runner import host, scheme_choice, threads
 from slipstream.runner.host import Cores, cores
 from slipstream.runner.model_runner import ModelRunner
@@ -149,7 +150,7 @@ def test_sixteen_bits_become_eight_where_that_is_faster(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    if host.library() is None:
+    if library() is None:
         pytest.skip("no CPU kernels")
     config = EngineConfig(checkpoint=str(checkpoint), device="cpu")
     assert scheme_choice.resolve(config).config == config  # a small model

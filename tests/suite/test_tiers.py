@@ -175,7 +175,7 @@ def test_the_longest_files_come_first_in_their_own_order() -> None:
 def test_workers_take_the_longest_file_first(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One worker has all files: its order is that of the durations, not of names or numbers."""
+    """A single worker has all files, in the order of durations, not of names or numbers."""
     for name in ("test_a", "test_b", "test_c"):
         pytester.makepyfile(**{name: "def test_one(): pass\ndef test_two(): pass"})
     seconds = {"test_a.py": 1.0, "test_b.py": 3.0, "test_c.py": 2.0}

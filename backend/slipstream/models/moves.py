@@ -13,7 +13,7 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.models.axes import Change, Moves
 from slipstream.quant.matrix import MIDDLE, Kind, QuantMatrix, codes_of, halves
-from slipstream.quant.parts import as_bytes
+from slipstream.quant.parts import as_bytes, with_zeros
 
 
 def moved(matrix: QuantMatrix, moves: Moves, name: str) -> QuantMatrix:
@@ -67,12 +67,12 @@ def _with_columns(matrix: QuantMatrix, sources: Tensor) -> QuantMatrix:
     names = ("scales", "zeros", "minimums")
     found = {name: getattr(matrix, name) for name in names}
     padded: dict[str, Any] = {
-        name: None if each is None else _padded(each, more) for name, each in found.items()
+        name: None if each is None else with_zeros(each, more) for name, each in found.items()
     }
     has_no_zero = matrix.kind is Kind.F4 or matrix.minimums is not None
     if stored % group and has_no_zero:
         raise RuntimeError("no code of these stands for zero")
-    codes = _padded(codes_of(matrix), count - stored)
+    codes = with_zeros(codes_of(matrix), count - stored)
     if matrix.kind is Kind.W4:
         codes[:, stored:] = MIDDLE
     if matrix.zeros is not None:
@@ -89,11 +89,6 @@ def _with_columns(matrix: QuantMatrix, sources: Tensor) -> QuantMatrix:
     whole = torch.cat([order, kept[sources < 0]])
     padded |= {"codes": codes, "order": whole, "factors": factors}
     return replace(matrix, **padded, group=group, inputs=count)
-
-
-def _padded(x: Tensor, more: int) -> Tensor:
-    """Return a tensor with zeros behind its columns."""
-    return torch.nn.functional.pad(as_bytes(x), (0, more)).view(x.dtype)
 
 
 def _picked(x: Tensor, sources: Tensor) -> Tensor:

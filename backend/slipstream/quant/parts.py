@@ -62,7 +62,7 @@ def padded(matrix: QuantMatrix, count: int) -> QuantMatrix:
     else:  # groups of their own, of zeros
         kept = torch.arange(0, stored, group) // matrix.group
         more = -(-count // group) - stored // group
-        whole = _each(matrix, lambda x: _padded(_columns(x, kept), more))
+        whole = _each(matrix, lambda x: with_zeros(_columns(x, kept), more))
     if order is not None:
         order = torch.cat([order, torch.arange(stored, count, device=order.device)])
     if factors is not None:
@@ -97,5 +97,6 @@ def _columns(x: Tensor, places: Tensor) -> Tensor:
     return as_bytes(x)[:, places.to(x.device)].view(x.dtype) if x.shape[1] > 1 else x
 
 
-def _padded(x: Tensor, more: int) -> Tensor:
+def with_zeros(x: Tensor, more: int) -> Tensor:
+    """Return a tensor with zeros behind its columns."""
     return functional.pad(as_bytes(x), (0, more)).view(x.dtype)

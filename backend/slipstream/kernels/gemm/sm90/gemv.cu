@@ -141,19 +141,16 @@ DEVICE void sum_over_threads(float (&values)[ROWS], float* of_warps) {
   barrier_of_readers();
 }
 
-// The layer norm of x. A mean and then the squares around it: one pass over both would lose what a large mean hides.
-DEVICE void centre(const Task& task, const Words (&words)[ROWS][CHUNKS], Part<PACKED>& part, float* of_warps) {
+// The layer norm of x, in place. A mean and then the squares around it: one pass over both would lose what a large mean
+// hides. Behind the end there are zeros, which stay.
+DEVICE void centre(const Task& task, Part<false>& part, float* of_warps) {
   float mean[ROWS] = {}, rstd[ROWS] = {};
 #pragma unroll
   for (int row = 0; row < ROWS; ++row)
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float pair[2];
-        unpack(words[row][i].at[j], pair, T{});
-        if (is_inside(task, i)) mean[row] += pair[0] + pair[1];
-      }
+      for (int j = 0; j < PIECE; ++j) mean[row] += part.values[row][i][j];
   sum_over_threads(mean, of_warps);
 #pragma unroll
   for (int row = 0; row < ROWS; ++row) {
@@ -161,11 +158,10 @@ DEVICE void centre(const Task& task, const Words (&words)[ROWS][CHUNKS], Part<PA
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        float pair[2];
-        unpack(words[row][i].at[j], pair, T{});
-        const float first = pair[0] - mean[row], second = pair[1] - mean[row];
-        if (is_inside(task, i)) rstd[row] = fmaf(second, second, fmaf(first, first, rstd[row]));
+      for (int j = 0; j < PIECE; ++j) {
+        float& value = part.values[row][i][j];
+        value = is_inside(task, i) ? value - mean[row] : 0.0f;
+        rstd[row] = fmaf(value, value, rstd[row]);
       }
   }
   sum_over_threads(rstd, of_warps);
@@ -173,24 +169,23 @@ DEVICE void centre(const Task& task, const Words (&words)[ROWS][CHUNKS], Part<PA
   for (int row = 0; row < ROWS; ++row) rstd[row] = rsqrtf(rstd[row] * task.inverse_width + task.eps);
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
-    const auto factors = load<4>(reinterpret_cast<const u32*>(task.norm + piece_begin(task, i)));
+    if (!is_inside(task, i)) continue;
+    const int begin = piece_begin(task, i);
+    const auto factors = load<4>(reinterpret_cast<const u32*>(task.norm + begin));
     Words shifts = {};
-    if (task.shift != nullptr) shifts = load<4>(reinterpret_cast<const u32*>(task.shift + piece_begin(task, i)));
+    if (task.shift != nullptr) shifts = load<4>(reinterpret_cast<const u32*>(task.shift + begin));
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float factor[2], shift[2];
       unpack(factors.at[j], factor, T{});
       unpack(shifts.at[j], shift, T{});
 #pragma unroll
-      for (int row = 0; row < ROWS; ++row) {
-        float pair[2];
-        unpack(words[row][i].at[j], pair, T{});
-        const bool real = is_inside(task, i) && row < task.num_rows;
+      for (int row = 0; row < ROWS; ++row)
 #pragma unroll
-        for (int k = 0; k < 2; ++k)
-          pair[k] = real ? fmaf((pair[k] - mean[row]) * rstd[row], factor[k], shift[k]) : 0.0f;
-        part.set(row, i, 2 * j, 0, pair);
-      }
+        for (int k = 0; k < 2; ++k) {
+          float& value = part.values[row][i][2 * j + k];
+          value = fmaf(value * rstd[row], factor[k], shift[k]);
+        }
     }
   }
 }
@@ -198,16 +193,13 @@ DEVICE void centre(const Task& task, const Words (&words)[ROWS][CHUNKS], Part<PA
 
 // Waits for the kernels before. `of_warps [ROWS * WARPS]` is memory for sums.
 DEVICE void load_part(const Task& task, Part<PACKED>& part, float (&squares)[ROWS], float* of_warps) {
-  Words words[ROWS][CHUNKS];
-#if !CENTRES
-  const bool norms = !PACKED && task.norm != nullptr;
-  Words factors[CHUNKS];
+  const bool norms = !CENTRES && !PACKED && task.norm != nullptr;
+  Words factors[CHUNKS], words[ROWS][CHUNKS];
   if (norms) {
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i)
       factors[i] = load<4>(reinterpret_cast<const u32*>(task.norm + piece_begin(task, i)));
   }
-#endif
   wait_for_previous();
   // All loads before the first use: no latency comes twice.
 #pragma unroll
@@ -217,13 +209,12 @@ DEVICE void load_part(const Task& task, Part<PACKED>& part, float (&squares)[ROW
     for (int i = 0; i < CHUNKS; ++i)
       words[row][i] = load_fresh<4>(reinterpret_cast<const u32*>(x + piece_begin(task, i)));
   }
-#if CENTRES
-  centre(task, words, part, of_warps);
-#else
   if (norms)
     convert<true>(task, words, factors, part, squares);
   else
     convert<false>(task, words, factors, part, squares);
+#if CENTRES
+  centre(task, part, of_warps);
 #endif
 }
 
