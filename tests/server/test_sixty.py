@@ -181,7 +181,9 @@ def test_35_the_smallest_temperature_is_greedy(watched: Client, model: str) -> N
 @pytest.mark.parametrize("model", MODELS)
 def test_58_an_id_in_use(watched: Client, model: str) -> None:
     """The second is refused by name; the first goes on to its end."""
-    long = {"max_tokens": 60, "request_output_len": 60, "sampling_parameters": '{"max_tokens": 60}'}
+    # Longer than it takes two others to be refused.
+    sampling = json.dumps({"max_tokens": 800, "ignore_eos": True})
+    long = {"max_tokens": 800, "request_output_len": 800, "sampling_parameters": sampling}
     wanted = GOOD[model] | {name: long[name] for name in long.keys() & GOOD[model].keys()}
     wanted |= {"streaming" if model == "tensorrt_llm" else "stream": True}
     first = watched.iterate(model, "the same", **wanted)
