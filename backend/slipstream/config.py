@@ -243,6 +243,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "none",
         ),
     ] = ""
+    adapter_memory: Annotated[
+        int | None,
+        _field(
+            "bytes of the device for adapters: those that requests use are there, all others in "
+            "host memory",
+            "on a GPU half of what the KV cache leaves free, on a CPU half of what is free",
+        ),
+    ] = None
     lora_task_bytes: Annotated[
         int,
         _field(

@@ -41,6 +41,7 @@ _COUNTS = (
     "stuck_after_s",
     "block_size",
     "max_logits_bytes",
+    "adapter_memory",
     "lora_task_bytes",
     "tensor_parallel",
     "pipeline_parallel",

@@ -74,24 +74,24 @@ def test_what_runs_keeps_its_adapter_when_the_name_goes_or_changes(house: House)
     with pytest.raises(ContractError, match=r"adapter 'a' is not loaded; those that are: b$"):
         house.submit(prompts[0], "a")
     house.asker.answers.pop((2, 0), None)
-    assert len(house.runner.adapters._loaded) == 3
+    assert len(house.runner.adapters._stored) == 3
     house.asker.drain()
     found = [house.asker.answers[number, 0].token_ids for number in numbers]
     assert found == wanted
-    assert len(house.runner.adapters._loaded) == 1  # the new `b`
+    assert len(house.runner.adapters._stored) == 1  # the new `b`
 
 
 def test_two_names_of_the_same_weights_are_one_adapter(house: House) -> None:
     house.load("a")
     house.store.load("again", str(house.folder / "a"))
-    assert len(house.runner.adapters._loaded) == 1
+    assert len(house.runner.adapters._stored) == 1
     house.store.unload("a")
     prompt = random_prompts([4])[0]
     number = house.submit(prompt, "again")
     house.asker.drain()
     assert house.asker.answers[number, 0].token_ids == house.expected(prompt, "a")
     house.store.unload("again")
-    assert not house.runner.adapters._loaded
+    assert not house.runner.adapters._stored
 
 
 def test_a_path_leads_below_the_root_or_is_refused(house: House, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_tables_of_requests_in_chunks_beside_adapters_and_under_pressure(tmp_pat
         wanted = [greedy_of(house, t, p) for p, t in zip(prompts, tables, strict=False)]
         wanted += [greedy_of(house, tables[0], placed), house.expected(prompts[3], "a")]
         assert [house.asker.answers[number, 0].token_ids for number in asked] == wanted
-        assert len(house.runner.adapters._loaded) == 1  # `a`: tables end with their requests
+        assert len(house.runner.adapters._stored) == 1  # `a`: tables end with their requests
 
 
 def test_tables_of_the_same_ids_share_nothing_and_equal_ones_do(house: House) -> None:

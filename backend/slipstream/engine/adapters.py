@@ -2,7 +2,8 @@
 
 Names point to adapters, which are known by their digest: two names of the same weights share them,
 and a name that is loaded again is another adapter for all requests from then on. What runs keeps
-its own; an adapter is removed from the device when no name points to it and no request has it.
+its own; an adapter is removed when no name points to it and no request has it. All are in host
+memory; `adapter_room.py` decides which of them are on the device.
 """
 
 import logging
@@ -19,7 +20,8 @@ from slipstream_contract.prompt_table import TABLE, PromptTable
 
 from slipstream.core.adapter import Adapter, with_virtual
 from slipstream.engine.adapter_directory import AdapterDirectory
-from slipstream.errors import StartError
+from slipstream.engine.adapter_room import AdapterRoom, Pool
+from slipstream.errors import CheckpointError, StartError
 from slipstream.wire import AdapterInfo, Submit
 
 _log = logging.getLogger(__name__)
@@ -38,8 +40,8 @@ class ReadWeights(Protocol):
     num_virtual: int
 
 
-class Holder(Protocol):
-    """What holds adapters on the device."""
+class Holder(Pool, Protocol):
+    """What holds adapters, in host memory and on the device."""
 
     def read(self, path: str) -> Any:
         """Read and check a directory, in any thread; return `ReadWeights`. Raises `StartError`."""
@@ -50,11 +52,11 @@ class Holder(Protocol):
     def read_table(self, table: PromptTable) -> Any:
         """Read and check the embeddings of a request; return `ReadWeights`. Raises `StartError`."""
 
-    def add(self, weights: Any) -> int:
-        """Take weights; return their number, which is used once."""
+    def store(self, weights: Any) -> int:
+        """Take weights into host memory; return their number, which is used once."""
 
-    def remove(self, number: int) -> None:
-        """Discard an adapter; steps in flight keep it to their end."""
+    def room_refusal(self, weights: Any) -> str | None:
+        """Say why weights never fit into the pool, with how much both are; None: they fit."""
 
 
 Reply = Callable[[ContractError | None], None]
@@ -90,6 +92,7 @@ class AdapterStore:
                 longest ago is discarded. The last one is always kept.
         """
         self._holder = holder
+        self.room = AdapterRoom(holder)
         self._root = root
         self._base = base
         self._names: dict[str, Adapter] = {}
@@ -105,7 +108,7 @@ class AdapterStore:
     @property
     def is_loading(self) -> bool:
         """Whether `poll` has to be called again."""
-        return bool(self._loading)
+        return bool(self._loading) or self.room.is_loading
 
     def find(self, name: str) -> Adapter | None:
         """Return the adapter of a name; None for no name. Raises ContractError (NOT_FOUND)."""
@@ -156,7 +159,7 @@ class AdapterStore:
         if self._holder is None:
             raise ContractError("this engine serves no adapters", Code.UNSUPPORTED)
         try:
-            return self._adopt(self._holder.read_table(table))
+            return self._adopt(self._holder.read_table(table), TABLE)
         except StartError as error:
             raise ContractError(str(error)) from None
 
@@ -177,7 +180,7 @@ class AdapterStore:
         if self._holder is None:
             raise ContractError("this engine serves no adapters", Code.UNSUPPORTED)
         try:
-            adapter = self._adopt(self._holder.read_task(task))
+            adapter = self._adopt(self._holder.read_task(task), f"LoRA task {task.task_id}")
         except StartError as error:
             raise ContractError(str(error)) from None
         adapter.num_names += 1
@@ -206,6 +209,8 @@ class AdapterStore:
         """Give it up again."""
         if adapter is not None:
             adapter.num_users -= 1
+            if not adapter.num_users:
+                self.room.unwant(adapter.number)
             self._remove_unused(adapter)
 
     def load(self, name: str, path: str) -> None:
@@ -228,7 +233,8 @@ class AdapterStore:
         self._loading.append(_Loading(name, found, reply, weights))
 
     def poll(self) -> None:
-        """Take what has been read, and call its `reply`."""
+        """Take what has been read, and call its `reply`; take what has come to the device."""
+        self.room.poll()
         while self._loading and self._loading[0].weights.done():  # in order: the last one counts
             loading = self._loading.pop(0)
             error: ContractError | None = None
@@ -265,10 +271,11 @@ class AdapterStore:
                 self._check(change.name)
                 if known not in (None, change.path):
                     raise ContractError(f"the name {clip(change.name)} is that of {known}")
+                self._put(change.name, change.path, change.weights)
             except ContractError as error:
                 _log.warning("adapter_dir: %s is not loaded: %s", change.path, error.message)
-                continue
-            self._put(change.name, change.path, change.weights)
+            except StartError as error:
+                _log.warning("adapter_dir: %s is not loaded: %s", change.path, error)
 
     def unload(self, name: str) -> None:
         """Discard a name; requests that run keep its adapter. Raises ContractError."""
@@ -315,19 +322,27 @@ class AdapterStore:
         return str(found)
 
     def _put(self, name: str, path: str, weights: ReadWeights) -> None:
-        """Point a name to weights; the adapter that it pointed to stays with what runs."""
-        adapter = self._adopt(weights)
+        """Point a name to weights; the adapter that it pointed to stays with what runs.
+
+        Raises CheckpointError if they do not fit on the device.
+        """
+        adapter = self._adopt(weights, f"adapter {clip(name)}")
         adapter.num_names += 1
         before, self._names[name], self._paths[name] = self._names.get(name), adapter, path
         self._drop(before)
         self.when_changed()
 
-    def _adopt(self, weights: ReadWeights) -> Adapter:
-        """Return the adapter of some weights, which is new if none has their digest."""
+    def _adopt(self, weights: ReadWeights, what: str) -> Adapter:
+        """Return the adapter of some weights, which is new if none has their digest.
+
+        Raises CheckpointError, which names `what`, if they never fit into the device's pool.
+        """
         assert self._holder is not None, "checked"
         adapter = self._adapters.get(weights.digest)
         if adapter is None:
-            number = self._holder.add(weights)
+            if (refusal := self._holder.room_refusal(weights)) is not None:
+                raise CheckpointError(f"{what} {refusal}")
+            number = self._holder.store(weights)
             facts = (weights.digest, weights.rank, weights.num_bytes, weights.changes_head)
             adapter = Adapter(number, *facts, weights.num_virtual)
             self._adapters[weights.digest] = adapter
@@ -341,9 +356,8 @@ class AdapterStore:
 
     def _remove_unused(self, adapter: Adapter) -> None:
         if not adapter.num_users and not adapter.num_names:
-            assert self._holder is not None, "it came from there"
             del self._adapters[adapter.digest]
-            self._holder.remove(adapter.number)
+            self.room.remove(adapter.number)
 
 
 def parse_adapters(text: str) -> dict[str, str]:

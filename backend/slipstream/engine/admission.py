@@ -3,9 +3,11 @@
 A sequence is admitted with blocks for all its tokens. The cache finds what is already computed. If
 a running sequence (the leader) is computing what the next one to admit would compute too, that one
 is deferred until it is done, and others go first; none is deferred more than `MAX_DEFERRALS` times.
+One whose adapter is not on the device is deferred until it is (`adapter_room.py`).
 """
 
 from slipstream.core.sequence import Sequence
+from slipstream.engine.adapter_room import waits_for
 from slipstream.engine.beam_group import Beam
 from slipstream.engine.running_set import RunningSet
 from slipstream.engine.step_draft import StepDraft
@@ -22,6 +24,7 @@ class Admission:
         self._running = running
         self._waiting = running.waiting
         self._cache = running.cache
+        self._room = running.room
 
     def admit_waiting(self, draft: StepDraft) -> None:
         """Admit sequences, and add their tokens, while there are room for them and a budget."""
@@ -35,6 +38,10 @@ class Admission:
             num_running = len(running.sequences)
             if not tier.has_room((num_running + 1) * self._cache.window.num_tables):
                 return
+            adapter = sequence.request.adapter
+            if adapter is not None and not self._room.is_ready(adapter.number):
+                self._waiting.defer(sequence, waits_for(adapter.number))
+                continue
             match = self._cache.match(sequence)
             if (leader := self._leader_worth_awaiting(sequence, match, draft)) is not None:
                 sequence.num_deferrals += 1

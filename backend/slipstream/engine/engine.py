@@ -115,11 +115,10 @@ class Engine:
             runner.block_size,
             clock,
             self._telemetry,
-            runner.window,
-            runner.transfers,
-            runner.attention_doubles_at,
+            *(runner.window, runner.transfers, runner.attention_doubles_at),
             speculation,
             device_drafts,
+            self.adapters.room,
         )
         fixed = {"max_num_seqs": limits.max_num_seqs, "block_size": runner.block_size}
         self._gauges = Gauges(self._scheduler, self._telemetry, fixed)
@@ -267,11 +266,12 @@ class Engine:
             if not self._flights and self._scheduler.needs_results and not self._bisection:
                 self._launch_ahead()
         outputs = self._outputs()
-        if not (had_flights or outputs) and guides is not None and guides.is_busy:
+        if had_flights or outputs or self.adapters.room.wait():
+            return outputs
+        if guides is not None and guides.is_busy:
             guides.wait()
             return outputs
-        # A sequence that waits while none runs is always admitted.
-        assert had_flights or outputs or not self._requests, "no progress"
+        assert not self._requests, "a sequence that waits while none runs is always admitted"
         return outputs
 
     def take_rejected(self) -> list[tuple[bytes, Rejected]]:

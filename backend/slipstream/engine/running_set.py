@@ -6,11 +6,13 @@ first in line and is computed again later. After `MAX_PREEMPTIONS` a sequence is
 all blocks that it can ever need, and is never preempted again.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from time import monotonic_ns
 
 from slipstream.core.sequence import Sequence, SequenceStatus
 from slipstream.core.stop import Ending
+from slipstream.engine.adapter_room import AdapterRoom
 from slipstream.engine.beam_group import Beam
 from slipstream.engine.beam_groups import BeamGroups
 from slipstream.engine.telemetry import Telemetry
@@ -30,6 +32,7 @@ class RunningSet:
         waiting: where preempted sequences go.
         telemetry: is informed of each sequence that starts.
         finish: ends a sequence for which the pool is too small.
+        room: of the adapters that they have.
     """
 
     def __init__(
@@ -39,9 +42,11 @@ class RunningSet:
         waiting: WaitingQueue,
         telemetry: Telemetry,
         finish: Callable[[Sequence, Ending], None],
+        room: AdapterRoom,
     ) -> None:
         self.max_running = max_running
         self.cache = cache
+        self.room = room
         self.waiting = waiting
         self.sequences: dict[int, Sequence] = {}  # by id
         self.num_with_tops = 0  # sequences that want values beside samples
@@ -64,6 +69,8 @@ class RunningSet:
         self.sequences[sequence.id] = sequence
         self.num_with_tops += sequence.wants_values
         self.num_with_masks += sequence.has_masks
+        if (adapter := sequence.request.adapter) is not None:
+            self.room.acquire(adapter.number)
         if not sequence.first_scheduled_ns:
             self._telemetry.sequence_admitted(sequence)
             sequence.start(monotonic_ns())
@@ -74,6 +81,8 @@ class RunningSet:
         self.num_with_tops -= sequence.wants_values
         self.num_with_masks -= sequence.has_masks
         self._free_slots.append(sequence.slot)
+        if (adapter := sequence.request.adapter) is not None:
+            self.room.release(adapter.number)
         self.cache.release(sequence, is_sound)
 
     def grow(self, sequence: Sequence) -> None:
@@ -131,5 +140,7 @@ class RunningSet:
         assert sorted(slots) == list(range(self.max_running)), "a slot is lost or taken twice"
         assert self.num_with_tops == sum(s.wants_values for s in running)
         assert self.num_with_masks == sum(s.has_masks for s in running)
+        adapters = (s.request.adapter for s in running)
+        self.room.check_users(Counter(each.number for each in adapters if each is not None))
         for sequence in running:
             assert sequence.num_computed <= sequence.num_scheduled < sequence.num_tokens

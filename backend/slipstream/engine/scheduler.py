@@ -28,6 +28,7 @@ from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
 from slipstream.core.window import AttentionWindow
 from slipstream.drafting.counts import DraftCounts
+from slipstream.engine.adapter_room import AdapterRoom, waits_for
 from slipstream.engine.admission import Admission
 from slipstream.engine.beam_group import Beam
 from slipstream.engine.device_drafts import DeviceDrafts
@@ -81,6 +82,7 @@ class Scheduler:
         attention_doubles_at: int = 0,
         speculation: Speculation | None = None,
         device_drafts: DeviceDrafts | None = None,
+        room: AdapterRoom | None = None,
     ) -> None:
         self._prefill_budget = prefill_budget = PrefillBudget(
             clock, attention_doubles_at, limits.target_itl_ns, limits.long_prompt_tokens
@@ -98,7 +100,10 @@ class Scheduler:
         # No more sequences run than the budget has tokens: every decode fits into every step.
         max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue(limits.max_waiting, limits.max_waiting_tokens, clock)
-        shared = (self.cache, self.waiting, self._telemetry, self.finish)
+        self.room = room = room or AdapterRoom()
+        room.wake = lambda number: self.waiting.wake(waits_for(number))
+        room.fail = self._adapter_failed
+        shared = (self.cache, self.waiting, self._telemetry, self.finish, room)
         self._running = RunningSet(max_running, *shared)
         self._groups = self._running.groups
         self._admission = Admission(self._running)
@@ -180,6 +185,12 @@ class Scheduler:
         self._verification.release(sequence)
         self._changed[sequence.id] = sequence
 
+    def _adapter_failed(self, number: int, error: Exception) -> None:
+        """End the sequences that waited for an adapter which could not be loaded."""
+        reason = f"the adapter could not be loaded: {type(error).__name__}"
+        for sequence in self.waiting.deferred_by(waits_for(number)):
+            self.finish(sequence, Ending(FinishReason.ERROR, error=reason))
+
     def take_changed(self) -> list[Sequence]:
         """Return the sequences that got a token or ended since the last call."""
         changed, self._changed = list(self._changed.values()), {}
@@ -194,6 +205,7 @@ class Scheduler:
             only: ids of the sequences that may run, and the most tokens, at least one for each.
         """
         self.cache.tier.poll()
+        self.room.poll()
         batch = self._schedule(only)
         self.cache.tier.start_copies()
         return batch
@@ -388,6 +400,7 @@ class Scheduler:
         """Assert that every block and slot is accounted for and every sequence is in one place."""
         self._running.check_integrity()
         self.waiting.check_integrity()
+        self.room.check_integrity()
         idle = list(self.waiting)
         assert all(s.status is SequenceStatus.WAITING for s in idle)
         assert all(not s.cache.tables and s.num_scheduled == 0 for s in idle), "waiting with blocks"

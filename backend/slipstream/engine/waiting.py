@@ -127,6 +127,10 @@ class WaitingQueue:
             if some:
                 _put_back(level, some)
 
+    def deferred_by(self, leader_id: int) -> list[Sequence]:
+        """Return the sequences that a leader has deferred."""
+        return list(self._deferred.get(leader_id, {}).values())
+
     def head(self) -> Sequence | None:
         """Return the next sequence to admit, or None."""
         if self._front:

@@ -1,8 +1,14 @@
-"""Adapters on the device, by number, and the rows of a step that have each."""
+"""Adapters in host memory and on the device, by number, and the rows of a step that have each.
+
+The device has a bounded pool of pages for them. Which of them are there is not decided here
+(`engine/adapter_room.py`): they are copied by a thread, on a GPU on a stream of its own, while
+steps go on, and evicted.
+"""
 
 import itertools
-import threading
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -23,8 +29,13 @@ from slipstream.models.adapters.legacy import read_table, read_task
 from slipstream.models.adapters.read import AdapterWeights, read_adapter
 from slipstream.models.adapters.targets import Targets
 from slipstream.runner.adapter_tables import WIDEST, AdapterTables, Laid, Uploaded
+from slipstream.runner.memory import default_pool
 from slipstream.runner.plan import Plan
 from slipstream.runner.step_arrays import Int64s, StepArrays, StepShape, gap_of
+
+_log = logging.getLogger(__name__)
+
+_PAGE_BYTES = 1 << 18
 
 
 class Loaded(NamedTuple):
@@ -41,7 +52,7 @@ class Adapters:
     """The adapters that steps may use. `read` may run in any thread, all else in the runner's.
 
     A number is used once. A launched step keeps the tensors that it uses, so an adapter can be
-    removed at any time.
+    evicted at any time.
 
     `by_tables`: whether kernels add the terms that they take, on a GPU in 16 bits; else torch adds
     all, one after another.
@@ -50,11 +61,14 @@ class Adapters:
     def __init__(self, plan: Plan, model: StepDecoder, max_tokens: int) -> None:
         """Make the places of a model ready for adapters of steps of `max_tokens`; none is there."""
         self._dtype, self._device = plan.dtype, plan.device
+        self._asked = plan.config.adapter_memory
         self._groups = StepGroups()
-        self._loaded: dict[int, Loaded] = {}
+        self._stored: dict[int, AdapterWeights] = {}  # in host memory
+        self._loaded: dict[int, Loaded] = {}  # on the device
+        self._loads: dict[int, Future[Loaded]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self.page_bytes, self.num_pages = _PAGE_BYTES, 0
         self._numbers = itertools.count(1)
-        self._read: dict[int, AdapterWeights] = {}
-        self._lock = threading.Lock()
         self.targets: Targets | None = None
         self._refusal = "backend_model = 'transformers' serves no adapters"
         if plan.model.num_ranks > 1:
@@ -86,23 +100,116 @@ class Adapters:
         with torch.inference_mode():
             return read_table(table, self.targets, self._dtype)
 
-    def add(self, weights: AdapterWeights) -> int:
-        """Copy an adapter to the device; return its number."""
+    def reserve(self, left: int) -> int:
+        """Give the pool its pages, of `left` bytes of the device; return what is left for others.
+
+        Raises `ConfigError` if `adapter_memory` is more than that.
+        """
+        asked = self._asked
+        size = default_pool(left, self._device) if asked is None else asked
+        if asked is not None and asked > left:
+            raise ConfigError(
+                f"adapter_memory = {asked}: {asked / 1e9:.2f} GB, but {left / 1e9:.2f} GB are free"
+            )
+        self.num_pages = size // self.page_bytes
+        return left if asked is None else left - asked
+
+    def room_refusal(self, weights: AdapterWeights) -> str | None:
+        """Say why an adapter never fits into the pool; None: it does."""
+        pages = self._pages_for(weights)
+        if pages <= self.num_pages:
+            return None
+        return (
+            f"takes {pages} pages of {self.page_bytes} bytes, but there are {self.num_pages} for "
+            f"adapters on the device (adapter_memory): it has {weights.num_bytes} bytes"
+        )
+
+    def store(self, weights: AdapterWeights) -> int:
+        """Keep an adapter in host memory; return its number."""
         number = next(self._numbers)
+        self._stored[number] = weights
+        return number
+
+    def add(self, weights: AdapterWeights) -> int:
+        """Store an adapter, and copy it to the device at once; return its number."""
+        number = self.store(weights)
+        self.start_load(number)
+        wait([self._loads[number]])
+        for _, error in self.take_loaded():
+            if error is not None:
+                raise error
+        return number
+
+    def pages_of(self, number: int) -> int:
+        """Return how many pages an adapter takes."""
+        return self._pages_for(self._stored[number])
+
+    def _pages_for(self, weights: AdapterWeights) -> int:
+        return -(-weights.num_bytes // self.page_bytes)
+
+    def start_load(self, number: int) -> None:
+        """Start to copy an adapter to the device; `take_loaded` says when it is there."""
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "adapter-loads")
+            self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        behind = None
+        if self._stream is not None:
+            behind = torch.cuda.current_stream().record_event()
+        self._loads[number] = self._thread.submit(self._load, self._stored[number], behind)
+
+    def take_loaded(self, seconds: float = 0.0) -> Sequence[tuple[int, Exception | None]]:
+        """Take the adapters that have arrived, and why one did not; wait for one at most so long.
+
+        An error is one of memory, or of the device.
+        """
+        if seconds and self._loads:
+            wait(self._loads.values(), seconds, FIRST_COMPLETED)
+        found: list[tuple[int, Exception | None]] = []
+        for number, load in list(self._loads.items()):
+            if not load.done():
+                continue
+            del self._loads[number]
+            try:
+                self._loaded[number] = load.result()
+            except Exception as error:
+                _log.error("adapter %d could not be copied to the device", number, exc_info=error)
+                found.append((number, error))
+            else:
+                found.append((number, None))
+        return found
+
+    def evict(self, number: int) -> None:
+        """Give up an adapter's memory on the device; steps launched with it keep it to their end.
+
+        The memory is of the loads' stream, which waits for steps launched before it writes again.
+        """
+        self._loaded.pop(number, None)
+
+    def remove(self, number: int) -> None:
+        """Discard an adapter; steps that were launched with it keep it to their end."""
+        self._loaded.pop(number, None)
+        del self._stored[number]
+
+    def _load(self, weights: AdapterWeights, behind: torch.cuda.Event | None) -> Loaded:
+        """Copy an adapter to the device, in the thread of loads, `behind` what was launched."""
+        with torch.inference_mode():
+            if self._stream is None or behind is None:
+                return self._copy(weights)
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(behind)
+                loaded = self._copy(weights)
+                self._stream.synchronize()
+            return loaded
+
+    def _copy(self, weights: AdapterWeights) -> Loaded:
         terms: Terms = {
             place: tuple(term.to(self._device) for term in terms)
             for place, terms in weights.terms.items()
         }
         laid = None
         if self.by_tables:
-            with torch.inference_mode():
-                terms, laid = self._tables.lay_out(terms)
-        self._loaded[number] = Loaded(terms, laid)
-        return number
-
-    def remove(self, number: int) -> None:
-        """Discard an adapter; steps that were launched with it keep it to their end."""
-        del self._loaded[number]
+            terms, laid = self._tables.lay_out(terms)
+        return Loaded(terms, laid)
 
     def of(self, batch: Batch) -> Active:
         """Return the adapters that rows of a batch have."""

@@ -51,6 +51,15 @@ def num_blocks(plan: Plan, free: int) -> int:
     return min(count, plan.max_num_seqs * plan.held_blocks)
 
 
+def default_pool(free: int, device: torch.device) -> int:
+    """Bytes for adapters, of `free` that the cache is made of, unless `adapter_memory` says.
+
+    On a GPU half of the tenth that the cache leaves. On a CPU, whose memory is taken only as it is
+    used and where the cache is not the limit, half.
+    """
+    return int(free * (0.5 if device.type == "cpu" else (1 - _SHARE) / 2))
+
+
 def left_in_share(plan: Plan, before: int, left: int) -> int:
     """Bytes left for the cache, on the device and in the engine's share of it.
 

@@ -91,8 +91,8 @@ class ModelRunner:
         self.adapters = Adapters(plan, self._model, self._num_tokens)
         self._drafting = self._make_drafting(plan)
         self._graphs = None
-        left = self._measure(plan, buckets, laps)
-        self.num_blocks = self._group.agree(num_blocks(plan, left_in_share(plan, before, left)))
+        left = left_in_share(plan, before, self._measure(plan, buckets, laps))
+        self.num_blocks = self._group.agree(num_blocks(plan, self.adapters.reserve(left)))
         self._make_caches(plan, self.num_blocks)
         laps.lap("cache")
         self._make_transfers(plan)

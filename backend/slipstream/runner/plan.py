@@ -350,6 +350,8 @@ def _check_fields(config: EngineConfig) -> None:
         )
     for field in ("kv_cache_host_bytes", "max_logits_bytes", "lora_task_bytes"):
         _at_least(config, field, 0)
+    if config.adapter_memory is not None:
+        _at_least(config, "adapter_memory", 0)
     if config.logprobs_mode not in MODES:
         modes = ", ".join(MODES)
         raise ConfigError(f"logprobs_mode = {config.logprobs_mode!r} is not one of {modes}")
