@@ -269,8 +269,8 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     [
         (
             "deepseek_v2",
-            {"device": "cuda", "dtype": "bfloat16"},
-            "DeepseekV2ForCausalLM has latent",
+            {"device": "cuda", "dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+            "DeepseekV2ForCausalLM has latent .*: a cache of latents has the dtype of activations",
         ),
         ("deepseek_v2", {"device": "cpu", "attention_window": 64}, "has latent attention"),
         ("gpt_oss", {"device": "cpu", "attention_window": 64}, "attention_window = 64: GptOss"),

@@ -50,7 +50,7 @@ def matrices_of(experts: ExpertsConfig, hidden: int, num_layers: int) -> Counter
     return Counter(found * num_layers)
 
 
-# No GPU takes latent attention, so nothing of it is tuned.
+# Of latent attention the output alone is a place that is tuned.
 @pytest.mark.parametrize("family", [each for each in FAMILIES if "deepseek" not in each])
 def test_matrices_are_those_of_the_model(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,9 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.latent import latent_attention
-from slipstream.kernels.cache import kv_format
-from slipstream.kernels.elementwise.rope import rotate
+from slipstream.kernels.attention.latent_rows import latent_rows
 from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.dims import Dims, LatentConfig
 from slipstream.layers.linear import Linear, LinearAdd
@@ -70,42 +68,35 @@ class LatentAttention:
         self, norm: RowNorm, residual: Residual, inputs: AttentionInputs, cache: Tensor
     ) -> None:
         """`residual [n, hidden] += ` the attention of `norm(residual)`; see `Attention`."""
-        x, rows = norm(residual.values), inputs.rows
+        x, rows, latent = norm(residual.values), inputs.rows, self.latent
         cos_sin, places = inputs.angles(self.cos_sin)
-        cos, sin = cos_sin[places].unsqueeze(1).chunk(2, dim=-1)
-        self._write(self.down(x), (cos, sin), rows.slots, cache)
-        q = inputs.keep_wanted(self._queries(x, (cos, sin)), residual)
-        n, device = rows.num_decodes, q.device
-        single = torch.arange(n, dtype=torch.int32, device=device)
-        starts = torch.cat((single, n + rows.query_starts))
-        out = torch.empty(*q.shape[:2], self.latent.rank, dtype=q.dtype, device=device)
-        where = (cache, rows.block_tables, starts, rows.lengths)
-        latent_attention(q, *where, out, self.scale)
+        q = self._queries(x)
+        whole = torch.empty(
+            *q.shape[:2], latent.rank + latent.rotated, dtype=q.dtype, device=q.device
+        )
+        where = (cos_sin, places, rows.slots, cache, q, whole)
+        latent_rows(self.down(x), self.norm.weight, *where, _EPS, latent.interleaved)
+        # Queries as rows of the cache are.
+        whole[..., : latent.rank] = self._to_latents(q[..., : latent.plain])
+        out = self._attend(inputs.keep_wanted(whole, residual), inputs, cache)
         self.out(self._of_latents(out).flatten(1), residual)
 
-    def _queries(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Queries of `x [n, hidden]` as rows of the cache are: `[n, heads, row]`."""
+    def _queries(self, x: Tensor) -> Tensor:
+        """Queries of `x [n, hidden]`: `[n, heads, plain + rotated]`."""
         if self.query_down is not None:
             x = self.query_norm(self.query_down(x))
-        q = self.query(x).view(len(x), self.num_heads, -1)
-        plain, turning = torch.split(q, [self.latent.plain, self.latent.rotated], -1)
-        return torch.cat((self._to_latents(plain), self._turned(turning, angles)), -1)
+        return self.query(x).view(len(x), self.num_heads, -1)
 
-    def _write(
-        self, x: Tensor, angles: tuple[Tensor, Tensor], slots: Tensor, cache: Tensor
-    ) -> None:
-        """Write rows `[n, row]`, the latent not yet normalised, the key not yet rotated."""
-        latent, key = torch.split(x[:, None], [self.latent.rank, self.latent.rotated], -1)
-        row = torch.cat((self.norm(latent.flatten(1))[:, None], self._turned(key, angles)), -1)
-        keep = slots >= 0
-        first, last = row[keep].chunk(2, -1)
-        kv_format.write(cache, slots[keep], first, last)
-
-    def _turned(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate `[n, heads, rotated]`, whose pairs lie side by side or half a row apart."""
-        if self.latent.interleaved:
-            x = torch.cat((x[..., ::2], x[..., 1::2]), -1)
-        return rotate(x, *angles).to(x.dtype)
+    def _attend(self, q: Tensor, inputs: AttentionInputs, cache: Tensor) -> Tensor:
+        """Means of latents `[n, heads, rank]`, decodes and chunks by an operation each."""
+        n, backend = inputs.rows.num_decodes, inputs.backend
+        out = torch.empty(*q.shape[:2], self.latent.rank, dtype=q.dtype, device=q.device)
+        if n > 0:
+            backend.attend_latents(q[:n], cache, inputs.decodes, None, self.scale, out[:n])
+        if inputs.chunks.max_queries > 0:
+            chunked, chunks = inputs.chunked, inputs.chunks
+            backend.attend_latents(q[n:], cache, chunked, chunks, self.scale, out[n:])
+        return out
 
 
 def _up(w: WeightSource, rows: int, rank: int) -> Tensor:

@@ -79,7 +79,7 @@ def _attention(axes: Axes) -> str:
     if axes.qk_norms is not QkNorms.NONE:
         parts.append(f"q and k normalised: {axes.qk_norms.value}")
     if axes.latent is not None:
-        parts.append("latent (on a CPU alone)")
+        parts.append("latent")
     if axes.score_cap:
         parts.append("scores capped")
     if axes.sink_scores:

@@ -70,6 +70,7 @@ def attention_spec(
         host_bytes=config.kv_cache_host_bytes,
         layers_per_block=layers_per_block,
         form=LATENT if model.axes.latent else CAUSAL,
+        latent_rank=model.axes.latent.rank if model.axes.latent else 0,
         has_sink_scores=model.axes.sink_scores,
         score_cap=model.axes.score_cap,
         has_slopes=bool(model.axes.slopes),
@@ -78,8 +79,11 @@ def attention_spec(
 
 
 def model_on(device: str, model: ModelConfig) -> ModelConfig:
-    """Return the model with heads that the device's kernels have; a CPU takes any."""
-    return model if device == "cpu" else with_heads_of(model, jit.HEAD_SIZES)
+    """Return the model with heads that the device's kernels have; a CPU takes any.
+
+    Latents are no heads, and stay as they are.
+    """
+    return model if device == "cpu" or model.axes.latent else with_heads_of(model, jit.HEAD_SIZES)
 
 
 def check_positions(config: EngineConfig, model: ModelConfig) -> None:

@@ -1,8 +1,8 @@
 """Attention backends: what each supports, how it plans a step, and its two operations.
 
 A backend is made once, from the spec of a model; a step calls `plan` for each window of its layers,
-and each layer calls `decode` and `prefill`. A form of attention that is to come (latent K and V)
-is another subclass here, or a rule less in `supports` with its kernels.
+and each layer calls `decode` and `prefill`. A form of attention is a subclass here, with its rules
+in `supports`; a layer of the latent form calls `attend_latents`.
 """
 
 from abc import ABC, abstractmethod
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention import rules
 from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.attention.latent import latent_attention
 from slipstream.kernels.attention.newest import Newest
 from slipstream.kernels.attention.prefill import SinkRows, prefill_attention
 from slipstream.kernels.attention.scores import UNCHANGED, Scores
@@ -70,6 +71,11 @@ class AttentionBackend(ABC):
     def supports(cls, spec: AttentionSpec) -> str | None:
         """Return why this backend does not support `spec` (field, value, limit), or None."""
         return _no_device(cls.device, spec) or _no_layout(spec) or _no_cache(spec)
+
+    @classmethod
+    def has_form(cls, form: str) -> bool:
+        """Whether this is a backend of this form of attention; what it says of others is no use."""
+        return form != LATENT
 
     @classmethod
     @abstractmethod
@@ -142,6 +148,17 @@ class AttentionBackend(ABC):
             num_sinks, angles, positions = sinks
             sink_attention(q, angles, positions, *where, window, num_sinks, out)
 
+    def attend_latents(
+        self, q: Tensor, cache: Tensor, rows: Rows, chunks: Chunks | None, scale: float, out: Tensor
+    ) -> None:
+        """Attend over latents with `q [n, hq, row]`, one query a row or `chunks` of them.
+
+        The result goes to `out [n, hq, latent]`.
+        """
+        starts, most = chunks or (None, 1)
+        tables, lengths = rows
+        latent_attention(q, cache, tables, starts, lengths, out, scale, most, self._has_plan)
+
 
 class PagedCuda(AttentionBackend):
     """The CUDA kernels of this package."""
@@ -176,6 +193,38 @@ class PagedCuda(AttentionBackend):
         )
 
 
+class LatentCuda(AttentionBackend):
+    """The CUDA kernel of latents, which needs no plan: the grid is of the capacity of tables."""
+
+    name = "latent CUDA"
+    device = "cuda"
+    keeps_bits_in_chunks = True
+    has_graphs = True
+
+    @classmethod
+    def has_form(cls, form: str) -> bool:
+        """Whether this is a backend of this form of attention."""
+        return form == LATENT
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """Return why there is no kernel for `spec`, or None."""
+        if spec.form != LATENT:
+            return f"{spec.model} has {spec.form} attention, not {LATENT}"
+        return super().supports(spec) or _no_latents(spec)
+
+    @classmethod
+    def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> AttentionKernels:
+        """Return the one kernel, for all."""
+        own = "one kernel reads latents, whatever sequences share"
+        alone = "deterministic mode" if spec.deterministic else None
+        return AttentionKernels("latent.cu", "latent.cu", own, "latent_rows.cu does", alone)
+
+    def plan(self, cache: Tensor, rows: Rows, window: int) -> Tensor:
+        """Return a plan of no elements."""
+        return torch.empty(0, dtype=torch.int32, device=rows.lengths.device)
+
+
 class TorchCpu(AttentionBackend):
     """The operations in torch: the oracle of tests, and the backend of a CPU."""
 
@@ -185,6 +234,11 @@ class TorchCpu(AttentionBackend):
     has_graphs = False
 
     @classmethod
+    def has_form(cls, form: str) -> bool:
+        """Whether this is a backend of this form of attention: of all."""
+        return True
+
+    @classmethod
     def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> AttentionKernels:
         """Return torch for everything."""
         return AttentionKernels(
@@ -192,7 +246,7 @@ class TorchCpu(AttentionBackend):
         )
 
 
-BACKENDS: tuple[type[AttentionBackend], ...] = (PagedCuda, TorchCpu)
+BACKENDS: tuple[type[AttentionBackend], ...] = (PagedCuda, LatentCuda, TorchCpu)
 
 
 def backend_for(spec: AttentionSpec) -> type[AttentionBackend] | str:
@@ -201,7 +255,7 @@ def backend_for(spec: AttentionSpec) -> type[AttentionBackend] | str:
     for backend in BACKENDS:
         if (reason := backend.supports(spec)) is None:
             return backend
-        if backend.device == spec.device:
+        if backend.device == spec.device and backend.has_form(spec.form):
             reasons.append(reason)
     return "; ".join(reasons) or f"device = {spec.device!r} has no attention backend"
 
@@ -224,6 +278,8 @@ def _no_layout(spec: AttentionSpec) -> str | None:
         )
     if spec.form == LATENT and (spec.streams or any(spec.windows)):
         return f"{spec.model} has latent attention, which is without windows and of an end"
+    if spec.form == LATENT and spec.changes:
+        return f"{spec.model} has latent attention and {spec.changes[0]}, which no backend has"
     if spec.streams and spec.changes:
         return f"attention_window = {spec.stream_window}: {spec.model} has {spec.changes[0]}"
     if spec.streams and any(spec.windows):
@@ -237,10 +293,7 @@ def _no_layout(spec: AttentionSpec) -> str | None:
 def _no_scores(spec: AttentionSpec) -> str | None:
     """Return what kernels do not make of scores, or None: they make one change."""
     if spec.form == LATENT:
-        return (
-            f"device = 'cuda': {spec.model} has {LATENT} attention, for which there are no "
-            "kernels; device = 'cpu' has it"
-        )
+        return f"{spec.model} has {LATENT} attention, which is that of `LatentCuda`"
     if len(spec.changes) < 2:
         return None
     both = " and ".join(spec.changes)
@@ -263,6 +316,12 @@ def _no_cache(spec: AttentionSpec) -> str | None:
             f"kv_cache_host_bytes = {spec.host_bytes} is for cached blocks, which there are only "
             "with kv_cache_reuse and without an attention_window"
         )
+    return None
+
+
+def _no_latents(spec: AttentionSpec) -> str | None:
+    if reason := rules.no_latents(spec.case(), spec.latent_rank):
+        return f"device = 'cuda': {spec.model} has {LATENT} attention: {reason}; 'cpu' takes any"
     return None
 
 

@@ -14,6 +14,8 @@ from slipstream.kernels.cache import kv_format
 from slipstream.kernels.runtime import jit
 
 WGMMA_HEAD_SIZES = (64, 128, 256)
+# Of latents, and of the keys beside them that rotate.
+LATENT_SIZES = ((512, 64),)
 # What becomes of scores before the softmax: scores.py.
 PLAIN, CAPPED, SLOPED, SINKING = "plain scores", "capped scores", "ALiBi", "sinks in the softmax"
 
@@ -109,3 +111,15 @@ def no_parts(case: Case) -> str | None:
     if jit.has_large_heads(case.head_size):
         return f"no variant cuts chunks of heads of {case.head_size}"
     return no_wgmma(case)
+
+
+@functools.cache
+def no_latents(case: Case, rank: int) -> str | None:
+    """Why no kernel attends over latents of `rank` numbers, in rows of two heads, or None."""
+    if case.is_quantized:
+        return "a cache of latents has the dtype of activations"
+    sizes = (rank, 2 * case.head_size - rank)
+    if sizes not in LATENT_SIZES:
+        known = ", ".join(f"{latent} and {rotated}" for latent, rotated in LATENT_SIZES)
+        return f"latents of {sizes[0]} and keys of {sizes[1]} have no kernels; {known} have"
+    return None

@@ -9,7 +9,7 @@ from slipstream.kernels.attention.rules import CAPPED, PLAIN, SINKING, SLOPED, C
 CAUSAL = "causal"
 # Other forms, that no backend has yet; docs/attention.md says so of each.
 MISSING_FORMS = ("cross",)
-LATENT = "latent (MLA)"  # latent.py; a CPU has it
+LATENT = "latent (MLA)"  # latent.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class AttentionSpec:
 
     Attention is grouped-query: `num_heads` of queries read `num_kv_heads` of K and V, all of
     `head_size` numbers. A sequence that streams keeps its first `num_sinks` tokens and the newest
-    of `stream_window` tokens in all.
+    of `stream_window` tokens in all. Of the latent form, the cache has one head, and a row of it is
+    two of its heads: `latent_rank` numbers, of which keys and values are made, then a key.
     """
 
     device: str  # cuda | cpu
@@ -36,6 +37,7 @@ class AttentionSpec:
     host_bytes: int = 0  # `kv_cache_host_bytes`
     layers_per_block: int = 1  # core/groups.py
     form: str = CAUSAL
+    latent_rank: int = 0  # of the latent form
     score_cap: float = 0.0  # scores.py; 0: none
     has_slopes: bool = False
     has_sink_scores: bool = False

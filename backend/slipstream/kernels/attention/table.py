@@ -12,10 +12,9 @@ import torch
 from slipstream.kernels.attention.backend import (
     BACKENDS,
     AttentionBackend,
-    AttentionKernels,
-    PagedCuda,
+    backend_for,
 )
-from slipstream.kernels.attention.spec import LATENT, MISSING_FORMS, AttentionSpec
+from slipstream.kernels.attention.spec import CAUSAL, LATENT, MISSING_FORMS, AttentionSpec
 from slipstream.kernels.cache.kv_format import FORMATS
 
 
@@ -32,6 +31,11 @@ class Feature:
         return not self.changes.keys().isdisjoint(other.changes)
 
 
+LATENTS = Feature(
+    f"{LATENT} attention",
+    "the model: DeepSeek",
+    {"form": LATENT, "latent_rank": 512, "num_kv_heads": 1, "head_size": 288},
+)
 FEATURES = (
     Feature("float32", "`dtype = float32`", {"dtype": torch.float32}),
     Feature("float16", "`dtype = float16`", {"dtype": torch.float16}),
@@ -57,7 +61,7 @@ FEATURES = (
     Feature("capped scores", "the model: `attn_logit_softcapping`", {"score_cap": 50.0}),
     Feature("ALiBi", "the model: `alibi`", {"has_slopes": True}),
     Feature("sinks in the softmax", "the model: GptOss", {"has_sink_scores": True}),
-    Feature(f"{LATENT} attention", "the model: DeepSeek", {"form": LATENT}),
+    LATENTS,
     *(
         Feature(f"{form} attention", "no family that is served", {"form": form})
         for form in MISSING_FORMS
@@ -90,19 +94,24 @@ def _line(cells: list[str]) -> str:
 
 
 def combinations(backend: type[AttentionBackend]) -> str:
-    """Return the table of what combines on a backend, and its notes, as Markdown."""
-    reasons: list[str] = []
+    """Return the table of what combines on a backend, and its notes, as Markdown.
 
-    def answer(*features: Feature) -> str:
-        reason = backend.supports(spec_of(backend.device, *features))
+    Where latents are all that a backend has, every other feature stands beside them.
+    """
+    reasons: list[str] = []
+    plain = () if backend.has_form(CAUSAL) else (LATENTS,)
+    features = [each for each in FEATURES if not any(each.excludes(one) for one in plain)]
+
+    def answer(*asked: Feature) -> str:
+        reason = backend.supports(spec_of(backend.device, *plain, *asked))
         if reason is None:
             return "+"
         if reason not in reasons:
             reasons.append(reason)
         return f"{reasons.index(reason) + 1}"
 
-    alone = {feature: answer(feature) for feature in FEATURES}
-    supported = [feature for feature in FEATURES if alone[feature] == "+"]
+    alone = {feature: answer(feature) for feature in features}
+    supported = [feature for feature in features if alone[feature] == "+"]
     letters = [chr(ord("a") + i) for i in range(len(supported))]
     width = len(supported) - 1  # columns: nothing stands beside the last feature
     lines = [_line(["", "feature", "asked for by", "alone", *letters[:width]])]
@@ -112,7 +121,7 @@ def combinations(backend: type[AttentionBackend]) -> str:
         cells = ["" if feature.excludes(other) else answer(other, feature) for other in others]
         cells += [""] * (width - row)
         lines.append(_line([letters[row], feature.name, feature.origin, "+", *cells]))
-    for feature in FEATURES:
+    for feature in features:
         if feature not in supported:
             cells = ["", feature.name, feature.origin, alone[feature], *[""] * width]
             lines.append(_line(cells))
@@ -131,18 +140,16 @@ def choices() -> str:
     lines = [_line(titles), "|---" * len(titles) + "|"]
     for feature in (None, *FEATURES):
         spec = spec_of("cuda", *([feature] if feature else []))
-        if PagedCuda.supports(spec) is not None or len(spec.windows) > 1:
+        backend = backend_for(spec)
+        if isinstance(backend, str) or len(spec.windows) > 1:
             continue  # layers of several windows are each as in a row of their own
-        hopper, other = (_choice(spec, is_hopper) for is_hopper in (True, False))
+        window = max(spec.windows)
+        hopper, other = (backend.choose(spec, window, is_hopper) for is_hopper in (True, False))
         reasons = (hopper.own_prefix, hopper.own_rotation, hopper.whole_chunks)
         name = "bfloat16, heads of 128" if feature is None else feature.name
         kernels = [hopper.decode, hopper.prefill, other.prefill]
         lines.append(_line([name, *kernels, *map(_cell, reasons)]))
     return "\n".join(lines)
-
-
-def _choice(spec: AttentionSpec, is_hopper: bool) -> AttentionKernels:
-    return PagedCuda.choose(spec, max(spec.windows), is_hopper)
 
 
 def tables() -> str:
