@@ -15,7 +15,8 @@ from slipstream.kernels.gemm import cpu_packed, cpu_packing
 from slipstream.kernels.gemm.cpu_packing import NUMBERS
 from slipstream.kernels.gemm.linear import choose, linear
 from slipstream.kernels.gemm.op import Around, Matrix, gemm, spec_of
-from slipstream.quant.forms import make_numbers, make_tiles
+from slipstream.kernels.runtime.registry import CPU
+from slipstream.quant.forms import as_rows, make_numbers, make_tiles
 from slipstream.quant.matrix import Kind, QuantMatrix, dequantise, halves
 from torch import Tensor
 
@@ -103,6 +104,13 @@ def packed_of(case: Case, generator: torch.Generator) -> Matrix:
         return make_tiles(matrix_of(case, generator))
     weight = torch.randn(case.outputs, case.inputs, generator=generator)
     return make_numbers(weight if case.bits == 32 else weight.bfloat16())
+
+
+def by_row(weight: Tensor) -> Matrix:
+    """Weights of fp32 as they lie."""
+    found = as_rows(weight, CPU)
+    assert found is not None
+    return found
 
 
 def around_of(case: Case, generator: torch.Generator) -> Around:
@@ -224,6 +232,29 @@ def test_numbers_are_multiplied_as_they_are(
     assert got.shape == want.shape
     if rows:
         assert (got - want).abs().max() <= ERROR * (2 * most * most if around.gate else most)
+
+
+@settings(deadline=None)
+@given(cases, forms, forms)
+def test_rows_of_weights_are_multiplied_as_they_lie(case: Case, form: str, other: str) -> None:
+    """A row has the same bits alone, and by any two instruction sets."""
+    generator = torch.Generator().manual_seed(case.seed)
+    case = replace(case, extras=case.extras - {"gate"})
+    around = around_of(case, generator)
+    weight = torch.randn(case.outputs, case.inputs, generator=generator)
+    x = torch.randn(case.rows, case.inputs + 3, generator=generator)[:, : case.inputs]
+    packed = by_row(weight)
+    assert packed.values.data_ptr() == weight.data_ptr()
+    want = gemm.oracle(x, weight, with_own_sum(around))
+    with within(form):
+        got = linear(x, packed, with_own_sum(around))
+    with within(other):
+        assert torch.equal(linear(x, packed, with_own_sum(around)), got)
+        if case.rows and around.residual is None:
+            assert torch.equal(linear(x[-1:], packed, around), got[-1:])
+    if case.rows:
+        most = max(1.0, float((x.abs() @ weight.abs().T).max()))
+        assert (got - want).abs().max() <= ERROR * most
 
 
 @pytest.mark.parametrize("form", HERE)

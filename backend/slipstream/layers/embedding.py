@@ -17,7 +17,7 @@ from slipstream.layers.linear import Linear, NormLinear
 from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import Stored, WeightSource
-from slipstream.quant.forms import make_tiles, read_numbers, takes_tiles
+from slipstream.quant.forms import as_rows, make_tiles, read_numbers, takes_tiles
 from slipstream.quant.matrix import write
 
 _log = logging.getLogger(__name__)
@@ -177,18 +177,27 @@ def embedding_and_head(
     embedding = Embedding(table, ends.scale, _positions(w, dims, ends), norm)
     bias = above.tensor("bias", dims.vocab_size) if ends.head_bias else None
     if is_one:
-        return embedding, Head(table, w.deterministic, bias, ends, matrix)
+        return embedding, _head(w, table, bias, ends, matrix)
     matrix = _as_stored(w, "lm_head", dims)
     weight = _head_weight(w, above, dims, matrix is None)
     # Where only shapes are checked there are no numbers to compare.
     if is_tied and (weight.is_meta or torch.equal(weight, table.weight)):
-        return embedding, Head(table, w.deterministic, bias, ends, matrix)
+        return embedding, _head(w, table, bias, ends, matrix)
     if is_tied:
         _log.warning(
             "config.json says tie_word_embeddings = true, but lm_head.weight differs from "
             "model.embed_tokens.weight: each is used as it is"
         )
-    return embedding, Head(Table(weight), w.deterministic, bias, ends, matrix)
+    return embedding, _head(w, Table(weight), bias, ends, matrix)
+
+
+def _head(
+    w: WeightSource, table: Table, bias: Tensor | None, ends: Ends, matrix: Matrix | None
+) -> Head:
+    """Return a head; the CPU kernels multiply with a table of fp32 as it lies."""
+    if matrix is None and w.quantization != "none":
+        matrix = as_rows(table.weight, w.target)
+    return Head(table, w.deterministic, bias, ends, matrix)
 
 
 def _table(w: WeightSource, name: str, dims: Dims, is_multiplied: bool) -> Table:

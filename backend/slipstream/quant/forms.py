@@ -212,6 +212,14 @@ def make_numbers(weight: Tensor) -> Matrix:
     return Matrix(cpu_packing.pack_numbers(weight), groups=Groups(packing, weight.new_empty(0)))
 
 
+def as_rows(weight: Tensor, target: Target) -> Matrix | None:
+    """Take weights `[n, k]` for the processor's kernels as they lie; None: these do not."""
+    is_taken = target.device == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
+    if not is_taken or library() is None:
+        return None
+    return Matrix(weight, groups=Groups(cpu_packing.packing_of_rows(weight), weight.new_empty(0)))
+
+
 def read_numbers(
     w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int, whose: str = ""
 ) -> Matrix:

@@ -7,7 +7,7 @@ namespace slipstream {
 
 // Weights of a linear layer, in tiles of 16 outputs and blocks of 32 inputs (cpu_packing.py). They
 // are `code * scale + minimum`; of 16 and 32 bits the codes are the weights, one input of 16 outputs
-// at a time.
+// at a time, or, of 32, one output after the other (`by_row`).
 struct Weights {
     const uint8_t *codes;
     const void *scales;    // [tile, group, 16]
@@ -18,7 +18,7 @@ struct Weights {
     int32_t halves;  // whether scales and minimums are fp16, not fp32; weights, not bf16
     float zero;      // what stands for all minimums
     int32_t row_bits;  // of rows as whole numbers: 8 or 16
-    int32_t unused;
+    int32_t by_row;    // whether these are rows, not tiles
 };
 
 // A product with what is around it.

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention.h"
-#include "numbers.h"
+#include "product.h"
 
 #define JOIN(a, b) a##b
 #define TABLE(form) JOIN(kernels_, form)

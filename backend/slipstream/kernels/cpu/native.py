@@ -44,7 +44,7 @@ class Weights(ctypes.Structure):
         ("halves", c_int32),
         ("zero", c_float),
         ("row_bits", c_int32),
-        ("unused", c_int32),
+        ("by_row", c_int32),
     )
 
 

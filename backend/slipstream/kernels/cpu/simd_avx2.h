@@ -55,6 +55,25 @@ inline F16 scaled(F16 x, F16 n) {
     return {_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x.a), a)),
             _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(x.b), b))};
 }
+// The sum of each of 8 vectors of 16: of halves, of halves of these, and so on.
+inline __m256 eight_sums(const float (*p)[16]) {
+    __m256 pairs[4];
+    for (int q = 0; q < 4; ++q) {
+        const auto halved = [&](int i) {
+            return _mm256_add_ps(_mm256_loadu_ps(p[i]), _mm256_loadu_ps(p[i] + 8));
+        };
+        const __m256 a = halved(q), b = halved(4 + q);
+        pairs[q] =
+            _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    }
+    const auto halved = [](__m256 a, __m256 b) {
+        return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x44), _mm256_shuffle_ps(a, b, 0xee));
+    };
+    const __m256 a = halved(pairs[0], pairs[1]), b = halved(pairs[2], pairs[3]);
+    return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
+}
+// The same of 16 vectors, as `sum_of` has it.
+inline F16 sums_of(const float (&p)[16][16]) { return {eight_sums(p), eight_sums(p + 8)}; }
 inline F16 to_floats(I16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 
 // Two vectors of whole numbers as 32 of 8 bits, or 16 bits; the sum of all of them.

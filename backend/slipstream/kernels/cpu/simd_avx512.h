@@ -41,6 +41,24 @@ inline F16 scaled(F16 x, F16 n) {
     const __m512i by = _mm512_slli_epi32(_mm512_cvtps_epi32(n.v), 23);
     return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(x.v), by))};
 }
+// The sum of each of 16 vectors: of halves, of halves of these, and so on, as `sum_of` has it.
+inline F16 sums_of(const float (&p)[16][16]) {
+    __m512 quads[4];
+    for (int q = 0; q < 4; ++q) {
+        const auto halved = [&](int i, int j) {
+            const __m512 a = _mm512_loadu_ps(p[i]), b = _mm512_loadu_ps(p[j]);
+            return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+        };
+        const __m512 a = halved(q, 4 + q), b = halved(8 + q, 12 + q);
+        quads[q] =
+            _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    }
+    const auto halved = [](__m512 a, __m512 b) {
+        return _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+    };
+    const __m512 a = halved(quads[0], quads[1]), b = halved(quads[2], quads[3]);
+    return {_mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd))};
+}
 inline F16 to_floats(I16 x) { return {_mm512_cvtepi32_ps(x.v)}; }
 
 // Two vectors of whole numbers as 32 of 8 bits, or 16 bits; the sum of all of them.

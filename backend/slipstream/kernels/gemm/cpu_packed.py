@@ -13,14 +13,14 @@ from torch import Tensor
 
 from slipstream.kernels.cpu.native import Product, Weights, address, loaded, num_threads, row_bits
 from slipstream.kernels.elementwise.norm import rms_norm
-from slipstream.kernels.gemm.cpu_packing import LAYOUT, MIDDLE
+from slipstream.kernels.gemm.cpu_packing import LAYOUT, MIDDLE, ROWS
 from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.gemm.packing import TILE, Groups, Packing, arranged
 
 
 def takes(spec: Spec) -> str | None:
     """Say why the processor's kernels do not compute a GEMM; None: they do."""
-    if spec.packing is None or spec.packing.layout != LAYOUT:
+    if spec.packing is None or spec.packing.layout not in (LAYOUT, ROWS):
         return "takes weights in tiles"
     if spec.x != torch.float32 or spec.out != torch.float32:
         return "takes rows of fp32"
@@ -28,6 +28,8 @@ def takes(spec: Spec) -> str | None:
         return "takes no scales of columns"
     if spec.norm == "layer norm":
         return "has no layer norms"
+    if spec.gate and spec.packing.layout == ROWS:
+        return "takes no gate of weights by row"
     if spec.gate and (spec.gate != "silu" or spec.residual or spec.outputs % (2 * TILE)):
         return f"gates by silu, multiples of {TILE} outputs, without a sum"
     return None
@@ -45,7 +47,7 @@ def _product(
     halves = packing.scale == torch.float16
     sizes = (packing.bits, packing.group, packing.outputs, packing.inputs)
     norm, bias, eps, plus_one, gated = around
-    of = Weights(*weights, *sizes, halves, zero, rows, 0)
+    of = Weights(*weights, *sizes, halves, zero, rows, packing.layout == ROWS)
     return ctypes.pointer(Product(of, norm, bias, eps, float(plus_one), gated, 0))
 
 

@@ -4,7 +4,8 @@ Weights lie in tiles of 16 outputs and blocks of 32 inputs. A block of 4 bits is
 of four inputs each: byte `4 i + j` has input `j` of output `i` in its lower half, of output `8 + i`
 in its upper one. A block of 8 bits is 16 times 32 bytes, of two inputs each: byte `2 i + j` is
 input `j` of output `i`. They stand for `code * scale + minimum`. Numbers of 16 and 32 bits lie in
-tiles, too, one input of 16 outputs after the other, and stand for themselves.
+tiles, too, one input of 16 outputs after the other, and stand for themselves. Those of 32 bits may
+also stay as a checkpoint has them, row by row: what is mapped is not copied then.
 """
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from slipstream.kernels.gemm.packing import TILE, Groups, Packing
 
 BLOCK = 32
-LAYOUT = "tiles"  # of a `Packing`
+LAYOUT, ROWS = "tiles", "rows"  # of a `Packing`
 MIDDLE = {4: 8, 8: 0}  # the zero where there are no minimums
 NUMBERS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}  # their bits
 
@@ -33,6 +34,11 @@ def packing_of_numbers(weight: Tensor) -> Packing:
     outputs, inputs = weight.shape
     dtype = weight.dtype
     return Packing(NUMBERS[dtype], inputs, outputs, inputs, dtype, False, layout=LAYOUT)
+
+
+def packing_of_rows(weight: Tensor) -> Packing:
+    """Describe weights `[n, k]` of fp32 that are contiguous and stay as they lie."""
+    return packing_of_numbers(weight)._replace(layout=ROWS)
 
 
 def takes_group(bits: int, group: int, inputs: int) -> bool:
@@ -95,6 +101,8 @@ def by_row(values: Tensor, packing: Packing) -> Tensor:
 def dense(values: Tensor, groups: Groups) -> Tensor:
     """Return the weights that packed codes stand for, `[n, k]` fp32, of inputs as they lie."""
     packing = groups.packing
+    if packing.layout == ROWS:
+        return values
     if packing.scale == values.dtype:
         tiles = values.view(len(values), packing.inputs, TILE).transpose(1, 2)
         return tiles.reshape(-1, packing.inputs)[: packing.outputs].float()

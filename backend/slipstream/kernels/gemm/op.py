@@ -160,7 +160,7 @@ def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     if around.groups is None:
         y = functional.linear(y, weight.float())
     else:
-        is_tiled = around.groups.packing.layout == cpu_packing.LAYOUT
+        is_tiled = around.groups.packing.layout in (cpu_packing.LAYOUT, cpu_packing.ROWS)
         plain = (cpu_packing.dense if is_tiled else dense)(weight, around.groups)
         y = functional.linear(arranged(y, around.groups), plain)
     dtype = torch.bfloat16 if x.dtype == E4M3 else x.dtype
