@@ -235,11 +235,6 @@ def test_a_rank_has_its_share_of_weights_and_cache(llama: Path) -> None:
         ({"tensor_parallel": 9}, {}, "tensor_parallel = 9 is above 8"),
         ({"pipeline_parallel": 2}, {}, "pipeline_parallel = 2 is not implemented"),
         (
-            {"tensor_parallel": 2, "speculation": "draft"},
-            {},
-            "tensor_parallel = 2 does not go with speculation = 'draft'",
-        ),
-        (
             {"tensor_parallel": 4},
             {"num_attention_heads": 12, "num_key_value_heads": 6},
             "num_key_value_heads = 6 is neither a multiple nor a divisor",

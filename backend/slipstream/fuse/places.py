@@ -7,7 +7,6 @@ by itself, or a stage between the product and what follows.
 import torch
 from torch import Tensor
 
-from slipstream.kernels.comm.ranks import Part
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.scales import Scales
@@ -107,14 +106,25 @@ class FusedLinearAdd(LinearAdd):
         if matrix is None:
             super().__call__(x, residual)
             return
-        values, ranks = residual.values, self.linear.ranks
-        added = values if ranks is None else None
-        y = multiply(x, matrix, Around(bias=self.linear.bias, residual=added))
-        if ranks is not None:
-            part = y if isinstance(y, Tensor) else y.finish(values.dtype)
-            residual.add_later(Part(ranks, part))
-        elif not isinstance(y, Tensor):
+        if self.linear.ranks is not None:
+            self.add_part(x, residual)
+            return
+        y = multiply(x, matrix, Around(bias=self.linear.bias, residual=residual.values))
+        if not isinstance(y, Tensor):
             residual.add_later(y)
+
+    def part(self, x: Operand, before: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return what `LinearAdd` returns."""
+        matrix = self.linear.matrix
+        if matrix is None:
+            return super().part(x, before, dtype)
+        y = multiply(x, matrix, Around(bias=self.linear.bias, residual=before))
+        if isinstance(y, Tensor):
+            return y
+        if before is None:
+            return y.finish(dtype)
+        y.add_to(before)
+        return before
 
 
 class NormedAdd(LinearAdd):

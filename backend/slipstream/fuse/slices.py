@@ -60,9 +60,24 @@ class SlicedLinearAdd(LinearAdd):
 
     def __call__(self, x: Operand, residual: Residual) -> None:
         """Add what `LinearAdd` adds."""
+        if self.linear.ranks is not None and self.norm is None:
+            self.add_part(x, residual)
+            return
         values = residual.values
         for part in slices(len(values)):
             rows = Residual(values[part])
-            inputs = x[part] if isinstance(x, Tensor) else Quantized(x.values[part], x.scales[part])
-            self._place(inputs, rows)
+            self._place(_rows(x, part), rows)
             _ = rows.values  # what was to be added later is added now
+
+    def part(self, x: Operand, before: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return what `LinearAdd` returns."""
+        count = len(x if isinstance(x, Tensor) else x.values)
+        parts = [
+            self._place.part(_rows(x, part), None if before is None else before[part], dtype)
+            for part in slices(count)
+        ]
+        return torch.cat(parts) if before is None else before
+
+
+def _rows(x: Operand, part: slice) -> Operand:
+    return x[part] if isinstance(x, Tensor) else Quantized(x.values[part], x.scales[part])

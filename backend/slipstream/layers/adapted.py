@@ -268,9 +268,21 @@ class AdaptedLinearAdd(LinearAdd):
         if not self._delta.is_active:
             self._place(x, residual)
             return
-        started = self._delta.start(_plain(x, residual.values.dtype))
+        if self.linear.ranks is not None:
+            self.add_part(x, residual)
+            return
+        started = self._delta.start(_plain(x, residual.dtype))
         self._place(x, residual)
         self._delta.finish(residual.values, started)
+
+    def part(self, x: Operand, before: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return what `LinearAdd` returns, with the rank's part of the terms."""
+        if not self._delta.is_active:
+            return self._place.part(x, before, dtype)
+        started = self._delta.start(_plain(x, dtype))
+        y = self._place.part(x, before, dtype)
+        self._delta.finish(y, started)
+        return y
 
 
 def _plain(x: Operand, dtype: torch.dtype) -> Tensor:

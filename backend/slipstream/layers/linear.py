@@ -138,9 +138,20 @@ class LinearAdd:
     def __call__(self, x: Operand, residual: Residual) -> None:
         """`residual [n, out] += norm(linear(x))`."""
         assert isinstance(x, Tensor), "rows are quantised for a layer that takes such alone"
-        ranks = self.linear.ranks
-        if self.norm is None and ranks is not None:
-            ranks.add_sum(residual.values, self.linear.part_of(x))
+        if self.norm is None and self.linear.ranks is not None:
+            self.add_part(x, residual)
             return
         y = self.linear(x)
         residual.values.add_(y if self.norm is None else self.norm(y))
+
+    def add_part(self, x: Operand, residual: Residual) -> None:
+        """Leave this rank's part to the sum over ranks that comes before the next reader."""
+        ranks, dtype = self.linear.ranks, residual.dtype
+        assert ranks is not None, "ranks share the layer"
+        residual.add_part(ranks, lambda before: self.part(x, before, dtype))
+
+    def part(self, x: Operand, before: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return this rank's `linear(x)`, `[n, out]` of `dtype`; added to `before` in place."""
+        assert isinstance(x, Tensor), "rows are quantised for a layer that takes such alone"
+        y = self.linear.part_of(x)
+        return y if before is None else before.add_(y)

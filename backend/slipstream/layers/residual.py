@@ -1,7 +1,11 @@
 """The sum that the blocks of a model add to."""
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
+from slipstream.kernels.comm.ranks import Part, Ranks
 from slipstream.kernels.gemm.op import Addend
 
 
@@ -14,6 +18,11 @@ class Residual:
 
     def __len__(self) -> int:
         return self._values.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the sum."""
+        return self._values.dtype
 
     @property
     def values(self) -> Tensor:
@@ -36,3 +45,13 @@ class Residual:
         """Leave an addend to the next reader of the sum."""
         assert self._addend is None, "a block looks at the sum before it adds to it"
         self._addend = addend
+
+    def add_part(self, ranks: Ranks, part: Callable[[Tensor | None], Tensor]) -> None:
+        """Leave a part of a sum over ranks to the next reader: one sum, whatever waits already.
+
+        `part` is called with the part that waits, to which it adds its own; None: there is none.
+        """
+        before = None
+        if isinstance(self._addend, Part):
+            before, self._addend = self._addend.x, None
+        self.add_later(Part(ranks, part(before)))

@@ -6,7 +6,7 @@ that make them whole. Everything between computes a model like any other.
 
 from dataclasses import replace
 
-from slipstream.config import DEVICE_DRAFTERS, EngineConfig
+from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.comm.ranks import Ranks
 from slipstream.layers.attention import Attention
@@ -32,11 +32,6 @@ def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(
             f"{asked} does not go with backend_model = {config.backend_model!r} for "
             f"{model.architecture}: classes of transformers are not split"
-        )
-    if config.speculation in DEVICE_DRAFTERS:
-        raise ConfigError(
-            f"{asked} does not go with speculation = {config.speculation!r}: drafters on the "
-            "device are not split; lookup, suffix and auto work"
         )
     for field in ("adapters", "adapter_root", "adapter_dir"):
         if value := getattr(config, field):

@@ -1,8 +1,12 @@
 """Load the drafter of a plan, with its weights, and tap the model's states for it."""
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import torch
 
 from slipstream.layers.decoder import Decoder, StepDecoder
+from slipstream.layers.embedding import Table, embedding_and_head
 from slipstream.models.axes import TensorNames
 from slipstream.models.decoder import build
 from slipstream.models.drafts.eagle3 import Eagle3, read_draft_ids
@@ -53,16 +57,15 @@ def load_drafter(
         num_rows, num_tokens: of the largest step.
     """
     d = plan.model.dims
-    where = (plan.dtype, plan.device)
     if draft.model is not None:
         return _model_drafter(plan, draft, draft.model)
     assert isinstance(decoder, Decoder), "its states are those of a family's layers"
+    ends = _ends(plan, decoder)
+    taps = tap(plan, draft, decoder, num_rows, num_tokens)
+    assert taps is not None, "it reads states"
     if draft.medusa is not None:
         w = _weights(plan, draft, NAMES, FILE)
-        heads = load_medusa(w, draft.medusa, decoder.head.table.weight)
-        taps = Taps(num_rows, d.hidden_size, 1, *where)
-        tap_head(decoder, taps)
-        return MedusaDrafter(heads, taps)
+        return MedusaDrafter(load_medusa(w, draft.medusa, ends.head.weight), taps)
     config = draft.eagle3
     assert config is not None
     assert draft.attention is not None
@@ -74,8 +77,51 @@ def load_drafter(
         draft_ids = torch.arange(config.draft_vocab_size)
     if draft_ids is not None:
         draft_ids = draft_ids.to(plan.device)
-    head = Eagle3(w, config, decoder.embedding.table.weight, draft_ids, plan.max_model_len)
+    head = Eagle3(w, config, ends.embedding.weight, draft_ids, plan.max_model_len)
     w.finish()
-    taps = Taps(num_tokens, d.hidden_size, len(config.layers), *where)
-    tap_blocks(decoder, config.layers, taps)
     return Eagle3Drafter(head, draft.attention, taps, plan.max_model_len)
+
+
+def tap(
+    plan: Plan, draft: DraftPlan, decoder: StepDecoder, num_rows: int, num_tokens: int
+) -> Taps | None:
+    """Change the model so that it keeps the states that the drafter reads; None: it reads none.
+
+    Where ranks share the model, the drafter is on rank 0, and all keep them, so that all add the
+    same sums in the same way. For the arguments see `load_drafter`.
+    """
+    size, where = plan.model.dims.hidden_size, (plan.dtype, plan.device)
+    if draft.medusa is not None:
+        assert isinstance(decoder, Decoder), "its states are those of a family's layers"
+        taps = Taps(num_rows, size, 1, *where)
+        tap_head(decoder, taps)
+        return taps
+    if draft.eagle3 is not None:
+        assert isinstance(decoder, Decoder), "its states are those of a family's layers"
+        taps = Taps(num_tokens, size, len(draft.eagle3.layers), *where)
+        tap_blocks(decoder, draft.eagle3.layers, taps)
+        return taps
+    return None
+
+
+class _Ends(NamedTuple):
+    """The model's embedding and head, all rows of both."""
+
+    embedding: Table
+    head: Table
+
+
+def _ends(plan: Plan, decoder: Decoder) -> _Ends:
+    """Return the tables that drafters of its states read; of several ranks' they are read again,
+    whole.
+    """
+    model = plan.model
+    if model.num_ranks == 1:
+        return _Ends(decoder.embedding.table, decoder.head.table)
+    tensors = replace(model.tensors, cuts=None)
+    source: Source = RandomSource(plan.device)
+    if plan.config.load_format != "random":
+        source = FileSource(plan.checkpoint, plan.device, tensors)
+    w = Weights(source, plan.device, plan.dtype)
+    embedding, head = embedding_and_head(w, model.dims, model.ties_embeddings)
+    return _Ends(embedding.table, head.table)

@@ -22,6 +22,7 @@ from slipstream.kernels.comm.nccl import NcclError
 from slipstream.kernels.comm.ranks import HostRanks, Ranks
 from slipstream.kvcache.host import Direction, Mover
 from slipstream.runner.adapters import Active
+from slipstream.runner.draft_loading import tap
 from slipstream.runner.group import Frame, Joined, Move, Stop
 from slipstream.runner.log_probs import Ask
 from slipstream.runner.masks import StepMasks
@@ -106,6 +107,11 @@ class Follower(ModelRunner):
     def __init__(self, plan: Plan, group: Joined) -> None:
         self._joined = group
         super().__init__(plan, group)
+
+    def _make_drafting(self, plan: Plan) -> None:
+        """Leave drafts to rank 0; keep the states that its drafter reads, as it does."""
+        if plan.drafts is not None:
+            tap(plan, plan.drafts, self._model, self._half, self._num_tokens)
 
     def follow(self) -> None:
         """Run steps until rank 0 says that it ends. Raises `RankError` if a rank has failed."""
