@@ -50,6 +50,18 @@ class NormedBlock(Block):
 
 
 @dataclass(frozen=True, slots=True)
+class PostNormBlock(Block):
+    """A block that normalises the sum itself, behind attention and behind the MLP (post-norm)."""
+
+    def __call__(self, residual: Residual, inputs: AttentionInputs, cache: Tensor) -> None:
+        """Apply the block; see `Block`."""
+        self.attention(identity, residual, inputs, cache)
+        residual.values.copy_(self.input_norm(residual.values))
+        self.mlp(identity, residual)
+        residual.values.copy_(self.mlp_norm(residual.values))
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelBlock:
     """Attention and MLP of norms of the same sum, both added to it (Wang and Komatsuzaki, 2021).
 

@@ -3,6 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,7 +15,7 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.layers.dims import Dims
 from slipstream.layers.linear import Linear, NormLinear
-from slipstream.layers.norm import RowNorm
+from slipstream.layers.norm import RowNorm, identity
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import Stored, WeightSource
 from slipstream.quant.forms import as_rows, make_tiles, read_numbers, takes_tiles
@@ -33,6 +34,8 @@ class Ends(NamedTuple):
     head_bias: whether logits have a bias.
     logit_scale: of logits.
     logit_cap: logits are at most so large, by tanh; 0: no cap.
+    width: numbers of a row of both, of which `project_in` makes the hidden size, and `project_out`
+    them of it; 0: the hidden size.
     """
 
     scale: float = 1.0
@@ -41,6 +44,7 @@ class Ends(NamedTuple):
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_cap: float = 0.0
+    width: int = 0
 
 
 PLAIN = Ends()
@@ -90,8 +94,10 @@ class Embedding:
         scale: float = 1.0,
         positions: Tensor | None = None,
         norm: RowNorm | None = None,
+        project: Linear | None = None,
     ) -> None:
         self.table = table
+        self._project = project  # `[n, width] -> [n, hidden]`
         self.lookup: Callable[[Tensor], Tensor] = table.rows
         self._scale = float(torch.tensor(scale, dtype=table.dtype))
         self._positions = positions
@@ -101,8 +107,8 @@ class Embedding:
 
     @property
     def is_scaled(self) -> bool:
-        """Whether rows are multiplied by a number."""
-        return self._scale != 1.0
+        """Whether rows are multiplied, by a number or a matrix."""
+        return self._scale != 1.0 or self._project is not None
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """`[n] i64`, of tokens and of their positions, `-> [n, hidden]`."""
@@ -112,6 +118,8 @@ class Embedding:
             rows = self.adapt(real, rows)
         if self._scale != 1.0:
             rows = rows * self._scale
+        if self._project is not None:
+            rows = self._project(rows)
         if self.virtual is not None:
             rows = self.virtual(token_ids, rows)
         if self._positions is not None:
@@ -133,14 +141,18 @@ class Head:
         bias: Tensor | None = None,
         ends: Ends = PLAIN,
         matrix: Matrix | None = None,
+        project: Linear | None = None,
     ) -> None:
         self.table = table
+        self._project = project  # `[n, hidden] -> [n, width]`
         own = Matrix(table.weight) if matrix is None else matrix
         self.product = NormLinear(Linear(quant.named("none"), own, bias, is_sliced))
         self._scale, self._cap = ends.logit_scale, ends.logit_cap
 
     def __call__(self, norm: RowNorm, residual: Residual) -> Tensor:
         """Logits of `norm(residual)`, `[n, hidden] -> [n, vocab]`."""
+        if self._project is not None:
+            residual, norm = Residual(self._project(norm(residual.values))), identity
         logits, _ = self.product(norm, residual)
         if self._scale != 1.0:
             logits = logits * self._scale
@@ -163,6 +175,9 @@ def embedding_and_head(
     Tied, they are one matrix, which the checkpoint may have under either name or under both. Where
     it has two that differ, they are not tied, whatever config.json says, as in transformers 5.
     """
+    positions = _positions(w, dims, ends)
+    into, out_of = _projections(w, dims, ends)
+    dims = replace(dims, hidden_size=ends.width or dims.hidden_size)
     below, above = w.at("model.embed_tokens"), w.at("lm_head")
     if is_tied and w.is_quantised("lm_head"):
         raise CheckpointError(
@@ -174,30 +189,44 @@ def embedding_and_head(
     matrix = _as_stored(w, name, dims) if is_one else None
     is_multiplied = is_tied and matrix is None
     table = _table(w, name, dims, is_multiplied)
-    embedding = Embedding(table, ends.scale, _positions(w, dims, ends), norm)
+    embedding = Embedding(table, ends.scale, positions, norm, into)
     bias = above.tensor("bias", dims.vocab_size) if ends.head_bias else None
     if is_one:
-        return embedding, _head(w, table, bias, ends, matrix)
+        return embedding, _head(w, table, bias, ends, matrix, out_of)
     matrix = _as_stored(w, "lm_head", dims)
     weight = _head_weight(w, above, dims, matrix is None)
     # Where only shapes are checked there are no numbers to compare.
     if is_tied and (weight.is_meta or torch.equal(weight, table.weight)):
-        return embedding, _head(w, table, bias, ends, matrix)
+        return embedding, _head(w, table, bias, ends, matrix, out_of)
     if is_tied:
         _log.warning(
             "config.json says tie_word_embeddings = true, but lm_head.weight differs from "
             "model.embed_tokens.weight: each is used as it is"
         )
-    return embedding, _head(w, Table(weight), bias, ends, matrix)
+    return embedding, _head(w, Table(weight), bias, ends, matrix, out_of)
 
 
 def _head(
-    w: WeightSource, table: Table, bias: Tensor | None, ends: Ends, matrix: Matrix | None
+    w: WeightSource,
+    table: Table,
+    bias: Tensor | None,
+    ends: Ends,
+    matrix: Matrix | None,
+    project: Linear | None,
 ) -> Head:
     """Return a head; the CPU kernels multiply with a table of fp32 as it lies."""
     if matrix is None and w.quantization != "none":
         matrix = as_rows(table.weight, w.target)
-    return Head(table, w.deterministic, bias, ends, matrix)
+    return Head(table, w.deterministic, bias, ends, matrix, project)
+
+
+def _projections(w: WeightSource, dims: Dims, ends: Ends) -> tuple[Linear | None, Linear | None]:
+    """Read the matrices between the hidden size and that of both ends, where these differ."""
+    if not ends.width:
+        return None, None
+    model, hidden = w.at("model"), dims.hidden_size
+    into = Linear.read(model, ("project_in",), (hidden,), ends.width)
+    return into, Linear.read(model, ("project_out",), (ends.width,), hidden)
 
 
 def _table(w: WeightSource, name: str, dims: Dims, is_multiplied: bool) -> Table:

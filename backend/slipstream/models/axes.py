@@ -55,6 +55,7 @@ class Residuals(Enum):
     ONE_NORM = "one norm of the sum"
     TWO_NORMS = "a norm of the same sum each"
     OF_NORMS = "a norm of the sum, which takes its place"
+    INTO_NORMS = "the sum, whose place its norm takes when they are added"
 
 
 class QkNorms(Enum):
@@ -93,6 +94,9 @@ class Axes:
     embedding_norm: whether a norm stands behind the embedding.
     learned_positions: whether a learned row of its position is added to each token's.
     position_offset: row of the first position.
+    embedding_size: numbers of a row of the embedding and of the head, of which a matrix each makes
+    the hidden size and back; 0: the hidden size.
+    last_norm: whether a norm stands before the head.
     head_bias, logit_scale, logit_cap: of logits; 0: no cap.
     experts: a mixture of experts in the place of MLPs, but for those of `dense_layers`.
     """
@@ -119,6 +123,8 @@ class Axes:
     embedding_norm: bool = False
     learned_positions: bool = False
     position_offset: int = 0
+    embedding_size: int = 0
+    last_norm: bool = True
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_cap: float = 0.0

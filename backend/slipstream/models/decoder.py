@@ -15,6 +15,7 @@ from slipstream.layers.decoder import (
     Decoder,
     NormedBlock,
     ParallelBlock,
+    PostNormBlock,
     StepDecoder,
 )
 from slipstream.layers.embedding import Ends, embedding_and_head
@@ -95,13 +96,15 @@ class _Builder:
             axes.head_bias,
             axes.logit_scale,
             axes.logit_cap,
+            axes.embedding_size,
         )
         norm = self._norm(self._weights.at("model.embed_norm")) if axes.embedding_norm else None
         ties = self._config.ties_embeddings
         rows = replace(d, vocab_size=self._config.vocab_rows)
         embedding, head = embedding_and_head(self._weights, rows, ties, ends, norm)
         blocks = [self._block(i) for i in range(d.num_layers)]
-        return Decoder(embedding, blocks, self._norm(self._weights.at("model.norm")), head)
+        last = self._norm(self._weights.at("model.norm")) if axes.last_norm else identity
+        return Decoder(embedding, blocks, last, head)
 
     def _norm(self, w: Weights, size: int | None = None) -> RowNorm:
         """Read a norm of the axes' kind; `size` is the hidden size if it is None."""
@@ -188,6 +191,8 @@ class _Builder:
             return Block(first, attention, second, mlp)
         if residuals is Residuals.OF_NORMS:
             return NormedBlock(first, attention, second, self._mlp(w))
+        if residuals is Residuals.INTO_NORMS:
+            return PostNormBlock(first, attention, second, self._mlp(w))
         if residuals is Residuals.SERIAL:
             return Block(first, attention, second, self._mlp(w))
         assert isinstance(attention, Attention), "no family has latents and parallel residuals"

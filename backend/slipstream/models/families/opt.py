@@ -1,8 +1,11 @@
-"""OPT (Zhang et al., 2022), Galactica: learned positions from row 2 on, a plain MLP of ReLU."""
+"""OPT (Zhang et al., 2022), Galactica: learned positions from row 2 on, a plain MLP of ReLU.
+
+The one of 350M has norms of the sum, none before the head, and embeddings of another width.
+"""
 
 from collections.abc import Mapping
 
-from slipstream.models.axes import ACTIVATIONS, Axes, NormKind, TensorNames
+from slipstream.models.axes import ACTIVATIONS, Axes, NormKind, Residuals, TensorNames
 from slipstream.models.family import family
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import no_rope
@@ -14,6 +17,8 @@ NAMES = {
     "model.norm": "model.decoder.final_layer_norm",
     "input_layernorm": "self_attn_layer_norm",
     "post_attention_layernorm": "final_layer_norm",
+    "model.project_in": "model.decoder.project_in",
+    "model.project_out": "model.decoder.project_out",
     "self_attn.o_proj": "self_attn.out_proj",
     "mlp.up_proj": "fc1",
     "mlp.down_proj": "fc2",
@@ -21,10 +26,7 @@ NAMES = {
 
 
 def derived(config: Reader) -> Mapping[str, object]:
-    """Return what no key says; refuse norms behind, and embeddings of another width (350m)."""
-    config.refuse_unless("do_layer_norm_before", True)
-    config.refuse_unless("_remove_final_layer_norm", False)
-    config.refuse_unless("word_embed_proj_dim", config.whole("hidden_size"))
+    """Return what no key says."""
     return {"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-5}
 
 
@@ -41,7 +43,11 @@ def derived(config: Reader) -> Mapping[str, object]:
     tensors=TensorNames(NAMES, optional="model."),
 )
 def opt(config: Reader) -> Axes:
-    """Read whether matrices have biases, and norms weights."""
+    """Read whether matrices have biases, and norms weights, and where norms stand."""
+    is_before = config.flag("do_layer_norm_before", default=True)
+    has_last = is_before and not config.flag("_remove_final_layer_norm", default=False)
+    hidden = config.whole("hidden_size")
+    width = config.whole("word_embed_proj_dim", hidden)
     bias = config.flag("enable_bias", default=True)
     has_weights = config.flag("layer_norm_elementwise_affine", default=True)
     return Axes(
@@ -50,6 +56,9 @@ def opt(config: Reader) -> Axes:
         out_bias=bias,
         mlp_bias=bias,
         gated=False,
+        residuals=Residuals.SERIAL if is_before else Residuals.INTO_NORMS,
+        embedding_size=0 if width == hidden else width,
+        last_norm=has_last,
         learned_positions=True,
         position_offset=2,
     )
