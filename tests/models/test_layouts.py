@@ -78,6 +78,10 @@ def test_a_joined_matrix_of_another_size_is_refused(add: int, tmp_path: Path) ->
         ("gpt_neox", {"hidden_size": 80, "num_attention_heads": 2}),
         ("qwen2", {"head_dim": 36, "num_key_value_heads": 1}),
         ("mistral", {"head_dim": 18, "sliding_window": 9}),
+        ("stablelm", {"hidden_size": 160, "qk_layernorm": True, "use_parallel_residual": True}),
+        ("phi", {"hidden_size": 160, "qk_layernorm": True}),
+        ("qwen3", {"head_dim": 36}),
+        ("gemma3", {"head_dim": 36}),
     ],
 )
 def test_padded_heads_compute_the_same(
@@ -103,6 +107,10 @@ def test_which_heads_are_padded(tmp_path: Path) -> None:
     assert model_on("cuda", model).dims.head_size == 128
     assert model_on("cuda", model).axes.attention_scale == 112**-0.5
     assert model_on("cpu", model) is model
+    save(make_model("stablelm", hidden_size=640, qk_layernorm=True), tmp_path / "norms")
+    model = read_config(tmp_path / "norms")
+    assert (model.dims.head_size, model_on("cuda", model).dims.head_size) == (160, 256)
+    assert model_on("cuda", model).axes.normed_size == 160
     edit_config(tmp_path, head_dim=128)
     assert model_on("cuda", read_config(tmp_path)).dims.head_size == 128
     edit_config(tmp_path, head_dim=320)

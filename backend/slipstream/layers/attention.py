@@ -15,7 +15,7 @@ from slipstream.kernels.elementwise.scales import Scales
 from slipstream.layers.cache_scales import static_scales
 from slipstream.layers.dims import Dims
 from slipstream.layers.linear import Linear, LinearAdd, NormLinear
-from slipstream.layers.norm import LayerNorm, Norm, RowNorm
+from slipstream.layers.norm import LayerNorm, Norm, PartNorm, RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 
@@ -145,7 +145,7 @@ class HeadNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise `[n, heads, d]`."""
-        if self._size == x.shape[-1] and isinstance(self.norm, LayerNorm):
+        if self._size == x.shape[-1] and isinstance(self.norm, LayerNorm | PartNorm):
             return self.norm(x)
         return self.norm(x.reshape(-1, self._size)).view(x.shape)
 

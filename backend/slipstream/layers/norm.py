@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -75,6 +76,36 @@ class LayerNorm:
         assert self.weight is not None, "groups differ by their weights"
         rows = functional.layer_norm(x.float(), x.shape[-1:], eps=self.eps)
         return (rows * self.weight.float()).to(x.dtype)
+
+
+class PartNorm:
+    """A norm of heads in which all but `count` numbers are zeros, as these are of its weight.
+
+    Args:
+        norm: of the heads as they are padded.
+        count: numbers of a head that the checkpoint has.
+    """
+
+    def __init__(self, norm: Norm | LayerNorm, count: int) -> None:
+        self._norm, self._count = norm, count
+        self._centres = isinstance(norm, LayerNorm)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise `[n, heads, size]`, in fp32, rounded once."""
+        norm, rows = self._norm, x.float()
+        squares = rows.pow(2).sum(-1, keepdim=True)
+        if self._centres:
+            mean = rows.sum(-1, keepdim=True) / self._count
+            rows = rows - mean
+            zeros = x.shape[-1] - self._count
+            squares = rows.pow(2).sum(-1, keepdim=True) - zeros * mean.pow(2)
+        rows = rows * torch.rsqrt(squares / self._count + norm.eps)
+        if norm.weight is not None:
+            factor = norm.weight.float()
+            rows = rows * (1 + factor if isinstance(norm, Norm) and norm.plus_one else factor)
+        if isinstance(norm, LayerNorm) and norm.bias is not None:
+            rows = rows + norm.bias.float()
+        return rows.to(x.dtype)
 
 
 def identity(x: Tensor) -> Tensor:

@@ -69,6 +69,10 @@ class QkNorms(Enum):
     LAYER_WHOLE = "all heads together, by a layer norm"
 
 
+# Norms of each head by itself.
+OF_HEADS = (QkNorms.HEADS, QkNorms.LAYER_HEADS, QkNorms.LAYER)
+
+
 @dataclass(frozen=True, slots=True)
 class Axes:
     """The ways in which decoders differ; the defaults are Llama's. A new axis is a field here.
@@ -79,6 +83,7 @@ class Axes:
     residuals: what attention and MLP read.
     residual_scale: of what each of them adds.
     qk_norms: what is normalised before rotation.
+    normed_size: numbers of a head that its norm counts, the others being zeros; 0: all.
     interleaved: whether a head's numbers 2i and 2i + 1 rotate together; else the halves do.
     qkv_bias, out_bias, mlp_bias: whether these matrices have biases.
     qkv_most: queries, keys and values are cut to so much and its negative; None: not cut.
@@ -107,6 +112,7 @@ class Axes:
     residuals: Residuals = Residuals.SERIAL
     residual_scale: float = 1.0
     qk_norms: QkNorms = QkNorms.NONE
+    normed_size: int = 0
     interleaved: bool = False
     qkv_bias: bool = False
     out_bias: bool = False

@@ -22,10 +22,10 @@ from slipstream.layers.embedding import Ends, embedding_and_head
 from slipstream.layers.experts import Experts
 from slipstream.layers.latent import LatentAttention
 from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP
-from slipstream.layers.norm import Factor, LayerNorm, Norm, RowNorm, identity
+from slipstream.layers.norm import Factor, LayerNorm, Norm, PartNorm, RowNorm, identity
 from slipstream.layers.ranks import SpreadLayerNorm, SpreadNorm
 from slipstream.layers.rope import cos_sin_table
-from slipstream.models.axes import Activation, NormKind, QkNorms, Residuals
+from slipstream.models.axes import OF_HEADS, Activation, NormKind, QkNorms, Residuals
 from slipstream.models.fileless import SizeSource
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.registry import family_of
@@ -133,21 +133,28 @@ class _Builder:
 
     def _head_norm(self, w: Weights, heads: int) -> HeadNorm:
         kind, size, eps = self._axes.qk_norms, self._dims.head_size, self._dims.eps
-        if kind is QkNorms.LAYER:
-            return HeadNorm(LayerNorm(w, size, eps), size)
+        if kind in OF_HEADS:
+            norm, count = self._norm_of_each(w, heads), self._axes.normed_size
+            return HeadNorm(PartNorm(norm, count) if count else norm, size)
         if kind is QkNorms.LAYER_WHOLE:
             has_bias = self._axes.norm is NormKind.LAYER
             if self._config.num_ranks > 1:
                 own = SpreadLayerNorm(w, heads * size, eps, has_bias)
                 return HeadNorm(own, heads * size)
             return HeadNorm(LayerNorm(w, heads * size, eps, has_bias=has_bias), heads * size)
-        if kind is QkNorms.LAYER_HEADS:
-            return HeadNorm(LayerNorm(w, size, eps, has_bias=False, groups=heads), size)
-        width = heads * size if kind is QkNorms.WHOLE else size
+        assert kind is QkNorms.WHOLE, "no other norm is of all heads"
         plus_one = self._axes.norm is NormKind.ONE_PLUS_WEIGHT
-        if kind is QkNorms.WHOLE and self._config.num_ranks > 1:
-            return HeadNorm(SpreadNorm(w, width, eps, plus_one), width)
-        return HeadNorm(Norm(w, width, eps, plus_one), width)
+        norm_of = SpreadNorm if self._config.num_ranks > 1 else Norm
+        return HeadNorm(norm_of(w, heads * size, eps, plus_one), heads * size)
+
+    def _norm_of_each(self, w: Weights, heads: int) -> Norm | LayerNorm:
+        """Read the norm of each head by itself."""
+        kind, size, eps = self._axes.qk_norms, self._dims.head_size, self._dims.eps
+        if kind is QkNorms.HEADS:
+            return Norm(w, size, eps, self._axes.norm is NormKind.ONE_PLUS_WEIGHT)
+        if kind is QkNorms.LAYER:
+            return LayerNorm(w, size, eps)
+        return LayerNorm(w, size, eps, has_bias=False, groups=heads)
 
     def _attention(self, i: int, w: Weights) -> Attention | LatentAttention:
         axes, own = self._axes, w.at("self_attn")

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from slipstream.models.axes import QkNorms
+from slipstream.models.axes import OF_HEADS, QkNorms
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.transforms import with_changes
 
@@ -13,11 +13,12 @@ def with_heads_of(config: ModelConfig, sizes: Sequence[int]) -> ModelConfig:
 
     Rows of q, k and v, and columns of the output, are zero there: scores and results stay what they
     were, while cache and attention take what the larger size takes. A model whose size is one of
-    them, is above all, or whose heads are normalised stays as it is.
+    them, is above all, or whose heads are normalised all together stays as it is.
     """
     size = config.dims.head_size
     larger = [each for each in sizes if each >= size]
-    if not larger or min(larger) == size or config.axes.qk_norms is not QkNorms.NONE:
+    is_whole = config.axes.qk_norms not in (QkNorms.NONE, *OF_HEADS)
+    if not larger or min(larger) == size or is_whole:
         return config
     padded, axes = min(larger), config.axes
     if config.build is not None:  # it pads what its layers pass to attention
@@ -28,7 +29,7 @@ def with_heads_of(config: ModelConfig, sizes: Sequence[int]) -> ModelConfig:
     return replace(
         config,
         dims=replace(config.dims, head_size=padded),
-        axes=replace(axes, attention_scale=scale),
+        axes=replace(axes, attention_scale=scale, normed_size=size),
         ropes=tuple(replace(rope, rotated=count) for rope, count in ropes),
         tensors=with_changes(config.tensors, config.dims, config.ropes, axes.interleaved, padded),
     )
