@@ -1,7 +1,8 @@
 """What a cluster serves, simulated from measured step times: `python benchmarks/cluster.py`.
 
 Replicas (`replicas.py`) behind a router: `random`, `least` (the fewest requests that wait or run),
-or `prefix` (where the longest prefix is cached, unless that one is much fuller than the emptiest).
+`turns` (one after the other), `prefix` (where the longest prefix is cached, unless that one is much
+fuller than the emptiest), or `slipstream` (what `--replicas` does: `slipstream.replicas.policy`).
 A router knows of replicas what they last published, every `--look` seconds, and what it sent since.
 
     python benchmarks/cluster.py --gpus 8 64 1000 --load 0.8
@@ -13,6 +14,7 @@ history is the prefix that it shares with the turn before; lengths are those of 
 """
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -24,10 +26,11 @@ from pathlib import Path
 import numpy as np
 from limits import CARDS
 from replicas import Replica, Request, Shaped, make
+from slipstream.replicas.policy import View, choose
 from step_times import SIZES
 from traces import Arrival, lengths
 
-POLICIES = ("random", "least", "prefix")
+POLICIES = ("random", "turns", "least", "prefix", "slipstream")
 _SLACK = 8  # requests that a replica may have more than the emptiest, for its prefix
 _LOOK_S = 0.05
 LATE_MS = 500.0  # p99 of first tokens, above which a rate is too high
@@ -44,6 +47,8 @@ class Router:
         self._rng = random.Random(seed)
         self._known = [0] * len(self.replicas)  # load, as published and sent since
         self._last: dict[str, int] = {}  # prefix -> the replica that had it last
+        self._turns = itertools.count()
+        self._sent = [0] * len(self.replicas)
         self.look()
 
     def look(self) -> None:
@@ -58,9 +63,32 @@ class Router:
             self._last[request.prefix] = at
         self.replicas[at].submit(request)
 
+    def _by_cost(self, request: Request) -> int:
+        """Choose as a server with replicas does, which sees each token as it is made."""
+        num_prompt = request.arrival.num_input
+        views = {
+            at: View(
+                each.cached(request),
+                each.num_queued,
+                each.used,
+                each.kv_tokens,
+                each.num_decodes,
+                self._sent[at],
+            )
+            for at, each in enumerate(self.replicas)
+        }
+        chosen = choose(views, num_prompt)
+        assert chosen is not None, "there are replicas"
+        self._sent[chosen] += 1
+        return chosen
+
     def _choose(self, request: Request) -> int:
         if self._policy == "random":
             return self._rng.randrange(len(self.replicas))
+        if self._policy == "turns":
+            return next(self._turns) % len(self.replicas)
+        if self._policy == "slipstream":
+            return self._by_cost(request)
         least = min(self._known)
         if self._policy == "prefix":
             had = self._last.get(request.prefix)

@@ -146,6 +146,14 @@ class Replica:
         return len(self.waiting) + self.num_running
 
     @property
+    def num_queued(self) -> int:
+        """Tokens of prompts that are not computed, as far as the cache lacks them."""
+        running = sum(request.num_left for request in self.chunked)
+        return running + sum(
+            request.arrival.num_input - self.cached(request) for request in self.waiting
+        )
+
+    @property
     def num_running(self) -> int:
         """Requests that run."""
         return self.num_decodes + len(self.chunked)

@@ -19,6 +19,7 @@ DEVICE_DRAFTERS = ("draft", "medusa", "eagle3")  # that need weights
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 SPECULATIONS = ("none", "lookup", "suffix", "auto", "forced", "synthetic", *DEVICE_DRAFTERS)
 MAX_TARGET_ITL = 60_000  # ms
+MAX_REPLICAS = 64
 MIN_STUCK_AFTER_S = 3  # an idle engine turns, and is looked at, once a second
 
 
@@ -156,6 +157,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _field(
             "ranks, processes on GPUs or cores of this host, over which every matrix is split, 1 "
             f"to {MAX_RANKS}; heads and widths must be multiples of it"
+        ),
+    ] = 1
+    replicas: Annotated[
+        int,
+        _field(
+            "engines that serve this model, each on GPUs of its own (as many as it has ranks), or "
+            f"on its part of the cores, 1 to {MAX_REPLICAS}; a request goes where the longest part "
+            "of its prompt is cached, unless another is that much less busy"
         ),
     ] = 1
     pipeline_parallel: Annotated[

@@ -10,7 +10,8 @@ with pauses that grow to 10 s. An engine whose loop makes no turn for `stuck_aft
 that ends because its models were unloaded (exit code 3) is started again by the next bridge.
 
 With `tensor_parallel` the engine is rank 0 of several processes: if one ends, or gives no sign of
-life for some seconds, all are killed and started again.
+life for some seconds, all are killed and started again. With `replicas` a router (`replicas/`) runs
+in the engine's place; it starts a supervisor like this one for each engine behind it.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -58,9 +59,17 @@ _SET_PARENT_DEATH_SIGNAL = 1
 class SupervisorStarter:
     """Starts the supervisor if none runs. There is one for each bridge."""
 
-    def __init__(self, runtime: Runtime, config: EngineConfig, server_pid: int) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: EngineConfig,
+        server_pid: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environment`: variables that the engine gets beside those of this process."""
         self._runtime = runtime
         self._config = config
+        self._environment = environment or {}
         self._server_pid = server_pid
         self._old = _identity(runtime.error)
         self._seen: tuple[int, int] | None = None  # the newest failure, first seen at `_seen_s`
@@ -104,11 +113,20 @@ class SupervisorStarter:
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
-                        env=dict(os.environ) | {VARIABLE: str(self._runtime.directory)},
+                        env={
+                            **os.environ,
+                            **self._environment,
+                            VARIABLE: str(self._runtime.directory),
+                        },
                         pass_fds=[lock.fileno()],
                         process_group=0,  # not a session: see slipstream_serve.spawn
                     )
                 )
+
+    def stop(self) -> None:
+        """End the supervisors that this process started, and with them their engines."""
+        for child in self._children:
+            end(child, _END_S + 1.0)
 
     def _command(self, lock: int) -> list[str]:
         python = os.environ.get("SLIPSTREAM_PYTHON") or shutil.which("python3") or "python3"
@@ -132,6 +150,9 @@ class Supervisor:
         self._lock = lock
         config = _read_config(runtime.config)
         self._stuck_after_s, self._num_ranks = config.stuck_after_s, config.tensor_parallel
+        self._module = "slipstream.engine.loop"
+        if config.replicas > 1:  # a router, which has engines and supervisors of its own
+            self._module, self._num_ranks = "slipstream.replicas.process", 1
         self._server = os.pidfd_open(server_pid)
         self._was_ready = False
         self._ready_s: float | None = None  # when this engine was ready
@@ -182,7 +203,7 @@ class Supervisor:
         ranks = RankProcesses(self._num_ranks)
         engine = subprocess.Popen(
             [
-                *(sys.executable, "-P", "-m", "slipstream.engine.loop"),
+                *(sys.executable, "-P", "-m", self._module),
                 *("--config", str(self._runtime.config)),
                 *("--socket", self._runtime.address),
                 *("--memory-lock", str(self._runtime.memory_lock)),

@@ -18,7 +18,7 @@ from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-PROTOCOL = 13
+PROTOCOL = 14
 
 
 class FinishReason(StrEnum):
@@ -59,6 +59,7 @@ class Hello(ToEngine, frozen=True):
     bridge: str  # the Triton model that it serves, maybe one process of several
     pid: int = 0  # of this process; a second Hello of it replaces the first connection
     keeps_engine: bool = True  # the engine ends once the last such connection has said `Bye`
+    prefix_key: bytes = b""  # wants `Prefixes`, by this key if the engine's cache is empty
 
 
 class Submit(ToEngine, frozen=True):
@@ -263,6 +264,19 @@ class Adapters(ToBridge, frozen=True):
     adapters: list[AdapterInfo]
 
 
+class Prefixes(ToBridge, frozen=True):
+    """Whole blocks that are in the cache now, by their digests (`core/prefix.py`), or no more.
+
+    It is sent to connections that want it (`Hello.prefix_key`): all at first, then what is new.
+    """
+
+    key: bytes  # of the digests
+    block_size: int  # tokens
+    is_whole: bool  # all that there are; false: since the last message
+    added: list[bytes]
+    removed: list[bytes]
+
+
 class Answered(ToBridge, frozen=True):
     """The answer to `LoadAdapter` or `UnloadAdapter`."""
 
@@ -278,6 +292,20 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     counters: dict[str, float]
     histograms: dict[str, tuple[list[int], float]]  # counts of each bucket, the last unbounded; sum
     samples: dict[str, list[float]]  # since the last message with figures
+
+
+class ReplicaState(msgspec.Struct, frozen=True, array_like=True):
+    """An engine of several that serve one model, as of its last `Status`."""
+
+    number: int  # from 0
+    engine_pid: int
+    is_up: bool
+    running: int = 0
+    waiting: int = 0
+    kv_blocks_free: int = 0
+    kv_blocks_total: int = 0
+    num_requests: int = 0  # ever sent to it
+    num_restarts: int = 0
 
 
 class Status(ToBridge, frozen=True):
@@ -302,10 +330,11 @@ class Status(ToBridge, frozen=True):
     requests: list[int] | None = None  # unfinished requests of that bridge
     running_adapters: list[str] = []  # names, of sequences that run
     waiting_adapters: list[str] = []
+    replicas: list[ReplicaState] = []  # if there are several
 
 
 EngineMessage = Hello | Submit | Cancel | LoadAdapter | UnloadAdapter | Ping | Bye
-BridgeMessage = Welcome | Refused | StepOutputs | Rejected | Status | Adapters | Answered
+BridgeMessage = Welcome | Refused | StepOutputs | Rejected | Status | Adapters | Answered | Prefixes
 
 
 def _to_bytes(token_ids: object) -> bytes:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
-from slipstream.engine.loop import limits_of
+from slipstream.engine.settings import limits_of
 from slipstream.errors import StartError
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve

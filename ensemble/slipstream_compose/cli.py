@@ -45,6 +45,7 @@ _COUNTS = (
     "lora_task_bytes",
     "tensor_parallel",
     "pipeline_parallel",
+    "replicas",
 )
 
 _DRAFTS = ("draft_checkpoint", "medusa_choices", "eagle_choices", "synthetic_acceptance")

@@ -121,3 +121,35 @@ def test_ranks_make_a_step_faster_but_not_by_their_number(shape, is_fp8):
         halves = forecast.step_ms(shape, is_fp8, 2, 2, batch)
         assert by_ranks[2] < halves < by_ranks[0]
     assert forecast.step_ms("70b", True, 4, 1, 1) < forecast.step_ms("70b", False, 4, 1, 1)
+
+
+def hot(rate: float, seconds: float, num_prefix: int):
+    """Requests that all begin with one long prefix, at even distances."""
+    replicas, traces = module("replicas"), module("traces")
+    count = round(rate * seconds)
+    return [
+        replicas.Request(traces.Arrival(at / rate, num_prefix + 100, 60), "all", num_prefix)
+        for at in range(count)
+    ]
+
+
+@pytest.mark.parametrize("draw", ["chats", "hot"])
+def test_the_routing_of_replicas_finds_prefixes_and_keeps_the_balance(draw):
+    """Beside taking turns: `replicas` is what `--replicas` chooses by."""
+    replicas, cluster = module("replicas"), module("cluster")
+    rows = {}
+    for policy in ("turns", "slipstream"):
+        requests = cluster.chats(70.0, 5.0, 480, 1) if draw == "chats" else hot(160.0, 4.0, 3000)
+        router = cluster.Router(
+            policy, [r for _ in range(8) for r in replicas.make(replicas.Shaped())]
+        )
+        cluster.run(router, requests)
+        rows[policy] = cluster.served(policy, 8, router, requests)
+    ours, turns = rows["slipstream"], rows["turns"]
+    assert ours.busiest < 1.3
+    assert ours.first_p50 <= turns.first_p50
+    if draw == "chats":
+        assert ours.found > 3 * turns.found
+        assert ours.first_p99 < turns.first_p99
+    else:
+        assert ours.found >= turns.found - 0.01

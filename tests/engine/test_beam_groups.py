@@ -212,7 +212,7 @@ def test_a_group_preempted_before_its_forks_knows_its_own_prefixes(at: int) -> N
             scheduler._running.preempt(lead)
             for beam in lead.group.live:
                 scheduler.cache.match(beam)
-                chain = scheduler.cache._index.chain("")
+                chain = scheduler.cache.index.chain("")
                 chain.extend(beam.ids(0, beam.num_known).tobytes())
                 assert beam.cache.chain.digests == chain.digests
         fork_all()

@@ -134,7 +134,7 @@ def test_metrics_agree_with_what_clients_got(seed):
     assert status.num_prefix_queries == counters["prefix_queries"]
     assert status.num_prefix_hits == counters["prefix_hits"]
     cache = client.engine._scheduler.cache
-    assert told.gauges["cached_blocks"] == cache.num_cached == len(cache._index)
+    assert told.gauges["cached_blocks"] == cache.num_cached == len(cache.index)
     evicted = sum(counters[f"evicted_blocks:{word}"] for word in figures.EVICTIONS)
     assert evicted == sum(cache.num_evicted.values())
     assert client.engine.figures().samples == {name: [] for name in figures.SAMPLES}

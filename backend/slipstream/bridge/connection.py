@@ -10,6 +10,7 @@ waits for the socket's descriptor instead.
 
 import itertools
 import logging
+import math
 import os
 import queue
 import threading
@@ -69,6 +70,8 @@ class Connection:
         keep_alive: Callable[[], None],
         max_unanswered: int = 90,
         keeps_engine: bool = True,
+        prefix_key: bytes = b"",
+        take_prefixes: Callable[[wire.Prefixes], None] | None = None,
     ) -> None:
         """Start to connect.
 
@@ -81,8 +84,13 @@ class Connection:
             max_unanswered: pings, one a second, after which a silent engine is given up. It is a
                 number, not a time: while a machine's processes are suspended, none is stuck.
             keeps_engine: whether the engine goes on for this connection alone.
+            prefix_key: see `wire.Hello`; it may be changed for the next engine.
+            take_prefixes: receives what the engine's cache has, if there is a key.
         """
+        self.prefix_key = prefix_key
+        self._take_prefixes = take_prefixes
         self.status: wire.Status | None = None  # the latest
+        self.heard_s = -math.inf  # when the last message came, by time.monotonic()
         self.adapters: tuple[wire.AdapterInfo, ...] = ()  # of the engine
         self.num_dropped = 0  # frames that were not messages
         self._address = address
@@ -197,7 +205,8 @@ class Connection:
             try:
                 with self._changed:
                     socket.connect(self._address)
-                    socket.send(wire.encode(self._hello))
+                    hello = msgspec.structs.replace(self._hello, prefix_key=self.prefix_key)
+                    socket.send(wire.encode(hello))
                 self._serve(socket, monitor)
                 with self._changed:
                     if self._is_closing and self._welcome is not None:
@@ -269,7 +278,7 @@ class Connection:
                     frame = socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._num_unanswered = 0
+            self._num_unanswered, self.heard_s = 0, time.monotonic()
             try:
                 message = wire.decode_bridge(frame)
             except (msgspec.DecodeError, ValueError, RecursionError):
@@ -296,6 +305,9 @@ class Connection:
                 self.adapters = tuple(message.adapters)
             case wire.Answered():
                 self._answer(message)
+            case wire.Prefixes():
+                if self._take_prefixes is not None:
+                    self._take_prefixes(message)
             case wire.Welcome():
                 _log.info(
                     "connected to the engine of %s, process %d", message.model, message.engine_pid

@@ -24,6 +24,7 @@ from struct import iter_unpack
 SEGMENT = 32  # blocks
 
 _DIGEST_BYTES = 16
+_KEY_BYTES = 32
 _ID_BYTES = 4
 
 
@@ -116,13 +117,51 @@ class PrefixIndex:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._key = secrets.token_bytes(32)
+        self._key = secrets.token_bytes(_KEY_BYTES)
         self._blocks: dict[bytes, int] = {}
         self._contents: dict[int, _Content] = {}
         self._child: dict[bytes, int] = {}  # prefix -> a block that follows it
         self._children: dict[bytes, list[int]] = {}  # prefix -> all, sorted, if more than one
         self._segments: dict[bytes, list[bytes]] = {}  # last digest of a segment -> all its digests
+        self._news: dict[bytes, bool] | None = None  # digest -> whether it is here
         self.find = self._blocks.get  # digest -> block, or None
+
+    @property
+    def key(self) -> bytes:
+        """The key of all digests."""
+        return self._key
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self._block_size
+
+    def share(self, key: bytes) -> list[bytes]:
+        """Note from here on what is added and removed; return what the first table has.
+
+        An empty index takes `key` for its own, so that several may have the same.
+        """
+        if not self._contents and len(key) == _KEY_BYTES:
+            self._key = key
+        self._news = {}
+        return [digest for digest in self._blocks if len(digest) == _DIGEST_BYTES]
+
+    def stop_sharing(self) -> None:
+        """Note nothing from here on."""
+        self._news = None
+
+    def take_news(self) -> tuple[list[bytes], list[bytes]]:
+        """Return digests of the first table's blocks that were added and removed since then."""
+        news = self._news
+        if not news:
+            return [], []
+        self._news = {}
+        added = [digest for digest, is_here in news.items() if is_here]
+        return added, [digest for digest, is_here in news.items() if not is_here]
+
+    def _note(self, digest: bytes, is_here: bool) -> None:
+        if self._news is not None and len(digest) == _DIGEST_BYTES:
+            self._news[digest] = is_here
 
     def __len__(self) -> int:
         return len(self._contents)
@@ -173,6 +212,7 @@ class PrefixIndex:
         if digest is not None:
             assert digest not in self._blocks, "two blocks for one prefix"
             self._blocks[digest] = block
+            self._note(digest, is_here=True)
 
     def add_segments(self, digests: list[bytes], numbers: range) -> None:
         """Record the segments of a chain that end with an indexed block among `numbers`."""
@@ -194,6 +234,7 @@ class PrefixIndex:
         del self._contents[block]
         if digest is not None:
             del self._blocks[digest]
+            self._note(digest, is_here=False)
             self._segments.pop(digest, None)
 
     def check_integrity(self, kept: Iterable[int]) -> None:

@@ -120,6 +120,7 @@ class Engine:
             device_drafts,
             self.adapters.room,
         )
+        self.prefixes = self._scheduler.cache.index
         fixed = {"max_num_seqs": limits.max_num_seqs, "block_size": runner.block_size}
         self._gauges = Gauges(self._scheduler, self._telemetry, fixed)
         self._edit_context = edit_context or EditContext(runner.vocab_size, vocab)
@@ -134,15 +135,14 @@ class Engine:
         self._bounds = self._make_bounds(device_drafts is not None)
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
-        self._request_ids = RequestIds()
+        self._request_ids: RequestIds[Request] = RequestIds()
         self._flights: deque[_StepInFlight] = deque()
         self._next_sequence_id = 0
         self._failed: set[tuple[bytes, int]] = set()  # requests that failed since a step succeeded
         self._bisection = Bisection()
         self._launch_lead = LaunchLead(clock)
         self._last_step = 0.0  # time.monotonic()
-        self._num_received = 0  # requests, refused ones included
-        self._num_received_tokens = 0  # of their prompts
+        self._num_received = self._num_received_tokens = 0  # refused ones included; their prompts
 
     def _make_bounds(self, drafts_on_device: bool) -> RequestBounds:
         runner = self._runner

@@ -17,9 +17,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -33,23 +33,16 @@ from slipstream_runtime.waking import wake_at_once
 
 from slipstream import __version__, wire
 from slipstream.config import EngineConfig
-from slipstream.core.edits import EditContext
 from slipstream.core.laps import Laps, process_age
-from slipstream.core.processors import load_processors
-from slipstream.core.thinking import find_thinking
 from slipstream.engine import drafter_choice
-from slipstream.engine.adapters import AdapterStore, Holder, parse_adapters
 from slipstream.engine.engine import Engine
 from slipstream.engine.keepers import Keepers
 from slipstream.engine.reports import RequestLog, StatusLine
-from slipstream.engine.scheduler import Limits
+from slipstream.engine.served import Served
+from slipstream.engine.settings import adapters_of, edit_context_of, limits_of
 from slipstream.engine.telemetry import Telemetry
-from slipstream.errors import ConfigError
 from slipstream.guide.checkpoint import start_set_up
 from slipstream.launch import CANNOT_START, UNUSED
-
-if TYPE_CHECKING:
-    from slipstream.runner.plan import Plan
 
 _log = logging.getLogger(__name__)
 
@@ -65,13 +58,14 @@ _SILENCE_S = 5.0  # bridges ping every second; one silent for longer is probed
 class EngineLoop:
     """A ROUTER socket around an `Engine`: accepts bridges, and sends each bridge its own tokens."""
 
-    def __init__(self, engine: Engine, welcome: wire.Welcome, address: str) -> None:
+    def __init__(self, engine: Served, welcome: wire.Welcome, address: str) -> None:
         self.num_dropped = 0  # frames that were not messages, out of turn, or not applicable
         self.num_unknown = 0  # cancels of requests that are not there
         self._engine = engine
         engine.adapters.when_changed = self._publish_adapters
         self._welcome = welcome
         self._bridges: dict[bytes, wire.Hello] = {}  # connected bridges
+        self._followers: set[bytes] = set()  # connected bridges that want `Prefixes`
         self._keepers = Keepers()
         self._heard_s: dict[bytes, float] = {}
         self._next_probe_s = 0.0
@@ -115,7 +109,7 @@ class EngineLoop:
             idle_ms = min(idle_ms, _LOADING_MS)
             self._engine.adapters.poll()
         self._engine.adapters.take_watched()
-        if self._engine.has_work or self._socket.poll(idle_ms):
+        if self._await_work(idle_ms):
             self._receive()
             while (slack_ns := self._engine.slack_ns()) >= _MS and self._socket.poll(
                 int(slack_ns / _MS)
@@ -132,10 +126,16 @@ class EngineLoop:
                 if bridge in self._bridges:
                     self._send(bridge, wire.StepOutputs(self._engine.num_steps, made_ns, tokens))
             self._publish_load()
+        if self._followers:
+            self._publish_prefixes()
         if (now := time.monotonic()) >= self._next_probe_s:
             self._next_probe_s = now + 1.0
             self._status_line.tick(self._engine.status(0, ()), now)
             self._probe(now - _SILENCE_S)
+
+    def _await_work(self, idle_ms: int) -> bool:
+        """Wait up to `idle_ms` until there is something to do; return whether there is."""
+        return self._engine.has_work or bool(self._socket.poll(idle_ms))
 
     def close(self) -> None:
         """Close the socket, for callers that use `turn` instead of `run`."""
@@ -221,6 +221,23 @@ class EngineLoop:
         for bridge in list(self._bridges):
             self._send(bridge, message)
 
+    def _publish_prefixes(self) -> None:
+        """Send what the cache has and has no more."""
+        index = self._engine.prefixes
+        added, removed = index.take_news()
+        if added or removed:
+            message = wire.Prefixes(index.key, index.block_size, False, added, removed)
+            for bridge in list(self._followers):
+                self._send(bridge, message)
+
+    def _follow(self, bridge: bytes, key: bytes) -> None:
+        """Send a bridge all that the cache has, and from here on what is new."""
+        self._publish_prefixes()
+        index = self._engine.prefixes
+        whole = index.share(key)
+        self._followers.add(bridge)
+        self._send(bridge, wire.Prefixes(index.key, index.block_size, True, whole, []))
+
     def _status(self, bridge: bytes, ping: wire.Ping) -> wire.Status:
         status = self._engine.status(ping.number, self._bridge_names())
         figures = self._engine.figures(self.num_dropped) if ping.with_figures else None
@@ -247,6 +264,8 @@ class EngineLoop:
         self._send(bridge, self._welcome)
         if adapters := self._engine.adapters.infos():
             self._send(bridge, wire.Adapters(adapters))
+        if message.prefix_key:
+            self._follow(bridge, message.prefix_key)
 
     def _submit(self, bridge: bytes, message: wire.Submit) -> None:
         if self._engine.has_request(bridge, message.request):  # numbers are used once
@@ -285,6 +304,9 @@ class EngineLoop:
     def _disconnect(self, bridge: bytes, why: str) -> None:
         name = self._bridge_name(bridge)
         self._heard_s.pop(bridge, None)
+        self._followers.discard(bridge)
+        if not self._followers:
+            self._engine.prefixes.stop_sharing()
         self._keepers.remove(bridge)
         num_requests = self._engine.cancel_bridge(bridge)
         if self._bridges.pop(bridge, None) is not None:
@@ -303,49 +325,6 @@ def read_config(path: Path) -> EngineConfig:
     draft = config.draft_checkpoint and str(path.parent / config.draft_checkpoint)
     checkpoint = str(path.parent / config.checkpoint)
     return msgspec.structs.replace(config, checkpoint=checkpoint, draft_checkpoint=draft)
-
-
-def edit_context_of(
-    config: EngineConfig, checkpoint: Path, vocab_size: int, vocab: TokenBytes | None
-) -> EditContext:
-    """Return what edits of logits need to know. Raises ConfigError."""
-    processors = load_processors(config.logits_processors)
-    thinking = None if vocab is None else find_thinking(checkpoint, vocab, config.thinking_end)
-    if config.thinking_end and thinking is None:
-        raise ConfigError(
-            f"thinking_end is {config.thinking_end[:64]!r}, which no token of the checkpoint spells"
-        )
-    return EditContext(vocab_size, vocab, thinking, processors)
-
-
-def limits_of(config: EngineConfig, plan: "Plan") -> Limits:
-    """Return the bounds of the scheduler, and what requests mean that do not say."""
-    return Limits(
-        plan.max_num_seqs,
-        plan.max_num_batched_tokens,
-        config.max_waiting,
-        config.max_waiting_tokens,
-        config.long_prompt_tokens,
-        config.kv_cache_reuse,
-        config.logprobs_mode,
-        config.max_logits_bytes,
-        plan.max_drafted_rows,
-        guide_in_thinking=config.guide_in_thinking,
-        target_itl_ns=round((config.target_itl or 0) * _MS),
-    )
-
-
-def adapters_of(config: EngineConfig, model: str, holder: Holder) -> AdapterStore:
-    """Load the adapters that an engine starts with. Raises ConfigError."""
-    store = AdapterStore(holder, config.adapter_root, model, config.lora_task_bytes)
-    try:
-        for name, path in parse_adapters(config.adapters).items():
-            store.load(name, path)
-        if config.adapter_dir:
-            store.watch(config.adapter_dir).start()
-    except ContractError as error:
-        raise ConfigError(error.message) from None
-    return store
 
 
 def load(
@@ -414,8 +393,11 @@ def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(0)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the process; return its exit code."""
+Make = Callable[[EngineConfig, str, Path | None, int | None], EngineLoop]
+
+
+def main(arguments: list[str] | None = None, make: Make = load) -> int:
+    """Run the process, whose loop `make` makes; return its exit code."""
     parser = argparse.ArgumentParser(prog="slipstream.engine.loop", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="EngineConfig as JSON")
     parser.add_argument("--socket", required=True, help="ZeroMQ address to listen on")
@@ -431,7 +413,7 @@ def main(arguments: list[str] | None = None) -> int:
     gc.disable()  # a start makes objects that stay: collections would take a tenth of it
     try:
         config = read_config(options.config)
-        loop = load(config, options.socket, options.memory_lock, options.ranks)
+        loop = make(config, options.socket, options.memory_lock, options.ranks)
     except Exception as error:
         _log.debug("start failed", exc_info=True)
         print(f"slipstream engine: {' '.join(str(error).split())}", file=sys.stderr)

@@ -4,16 +4,29 @@ Several processes may serve one model, each with its own connection, and none kn
 the others. A bridge handles duplicates among its own requests itself: several may share an id.
 """
 
+from typing import Generic, Protocol, TypeVar
+
 from slipstream_contract.errors import Code, ContractError
 
-from slipstream.core.sequence import Request
+from slipstream.wire import CancelCause, Submit
 
 
-class RequestIds:
+class Running(Protocol):
+    """A request that has not ended."""
+
+    bridge: bytes
+    message: Submit
+    cause: CancelCause | None  # why it is ended before its end
+
+
+R = TypeVar("R", bound=Running)
+
+
+class RequestIds(Generic[R]):
     """Running requests by model and id, if they have an id."""
 
     def __init__(self) -> None:
-        self._running: dict[tuple[str, str], list[Request]] = {}
+        self._running: dict[tuple[str, str], list[R]] = {}
 
     def refuse_duplicate(self, bridge: bytes, model: str, request_id: str) -> None:
         """Raise `ContractError` if another bridge of that model runs a request with that id."""
@@ -23,14 +36,14 @@ class RequestIds:
                     f"request id {request_id!r:.64} is already running", Code.ALREADY_EXISTS
                 )
 
-    def add(self, request: Request) -> None:
+    def add(self, request: R) -> None:
         """Add a request that is queued."""
         message = request.message
         if message.request_id:
             key = message.model, message.request_id
             self._running.setdefault(key, []).append(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: R) -> None:
         """Remove a request that has ended."""
         message = request.message
         if message.request_id:

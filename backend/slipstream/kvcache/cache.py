@@ -78,12 +78,12 @@ class KVCache:
         is_reused = is_reused and not self.window.has_gaps
         mover = mover if is_reused else None
         self._blocks = BlockManager(num_blocks, clock, self._evict, mover is not None)
-        self._index = PrefixIndex(block_size)
+        self.index = PrefixIndex(block_size)  # of what can be found again
         self._token_ns = token_ns
-        self.tier = HostTier(self._blocks, self._index, mover, self._compute_s, self._evict)
-        pool = (self._blocks, self._index, self.tier, self.window, block_size)
+        self.tier = HostTier(self._blocks, self.index, mover, self._compute_s, self._evict)
+        pool = (self._blocks, self.index, self.tier, self.window, block_size)
         self._reuse = Reuse(*pool, is_reused)
-        self._forks = Forks(self._blocks, self._index, self.window, block_size)
+        self._forks = Forks(self._blocks, self.index, self.window, block_size)
         self.num_for_fork = self._forks.num_needed
         self.follow_tokens = self._forks.follow_tokens
         self.match = self._reuse.match
@@ -340,7 +340,7 @@ class KVCache:
 
     def _evict(self, blocks: list[int], priority: int) -> None:
         for block in blocks:
-            self._index.remove(block)
+            self.index.remove(block)
         above = (priority > DEFAULT_RETENTION) - (priority < DEFAULT_RETENTION)
         self.num_evicted[EVICTIONS[1 + above]] += len(blocks)
 

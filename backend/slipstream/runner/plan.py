@@ -16,6 +16,7 @@ from slipstream.config import (
     BACKEND_MODELS,
     BLOCK_SIZES,
     LOAD_FORMATS,
+    MAX_REPLICAS,
     MAX_TARGET_ITL,
     MIN_STUCK_AFTER_S,
     SPECULATIONS,
@@ -319,6 +320,8 @@ def _num_threads(model: ModelConfig) -> int | None:
 
 
 def _check_ranks(config: EngineConfig) -> None:
+    if _at_least(config, "replicas", 1) > MAX_REPLICAS:
+        raise ConfigError(f"replicas = {config.replicas} is above {MAX_REPLICAS}")
     if _at_least(config, "tensor_parallel", 1) > MAX_RANKS:
         raise ConfigError(f"tensor_parallel = {config.tensor_parallel} is above {MAX_RANKS}")
     if _at_least(config, "pipeline_parallel", 1) > 1:

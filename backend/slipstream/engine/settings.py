@@ -1,0 +1,63 @@
+"""What the parts of an engine get of its configuration: limits, edits of logits, adapters."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream_contract.errors import ContractError
+from slipstream_contract.vocab import TokenBytes
+
+from slipstream.config import EngineConfig
+from slipstream.core.edits import EditContext
+from slipstream.core.processors import load_processors
+from slipstream.core.thinking import find_thinking
+from slipstream.engine.adapters import AdapterStore, Holder, parse_adapters
+from slipstream.engine.scheduler import Limits
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.runner.plan import Plan
+
+_MS = 1_000_000  # in ns
+
+
+def edit_context_of(
+    config: EngineConfig, checkpoint: Path, vocab_size: int, vocab: TokenBytes | None
+) -> EditContext:
+    """Return what edits of logits need to know. Raises ConfigError."""
+    processors = load_processors(config.logits_processors)
+    thinking = None if vocab is None else find_thinking(checkpoint, vocab, config.thinking_end)
+    if config.thinking_end and thinking is None:
+        raise ConfigError(
+            f"thinking_end is {config.thinking_end[:64]!r}, which no token of the checkpoint spells"
+        )
+    return EditContext(vocab_size, vocab, thinking, processors)
+
+
+def limits_of(config: EngineConfig, plan: "Plan") -> Limits:
+    """Return the bounds of the scheduler, and what requests mean that do not say."""
+    return Limits(
+        plan.max_num_seqs,
+        plan.max_num_batched_tokens,
+        config.max_waiting,
+        config.max_waiting_tokens,
+        config.long_prompt_tokens,
+        config.kv_cache_reuse,
+        config.logprobs_mode,
+        config.max_logits_bytes,
+        plan.max_drafted_rows,
+        guide_in_thinking=config.guide_in_thinking,
+        target_itl_ns=round((config.target_itl or 0) * _MS),
+    )
+
+
+def adapters_of(config: EngineConfig, model: str, holder: Holder) -> AdapterStore:
+    """Load the adapters that an engine starts with. Raises ConfigError."""
+    store = AdapterStore(holder, config.adapter_root, model, config.lora_task_bytes)
+    try:
+        for name, path in parse_adapters(config.adapters).items():
+            store.load(name, path)
+        if config.adapter_dir:
+            store.watch(config.adapter_dir).start()
+    except ContractError as error:
+        raise ConfigError(error.message) from None
+    return store
