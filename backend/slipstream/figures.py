@@ -52,6 +52,9 @@ GAUGES = (  # those of requests exclude probes
     "max_num_seqs",
     "block_size",
     "cached_blocks",  # free blocks that hold a prefix
+    "adapters_on_device",
+    "adapter_pages",  # of the device
+    "adapter_pages_free",
     "host_blocks_free",  # slots in host memory
     "host_blocks_cached",
     "host_blocks_leaving",  # device to host
@@ -76,6 +79,8 @@ COUNTERS: dict[str, Iterable[str]] = {
     "moved_blocks": ("out", "in"),  # to host memory, and back
     "moved_bytes": ("out", "in"),
     "host_evicted_blocks": (),
+    "adapter_loads": (),  # to the device
+    "adapter_evictions": (),
     "finished": tuple(FinishReason),  # sequences
     "cancels": tuple(CancelCause),  # requests
     "cost": tuple(FinishReason),

@@ -1,5 +1,6 @@
 """Adapters in an engine: chosen by name, loaded and unloaded while requests run."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,47 @@ def test_what_runs_keeps_its_adapter_when_the_name_goes_or_changes(house: House)
     assert len(house.runner.adapters._stored) == 1  # the new `b`
 
 
+@pytest.mark.rest
+def test_a_storm_of_adapters_in_a_small_pool_says_what_each_says_alone(tmp_path: Path) -> None:
+    """Twelve adapters with room for two, chosen by Zipf's law; some are changed or cancelled."""
+    house = House(tmp_path, adapter_memory=2 << 18)
+    names = [f"s{i}" for i in range(12)]
+    for seed, name in enumerate(names):
+        RANKS[name] = 1 + 7 * seed % 20
+        house.write(name, RANKS[name], seed)
+    house.load(*names)
+    rng, prompts = random.Random(5), random_prompts([21, 6])
+    chosen = rng.choices(names, [1 / (1 + i) for i in range(len(names))], k=30)
+    wanted: dict[int, list[int]] = {}
+    known: dict[tuple[int, str], list[int]] = {}
+    for place, name in enumerate(chosen):
+        if place == 15:  # what was asked before keeps the old weights
+            house.write("s0", RANKS["s0"], seed=77)
+            house.load("s0")
+            known = {key: value for key, value in known.items() if key[1] != "s0"}
+        key = place % 2, name
+        if key not in known:
+            known[key] = house.expected(prompts[place % 2], name)
+        number = house.submit(prompts[place % 2], name)
+        if place % 7 == 6:
+            house.asker.engine.cancel(b"asker", number)
+        else:
+            wanted[number] = known[key]
+        house.asker.step()
+    house.store.unload("s1")
+    house.asker.drain()
+    assert {n: house.asker.answers[n, 0].token_ids for n in wanted} == wanted
+    counts = house.asker.engine.figures().counters
+    assert counts["adapter_loads"] > counts["adapter_evictions"] > 9
+
+
+def test_an_adapter_that_never_fits_is_refused_with_its_size_and_the_pools(tmp_path: Path) -> None:
+    house = House(tmp_path, adapter_memory=0)
+    with pytest.raises(ContractError, match=r"adapter 'b' takes 1 pages of \d+ bytes, but .* 0 "):
+        house.load("b")
+    assert not house.runner.adapters._stored
+
+
 def test_two_names_of_the_same_weights_are_one_adapter(house: House) -> None:
     house.load("a")
     house.store.load("again", str(house.folder / "a"))
@@ -127,9 +169,11 @@ def test_a_zero_term_leaves_the_bases_bits(house: House) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("name", ["", "b"])
-def test_a_rows_bits_do_not_depend_on_neighbours_adapters(tmp_path: Path, name: str) -> None:
-    house = House(tmp_path, deterministic=True)
+@pytest.mark.parametrize(("name", "num_pages"), [("", 9), ("b", 9), ("b", 1)])
+def test_a_rows_bits_do_not_depend_on_neighbours_adapters(
+    tmp_path: Path, name: str, num_pages: int
+) -> None:
+    house = House(tmp_path, deterministic=True, adapter_memory=num_pages << 18)
     house.load("a", "b")
     prompts = random_prompts([7, 30, 12, 4])
     found = []

@@ -70,6 +70,9 @@ _GAUGES = {
     "metrics_update_time_seconds": ("When these metrics were told, since the epoch", "now_s"),
     "engine_resident_bytes": ("Memory of the engine's process", "host_bytes"),
     "cached_blocks": ("Free blocks that hold what may be asked for again", "cached_blocks"),
+    "adapters_on_device": ("Adapters on the device, or on their way there", "adapters_on_device"),
+    "adapter_pages": ("Pages for adapters on the device", "adapter_pages"),
+    "adapter_pages_free": ("Pages for adapters that none has", "adapter_pages_free"),
     "gpu_hour_price": ("What the operator says that an hour of one GPU costs", "gpu_hour_price"),
 }
 _SINGLE_COUNTERS = {
@@ -81,6 +84,8 @@ _SINGLE_COUNTERS = {
     "prefix_queries": ("Tokens of prompts that were looked for in the cache", "prefix_queries"),
     "prefix_hits": ("Tokens of prompts that were found there", "prefix_hits"),
     "host_evicted_blocks": ("Blocks that were lost from host memory", "host_evicted_blocks"),
+    "adapter_loads": ("Adapters that were copied to the device", "adapter_loads"),
+    "adapter_evictions": ("Adapters that gave up their pages to others", "adapter_evictions"),
     "dropped_messages": ("Frames from bridges that were no message", "dropped_messages"),
     "probe_seconds": ("Time from a probe's arrival to its end, of all together", "probe_s"),
     "probe_cost": ("Cost of what was computed for probes", "probe_cost"),

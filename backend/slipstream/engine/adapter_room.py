@@ -54,7 +54,7 @@ class AdapterRoom:
         self._wanted: dict[int, int] = {}  # without room, in order: how often each was passed
         self._removed: set[int] = set()  # while they were loaded
         self.num_loads = self.num_evictions = 0
-        self.wake: Callable[[int], None] = lambda number: None  # what waits for an adapter
+        self.wake: Callable[[int], bool] = lambda number: False  # what waits for one; is there any?
         self.fail: Callable[[int, Exception], None] = lambda number, error: None
 
     @property
@@ -166,9 +166,8 @@ class AdapterRoom:
             self._pool.remove(number)
         elif error is not None:
             self.fail(number, error)
-        else:
+        elif self.wake(number):
             self._reserved.add(number)
-            self.wake(number)
 
     @property
     def _first(self) -> int:
@@ -193,8 +192,8 @@ class AdapterRoom:
                 break
             if number in self._there:
                 del self._wanted[number]
-                self._reserved.add(number)
-                self.wake(number)
+                if self.wake(number):
+                    self._reserved.add(number)
             elif self._make_room(pages := self._pool.pages_of(number)):
                 del self._wanted[number]
                 self._pass_first(number)

@@ -59,12 +59,17 @@ class Gauges:
         for word, number in scheduler.cache.num_evicted.items():
             counters[f"evicted_blocks:{word}"] = number
         counters |= scheduler.cache.tier.counts
+        counters["adapter_loads"] = scheduler.room.num_loads
+        counters["adapter_evictions"] = scheduler.room.num_evictions
         counters |= scheduler.draft_counts.counters
         return self._telemetry.figures(
             {
                 **self._load_of_clients(requests),
                 **self._fixed,
                 "cached_blocks": scheduler.cache.num_cached,
+                "adapter_pages": scheduler.room.num_pages,
+                "adapter_pages_free": scheduler.room.num_free,
+                "adapters_on_device": scheduler.room.num_there,
                 **scheduler.cache.tier.gauges(),
             }
         )

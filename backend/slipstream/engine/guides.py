@@ -48,7 +48,7 @@ class Guides:
         self,
         make: MakeCompiler,
         defer: Callable[[Sequence, int], None],
-        wake: Callable[[int], None],
+        wake: Callable[[int], bool],
         finish: Finish,
         thinking: Thinking | None = None,
         in_thinking: bool = False,

@@ -110,11 +110,11 @@ class WaitingQueue:
         self._leader_ids[sequence.id] = leader_id
         self._num_deferred_requests += _is_new(sequence)
 
-    def wake(self, leader_id: int) -> None:
-        """Return the sequences that this leader deferred to their places."""
+    def wake(self, leader_id: int) -> bool:
+        """Return the sequences that this leader deferred to their places; False: none."""
         group = self._deferred.pop(leader_id, None)
         if group is None:
-            return
+            return False
         back: list[dict[int, Sequence]] = [{} for _ in self._levels]
         for sequence in reversed(group.values()):
             del self._leader_ids[sequence.id]
@@ -126,6 +126,7 @@ class WaitingQueue:
         for level, some in zip(self._levels, back, strict=True):
             if some:
                 _put_back(level, some)
+        return True
 
     def deferred_by(self, leader_id: int) -> list[Sequence]:
         """Return the sequences that a leader has deferred."""
