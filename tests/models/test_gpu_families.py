@@ -36,6 +36,9 @@ DEEPSEEK = {"moe_intermediate_size": 128, "n_routed_experts": 8, "num_experts_pe
 OWN: dict[str, dict[str, object]] = {
     "deepseek_v2": DEEPSEEK,
     "deepseek_v3": DEEPSEEK | {"n_group": 4, "topk_group": 2},
+    "glm4_moe": DEEPSEEK | {"n_group": 4, "topk_group": 2},
+    "dots1": DEEPSEEK | {"n_group": 4, "topk_group": 2},
+    "helium": {"head_dim": 64},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
     "gpt_bigcode": {"multi_query": True},
     "mixtral": {"num_local_experts": 6},

@@ -4,28 +4,35 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from slipstream.kernels.experts.spec import Routing
+from slipstream.kernels.experts.spec import MAX_EXPERTS, MAX_TOP_K, Routing, Score
 from slipstream.layers.dims import ExpertsConfig, LatentConfig
 from slipstream.models.axes import Axes, TensorNames
 from slipstream.models.reader import Reader
 
 # What is read here.
+EXPERT_KEYS = "first_k_dense_replace moe_layer_freq moe_intermediate_size n_group topk_group "
+EXPERT_KEYS += "n_routed_experts n_shared_experts routed_scaling_factor topk_method norm_topk_prob "
+EXPERT_KEYS += "num_experts_per_tok scoring_func num_mtp_layers num_nextn_predict_layers "
+EXPERT_KEYS += "num_local_experts num_experts"
 KEYS = "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim attention_bias "
-KEYS += "first_k_dense_replace moe_layer_freq moe_intermediate_size n_group topk_group "
-KEYS += "n_routed_experts n_shared_experts routed_scaling_factor topk_method norm_topk_prob "
-KEYS += "num_experts_per_tok scoring_func num_mtp_layers num_nextn_predict_layers "
-KEYS += "num_local_experts num_experts"
+KEYS += EXPERT_KEYS
 _MOST = 1 << 18
 
 
-def derived(config: Reader) -> Mapping[str, object]:
-    """Return the sizes of the cache: one head, of whose numbers K has the first half, V the last.
+def derived_experts(config: Reader) -> Mapping[str, object]:
+    """Return nothing; refuse keys of experts that contradict each other.
 
     `num_local_experts`, which transformers 5 may write, is another name of `n_routed_experts`.
     """
     config.refuse_unless("moe_layer_freq", 1)
     for key in ("num_local_experts", "num_experts"):
         config.refuse_unless(key, config.get("n_routed_experts"))
+    return {}
+
+
+def derived(config: Reader) -> Mapping[str, object]:
+    """Return sizes of the cache: one head, of whose numbers K has the first half, V the last."""
+    derived_experts(config)
     row = config.whole("kv_lora_rank", most=_MOST) + config.whole("qk_rope_head_dim", most=_MOST)
     if row % 4:
         raise config.refusal("kv_lora_rank", f"gives rows of {row}, which are no multiple of 4")
@@ -48,21 +55,45 @@ def latent_axes(config: Reader, routing: Routing, interleaved: bool) -> Axes:
         config.whole("v_head_dim", most=_MOST),
         interleaved,
     )
-    dense = 0
-    if config.has("first_k_dense_replace") and config.get("first_k_dense_replace") != 0:
-        dense = config.whole("first_k_dense_replace")
-    bias, inner = (
-        config.flag("attention_bias", default=False),
-        config.whole("moe_intermediate_size"),
-    )
-    shared = inner * config.whole("n_shared_experts") if config.has("n_shared_experts") else 0
+    bias = config.flag("attention_bias", default=False)
+    experts, dense = _experts(config, routing)
     return Axes(
         out_bias=bias,
         attention_scale=_scale(config, latent.plain + latent.rotated),
         latent=latent,
-        experts=ExpertsConfig(routing, inner, shared_size=shared),
-        dense_layers=frozenset(range(dense)),
+        experts=experts,
+        dense_layers=dense,
     )
+
+
+def _experts(config: Reader, routing: Routing) -> tuple[ExpertsConfig, frozenset[int]]:
+    """Read the sizes of experts, and which layers have none: the first."""
+    dense = 0
+    if config.has("first_k_dense_replace") and config.get("first_k_dense_replace") != 0:
+        dense = config.whole("first_k_dense_replace")
+    inner = config.whole("moe_intermediate_size")
+    shared = inner * config.whole("n_shared_experts") if config.has("n_shared_experts") else 0
+    return ExpertsConfig(routing, inner, shared_size=shared), frozenset(range(dense))
+
+
+def sigmoid_routing(config: Reader, normalises: bool) -> Routing:
+    """Read how experts are chosen by logistic scores, in groups; `normalises` is the default."""
+    config.refuse_unless("scoring_func", "sigmoid")
+    config.refuse_unless("topk_method", "noaux_tc")
+    routing = Routing(
+        config.whole("n_routed_experts", most=MAX_EXPERTS),
+        config.whole("num_experts_per_tok", most=MAX_TOP_K),
+        Score.SIGMOID,
+        normalises=config.flag("norm_topk_prob", default=normalises),
+        factor=config.positive("routed_scaling_factor", 1.0),
+    )
+    return with_groups(config, routing)
+
+
+def sigmoid_experts(config: Reader, normalises: bool) -> tuple[ExpertsConfig, frozenset[int]]:
+    """Read experts by logistic scores with corrections, and which layers have none."""
+    experts, dense = _experts(config, sigmoid_routing(config, normalises))
+    return replace(experts, corrected=True), dense
 
 
 def with_groups(config: Reader, routing: Routing) -> Routing:
