@@ -331,19 +331,14 @@ def test_keys_are_named_once_in_the_log(tmp_path: Path, caplog: pytest.LogCaptur
     assert caplog.text.count("mask_token_id") == 1
 
 
-# What a file must say, as the defaults of transformers' class are no model.
-SAID: dict[str, dict[str, object]] = {
-    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2},
-    "glm4_moe": {"head_dim": 128},
-}
 OTHERWISE = {"falcon": 1, "gpt_bigcode": 1}  # heads of keys and values where no key says
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_silent_file_is_what_transformers_takes(family: str, tmp_path: Path) -> None:
     config_class, model_class = classes(family)
-    said = SAID.get(family, {})
-    file = {"architectures": [model_class.__name__]} | said
+    said = family_of(model_class.__name__).said
+    file = {"architectures": [model_class.__name__], **said}
     (tmp_path / "config.json").write_text(json.dumps(file))
     ours, theirs = read_config(tmp_path), config_class(**said)
     dims = ours.dims

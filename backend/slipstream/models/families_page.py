@@ -34,7 +34,7 @@ def table() -> str:
 
 def _row(architecture: str) -> str:
     family = family_of(architecture)
-    config = Reader({"architectures": [architecture]}, architecture)
+    config = Reader({"architectures": [architecture], **family.said}, architecture)
     model = read_model(config, architecture, _NOWHERE)
     aliases = sorted(name for names in family.aliases.values() for name in names)
     keys = sorted(family.keys - {family.activation_key} - set(aliases))

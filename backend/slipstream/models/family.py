@@ -44,6 +44,7 @@ class Family:
     tensors: TensorNames
     names: Callable[[Reader], TensorNames] | None  # where keys decide
     gguf: GgufForm | None  # None: GGUF files of the family are not served
+    said: Mapping[str, object]  # keys that have no default, as the first model says them
     build: Build | None  # None: `decoder.build_decoder`, from the axes
 
 
@@ -63,6 +64,7 @@ def family(
     tensors: TensorNames | Callable[[Reader], TensorNames] | None = None,
     gguf: GgufForm | None = None,
     config_class: ConfigClass | None = None,
+    said: Mapping[str, object] | None = None,
     build: Build | None = None,
 ) -> Callable[[Callable[[Reader], Axes]], Callable[[Reader], Axes]]:
     """Register a family by the function that reads its axes from config.json.
@@ -80,9 +82,9 @@ def family(
         tensors: names in the checkpoint that differ from Llama's, or what finds them.
         gguf: what the family is in GGUF files.
         config_class: keys and defaults, if transformers does not have the architecture.
+        said: keys without a default, as the first model says them: for the page of families.
         build: builds a decoder that the axes cannot describe.
     """
-
     renamed = _pairs(aliases)
 
     def register(axes: Callable[[Reader], Axes]) -> Callable[[Reader], Axes]:
@@ -101,14 +103,23 @@ def family(
                 still,
                 renamed,
                 derived,
-                tensors if isinstance(tensors, TensorNames) else TensorNames(),
-                tensors if callable(tensors) else None,
+                *_names(tensors),
                 gguf,
+                said or {},
                 build,
             )
         return axes
 
     return register
+
+
+def _names(
+    tensors: TensorNames | Callable[[Reader], TensorNames] | None,
+) -> tuple[TensorNames, Callable[[Reader], TensorNames] | None]:
+    """Return names of tensors, and what finds them where keys decide."""
+    if isinstance(tensors, TensorNames):
+        return tensors, None
+    return TensorNames(), tensors
 
 
 def _pairs(aliases: str) -> dict[str, tuple[str, ...]]:

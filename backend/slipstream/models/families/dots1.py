@@ -11,6 +11,7 @@ from slipstream.models.reader import Reader
     keys=f"{EXPERT_KEYS} attention_bias max_window_layers use_sliding_window",
     derived=derived_experts,
     tensors=names,
+    said={"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
 )
 def dots1(config: Reader) -> Axes:
     """Read the experts, and whether all attention matrices have biases."""

@@ -14,6 +14,7 @@ from slipstream.models.ropes import read_partial_rope
     read_ropes=read_partial_rope,
     derived=derived_experts,
     tensors=names,
+    said={"head_dim": 128},
 )
 def glm4_moe(config: Reader) -> Axes:
     """Read the experts, biases of q, k and v, and whether each head is normalised."""
