@@ -294,7 +294,7 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     samples: dict[str, list[float]]  # since the last message with figures
 
 
-class ReplicaState(msgspec.Struct, frozen=True, array_like=True):
+class ReplicaState(msgspec.Struct, frozen=True):
     """An engine of several that serve one model, as of its last `Status`."""
 
     number: int  # from 0

@@ -5,7 +5,7 @@ backend, so that dashboards and autoscalers made for them keep working. docs/met
 each of them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -13,7 +13,7 @@ from slipstream_contract.deployment import DEFAULT, ENGINE, name_of
 from slipstream_runtime.repairs import KINDS
 
 from slipstream.figures import COUNTERS, DRAFT_POSITIONS, DRAFTERS
-from slipstream.wire import FinishReason
+from slipstream.wire import FinishReason, ReplicaState
 
 
 class Kind(Enum):
@@ -52,6 +52,50 @@ def engine_metrics(
         *_vllm(vllm | {"version": "1"}, block_size, num_blocks),
         *_tensorrt_llm({"model": name_of(deployment, ENGINE), "version": "1"}),
     ]
+
+
+_REPLICA = {
+    "up": (Kind.GAUGE, "Whether the engine of this replica takes requests"),
+    "running_sequences": (Kind.GAUGE, "Sequences that this replica generates"),
+    "waiting_sequences": (Kind.GAUGE, "Sequences that wait in this replica"),
+    "kv_usage": (Kind.GAUGE, "Share of this replica's KV cache that is in use"),
+    "requests_total": (Kind.COUNTER, "Requests that were routed to this replica"),
+    "restarts_total": (Kind.COUNTER, "Engines of this replica that ended"),
+}
+
+
+def replica_metrics(count: int, deployment: str = DEFAULT) -> list[Metric]:
+    """Return the metrics of each of several replicas, with the label `replica`."""
+    own = {} if deployment == DEFAULT else {"engine": deployment}
+    return [
+        Metric(
+            f"slipstream_replica_{name}",
+            kind,
+            text,
+            (f"replica:{number}:{name}",),
+            own | {"replica": str(number)},
+        )
+        for number in range(count)
+        for name, (kind, text) in _REPLICA.items()
+    ]
+
+
+def replica_values(replicas: Sequence[ReplicaState]) -> dict[str, float]:
+    """Return the values of `replica_metrics`."""
+    values: dict[str, float] = {}
+    for each in replicas:
+        used = each.kv_blocks_total - each.kv_blocks_free
+        found = (
+            float(each.is_up),
+            each.running,
+            each.waiting,
+            used / max(1, each.kv_blocks_total),
+            each.num_requests,
+            each.num_restarts,
+        )
+        for name, value in zip(_REPLICA, found, strict=True):
+            values[f"replica:{each.number}:{name}"] = value
+    return values
 
 
 _FREEING_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)

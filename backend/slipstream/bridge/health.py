@@ -43,9 +43,10 @@ class Report(msgspec.Struct, frozen=True):
     about: "About"
     faults: list[str] = []  # of the processes of this engine's models
     is_draining: bool = False  # the server refuses new requests, or is about to
+    replicas: list[wire.ReplicaState] = []  # if there are several engines
 
 
-_OF_ENGINE = Report.__struct_fields__[:-3]
+_OF_ENGINE = Report.__struct_fields__[:-4]
 
 
 class About(msgspec.Struct, frozen=True):
@@ -82,7 +83,11 @@ def health(bridge: Bridge, siblings: "Siblings", about: About, output: str) -> O
     state = {field: getattr(status, field) for field in _OF_ENGINE}
     try:
         report = Report(
-            **state, about=about, faults=siblings.look(), is_draining=siblings.is_draining()
+            **state,
+            about=about,
+            faults=siblings.look(),
+            is_draining=siblings.is_draining(),
+            replicas=status.replicas,
         )
     except OSError as error:  # for example, this process is out of file descriptors
         raise ContractError(

@@ -22,7 +22,13 @@ from slipstream_runtime.stub import must_end
 
 from slipstream import wire
 from slipstream.bridge.bridge import Bridge
-from slipstream.bridge.families import Kind, Metric, engine_metrics
+from slipstream.bridge.families import (
+    Kind,
+    Metric,
+    engine_metrics,
+    replica_metrics,
+    replica_values,
+)
 from slipstream.bridge.periodic import Periodic
 from slipstream.bridge.totals import Totals, Values
 from slipstream.figures import HISTOGRAMS
@@ -224,6 +230,8 @@ class EngineMetrics:
         num_blocks = status.kv_blocks_total
         for metric in engine_metrics(status.model, block_size, num_blocks, self._deployment):
             self._make_one(metric)
+        for metric in replica_metrics(len(status.replicas), self._deployment):
+            self._make_one(metric)
 
     def _make_one(self, metric: Metric) -> None:
         families, name, text, labels = self._families, metric.family, metric.help, metric.labels
@@ -269,6 +277,7 @@ class EngineMetrics:
         return (
             self._totals.values
             | figures.gauges
+            | replica_values(status.replicas)
             | {f"repairs:{kind}": count for kind, count in repairs.read(self._repairs).items()}
             | {
                 "kv_blocks_free": status.kv_blocks_free,
