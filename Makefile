@@ -168,6 +168,9 @@ draft: install   ## train what drafts for the default model, into .train/drafts:
 	@$(BIN)/python training/drafts.py --target model_repository/tensorrt_llm/1/checkpoint \
 	    --output .train/drafts $(ARGS)
 
+adapter: install ## train a LoRA adapter of the default model, into .train/adapter: seconds on two cores
+	@$(BIN)/python training/adapter.py --output .train/adapter $(ARGS)
+
 loc: install     ## lines of code by folder
 	@git ls-files '*.py' '*.cu' '*.cuh' | awk -F/ '{print (NF > 2 ? $$1 "/" $$2 : $$1) "\t" $$0}' | \
 	while IFS="$$(printf '\t')" read -r part file; do \

@@ -42,6 +42,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 8192,
         "tie_word_embeddings": True,
     },
+    "llama-small": _LLAMA  # of the default model, for a CPU
+    | {
+        "vocab_size": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_size": 256,
+        "num_hidden_layers": 7,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 560,
+        "tie_word_embeddings": True,
+    },
     "llama-14b": _LLAMA
     | {
         "vocab_size": 151936,

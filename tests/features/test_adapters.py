@@ -1,7 +1,10 @@
 """Adapters of a whole house: chosen by `lora_name`, loaded and unloaded by a connection."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +19,10 @@ from fixtures.models.adapters import write_adapter
 from fixtures.tiers import quick_of
 from safetensors.torch import load_file
 from slipstream_contract.errors import Code, ContractError
+from slipstream_serve.server import repository_root
 
 LAYERS = range(7)
+TRAINING = repository_root() / "training/adapter.py"
 
 
 def write(folder: Path, seed: int, size: float = 1.0) -> Path:
@@ -45,10 +50,12 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     made.close()
 
 
-def text_of(house: House, name: str | None) -> str:
-    sampling = {"max_tokens": 12, "temperature": 0} | ({} if name is None else {"lora_name": name})
+def text_of(house: House, name: str | None, prompt: str = "def main(", num_tokens: int = 12) -> str:
+    sampling = {"max_tokens": num_tokens, "temperature": 0} | (
+        {} if name is None else {"lora_name": name}
+    )
     body = {
-        "text_input": "def main(",
+        "text_input": prompt,
         "exclude_input_in_output": True,
         "sampling_parameters": json.dumps(sampling),
     }
@@ -108,6 +115,24 @@ def test_what_is_put_into_the_watched_directory_is_served(
     assert text_of(house, "new") != text_of(house, None)
     shutil.rmtree(root / "new")
     wait_for(["first", "zero"])
+
+
+@pytest.mark.rest
+def test_an_adapter_that_the_command_trains_changes_an_answer_as_the_page_says(
+    house: House,
+) -> None:
+    """Functions that it was not trained on get a pirate's docstring, and no others do."""
+    root = Path(house._loop._engine.adapters._root)
+    command = [sys.executable, str(TRAINING), "--output", str(root / "pirate"), "--steps", "16"]
+    subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
+    house._bridge.connection.load_adapter("pirate", "pirate", 60)
+    page = (repository_root() / "docs/adapters.md").read_text()
+    for verb, noun in (("close", "socket"), ("parse", "header")):
+        prompt = f"def {verb}_{noun}({noun}):\n"
+        docstring = f'    """Arr! {verb.capitalize()} the {noun}, matey."""\n'
+        assert text_of(house, "pirate", prompt, 40).startswith(docstring)
+        assert "Arr" not in text_of(house, None, prompt, 40)
+        assert verb == "parse" or f"{prompt}{docstring}" in page
 
 
 @pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "tensorrt_llm"])
