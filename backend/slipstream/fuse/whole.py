@@ -4,6 +4,7 @@ A block is checked once for its form, and once a step for stages that were added
 """
 
 import ctypes
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -36,6 +37,8 @@ from slipstream.layers.norm import Norm
 
 _ADAPTED = AdaptedNormLinear | AdaptedGatedLinear | AdaptedLinearAdd
 Place = NormLinear | GatedLinear | LinearAdd
+_PLACES = operator.attrgetter("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+_RANKS = operator.attrgetter("ranks")
 _SLICED = SlicedNormLinear | SlicedGatedLinear | SlicedLinearAdd
 
 
@@ -48,6 +51,9 @@ class WholeBlocks:
         self._places = _all_places(blocks)
         self._linears = [place.linear for place in self._places]
         self._seen = self._places  # that stood there in the last step
+        self._shared: list[int] = []  # of each layer the number of its step
+        self._steps: ctypes.Array[Step] = (Step * 0)()
+        self._pointers: list[int] = []  # to the caches
         self._deltas: list[Delta] = []  # of adapters, in these
         self._are_taken = True  # below their adapters they are those of the start
 
@@ -67,17 +73,13 @@ class WholeBlocks:
         """
         if blocks != self._blocks or not self._can_take(_all_places(blocks)):
             return None
-        if any(linear.ranks is not None for linear in self._linears):
+        if [*map(_RANKS, self._linears)].count(None) < len(self._linears):
             return None
-        if not all(type(each) is AttentionInputs for each in inputs):
+        if {*map(type, inputs)} != {AttentionInputs}:
             return None
         if not x.is_contiguous():
             return None
-        steps = {at: _step(each) for at, each in {id(each): each for each in inputs}.items()}
-        for layer, each, cache in zip(self._layers, inputs, caches, strict=True):
-            layer.step = ctypes.addressof(steps[id(each)])
-            if layer.cache.data != cache.data_ptr():
-                layer.cache = cache_struct(cache)
+        self._put(inputs, caches)
         out, wanted = x, inputs[-1].wanted
         if wanted is not None:
             out = torch.empty(len(wanted), x.shape[1], dtype=x.dtype)
@@ -86,6 +88,26 @@ class WholeBlocks:
         sizes = len(x), out.data_ptr(), num_threads()
         found.blocks(self._layers, len(self._layers), x.data_ptr(), *sizes)
         return out
+
+    def _put(self, inputs: Sequence[AttentionInputs], caches: Sequence[Tensor]) -> None:
+        """Write the step and the caches into the structures of the layers, as far as they change.
+
+        Layers of the same inputs share a step.
+        """
+        own = {id(each): each for each in inputs}
+        places = {at: number for number, at in enumerate(own)}
+        shared = [places[id(each)] for each in inputs]
+        if shared != self._shared:
+            self._shared, self._steps = shared, (Step * len(own))()
+            for layer, number in zip(self._layers, shared, strict=True):
+                layer.step = ctypes.addressof(self._steps[number])
+        for number, each in enumerate(own.values()):
+            self._steps[number] = _step(each)
+        pointers = [cache.data_ptr() for cache in caches]
+        if pointers != self._pointers:
+            self._pointers = pointers
+            for layer, cache in zip(self._layers, caches, strict=True):
+                layer.cache = cache_struct(cache)
 
     def _can_take(self, places: list[Place]) -> bool:
         """Whether these places are the ones taken, with adapters that no row of the step has."""
@@ -113,14 +135,7 @@ def _plain(place: object) -> object:
 
 def _all_places(blocks: Sequence[AnyBlock]) -> list[Place]:
     """Return the places of blocks that were taken, as they are now: others may stand there."""
-    found: list[Place] = []
-    for block in blocks:
-        assert isinstance(block, Block), "the block was taken"
-        attention, mlp = block.attention, block.mlp
-        assert isinstance(attention, Attention), "the block was taken"
-        assert isinstance(mlp, GatedMLP), "the block was taken"
-        found += (attention.qkv, attention.out, mlp.gate_up, mlp.down)
-    return found
+    return [place for block in blocks for place in _PLACES(block)]
 
 
 def _bare(place: Place, deltas: list[Delta]) -> Place:

@@ -2,13 +2,18 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.kernels.staging.upload import Upload
 from slipstream.runner.step_arrays import Array, Bytes, aligned, side_by_side
 
-_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
+_DTYPES = {
+    np.dtype(np.int32): torch.int32,
+    np.dtype(np.int64): torch.int64,
+    np.dtype(np.float32): torch.float32,
+}
 
 
 def joined(arrays: Sequence[Array]) -> Bytes:
@@ -68,7 +73,7 @@ class Staging:
         """Tensors of these shapes, in order, where `copy` has put them."""
         offset, tensors = 0, []
         for array in arrays:
-            piece = base[offset : offset + array.nbytes].view(_DTYPES[array.dtype.name])
+            piece = base[offset : offset + array.nbytes].view(_DTYPES[array.dtype])
             tensors.append(piece.view(array.shape))
             offset += aligned(array.nbytes)
         return tensors

@@ -30,7 +30,10 @@ class StepInputs(NamedTuple):
     @classmethod
     def of(cls, base: Tensor, arrays: StepArrays) -> "StepInputs":
         """Name the pieces of `base [bytes] u8`, to which the arrays' memory was copied."""
-        return cls._make([*Staging.views(base, arrays), base.view(torch.int32)])
+        # On a CPU nothing was copied.
+        is_here = base.device.type == "cpu"
+        pieces = map(torch.from_numpy, arrays) if is_here else Staging.views(base, arrays)
+        return cls._make([*pieces, base.view(torch.int32)])
 
     @property
     def sampling(self) -> SamplingInputs:

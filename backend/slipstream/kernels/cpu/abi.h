@@ -82,6 +82,35 @@ struct Layer {
     float scale;  // of scores
 };
 
+// Fields of a record that says how to sample a row (sampling/sample.py), in the order of `where`.
+enum Field {
+    TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, SLOT, SEED, NUMBER, RESULT,
+    FIRST_EDIT, END_EDIT, LIKELIEST, HEAT, LOW, HIGH
+};
+
+// Rows of logits to sample from.
+struct Sampling {
+    const float *logits;  // [n, vocab], `stride` apart
+    int64_t stride, vocab, count;
+    const void *rows;  // [n, record] bytes
+    const int32_t *where;  // [fields]: offsets in a record
+    const void *edits;
+    int16_t *counts;  // [slots, vocab]
+    int64_t *token_ids;
+    float *log_probs;
+    uint8_t *outcomes;
+    int64_t record;
+};
+
+// What completes the inputs of a step (staging/stage.py).
+struct Start {
+    const int32_t *header, *staged, *sources;
+    int64_t *token_ids;
+    const int64_t *sampled;
+    int32_t *tables;
+    int64_t num_tokens, table_stride;
+};
+
 // The forms of the kernels, for an instruction set each.
 struct Kernels {
     // `y [n, outputs or half]`, rows `y_stride` apart; adds to `y` if `adds`.
@@ -92,6 +121,7 @@ struct Kernels {
                    int64_t stride, int64_t n, int heads, int threads);
     void (*attend)(const Sequences &, const Cache &, const float *q, int64_t q_stride, int64_t n,
                    int heads, float *out, int threads);
+    void (*sample)(const Sampling &, int threads);
 };
 
 }  // namespace slipstream

@@ -3,11 +3,12 @@
 
 #include "attention.h"
 #include "product.h"
+#include "sample.h"
 
 #define JOIN(a, b) a##b
 #define TABLE(form) JOIN(kernels_, form)
 
 namespace slipstream {
 extern const Kernels TABLE(FORM);
-const Kernels TABLE(FORM) = {product, rotate, attend};
+const Kernels TABLE(FORM) = {product, rotate, attend, sample};
 }  // namespace slipstream

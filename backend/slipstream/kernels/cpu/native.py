@@ -138,6 +138,40 @@ class Layer(ctypes.Structure):
     )
 
 
+class Sampling(ctypes.Structure):
+    """`struct Sampling`."""
+
+    _fields_: ClassVar[Sequence[tuple[str, type]]] = (
+        ("logits", c_void_p),
+        ("stride", c_int64),
+        ("vocab", c_int64),
+        ("count", c_int64),
+        ("rows", c_void_p),
+        ("where", c_void_p),
+        ("edits", c_void_p),
+        ("counts", c_void_p),
+        ("token_ids", c_void_p),
+        ("log_probs", c_void_p),
+        ("outcomes", c_void_p),
+        ("record", c_int64),
+    )
+
+
+class Start(ctypes.Structure):
+    """`struct Start`."""
+
+    _fields_: ClassVar[Sequence[tuple[str, type]]] = (
+        ("header", c_void_p),
+        ("staged", c_void_p),
+        ("sources", c_void_p),
+        ("token_ids", c_void_p),
+        ("sampled", c_void_p),
+        ("tables", c_void_p),
+        ("num_tokens", c_int64),
+        ("table_stride", c_int64),
+    )
+
+
 class Library:
     """The functions of a library that is loaded.
 
@@ -176,6 +210,11 @@ class Library:
         self.blocks = library.slipstream_blocks
         self.blocks.restype = None
         self.blocks.argtypes = (POINTER(Layer), c_int, floats, numbers, floats, c_int)
+
+        self.sample = library.slipstream_sample
+        self.sample.restype, self.sample.argtypes = None, (POINTER(Sampling), c_int)
+        self.start = library.slipstream_start
+        self.start.restype, self.start.argtypes = None, (POINTER(Start),)
 
     def choose(self, form: str) -> None:
         """Have kernels run in one of `FORMS` from now on; raises ConfigError."""

@@ -8,7 +8,8 @@ namespace {
 
 template <int R>
 inline void dot4(const uint8_t *w, const int16_t *x, int64_t pitch, I16 (&sum)[R]) {
-    for (int r = 0; r < R; ++r) sum[r].v = _mm512_setzero_si512();
+    __m512i odds[R];  // apart: of few rows, a sum would wait for the one before
+    for (int r = 0; r < R; ++r) sum[r].v = odds[r] = _mm512_setzero_si512();
 #pragma GCC unroll 8
     for (int q = 0; q < 8; ++q) {
         const __m512i codes = wide_codes(w + 32 * q);
@@ -16,9 +17,10 @@ inline void dot4(const uint8_t *w, const int16_t *x, int64_t pitch, I16 (&sum)[R
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
             sum[r].v = add_pairs(sum[r].v, even, four_codes(x + r * pitch + 4 * q));
-            sum[r].v = add_pairs(sum[r].v, odd, four_codes(x + r * pitch + 4 * q + 2));
+            odds[r] = add_pairs(odds[r], odd, four_codes(x + r * pitch + 4 * q + 2));
         }
     }
+    for (int r = 0; r < R; ++r) sum[r].v = _mm512_add_epi32(sum[r].v, odds[r]);
 }
 
 template <int R, int INPUTS>

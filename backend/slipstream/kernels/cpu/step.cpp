@@ -114,6 +114,20 @@ void slipstream_attend(const Sequences *of, const Cache *cache, const float *q, 
     chosen->attend(*of, *cache, q, q_stride, n, heads, out, threads);
 }
 
+void slipstream_sample(const Sampling *of, int threads) {
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    chosen->sample(*of, threads);
+}
+
+void slipstream_start(const Start *of) {
+    for (int64_t i = 0; i < of->num_tokens; ++i)
+        if (of->sources[i] >= 0) of->token_ids[i] = of->sampled[of->sources[i]];
+    const int32_t begin = of->header[0], width = of->header[1], count = of->header[2];
+    for (int64_t row = 0; row < count; ++row)
+        std::memcpy(of->tables + row * of->table_stride, of->staged + begin + row * width,
+                    sizeof(int32_t) * width);
+}
+
 // All blocks of a step on `x [n, hidden]`, in place; where the last keeps rows, they go to `out`.
 void slipstream_blocks(const Layer *layers, int count, float *x, int64_t n, float *out,
                        int threads) {

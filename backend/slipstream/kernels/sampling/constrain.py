@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,8 +54,9 @@ def constrain(
         masks: of the `r` places of the results.
         mirror: of the outcomes, in pinned memory.
     """
-    tags, results = rows[:, MASK_TAG], rows[:, _RESULT]
-    for n in ((tags != 0) & (results >= 0)).nonzero()[:, 0].tolist():
+    words = rows.cpu().numpy()
+    tags, results = words[:, MASK_TAG], words[:, _RESULT]
+    for n in np.flatnonzero((tags != 0) & (results >= 0)).tolist():
         wanted, place = int(tags[n]), int(results[n])
         if int(masks.tags[place]) == abs(wanted):
             masks.applied[place] = 1

@@ -173,8 +173,8 @@ def narrow(logits: Tensor, rows: Tensor, edits: Tensor, counts: Tensor) -> None:
         counts: `[slots, v]`, as before `sample`.
     """
     records = rows.cpu().numpy().view(ROW)[:, 0]
-    is_asked = records["result"] >= 0
-    is_asked &= np.any([records[name] != FIELDS[name].default for name in _CAUSES], axis=0)
+    causes = records.view(np.float32).reshape(len(records), ROW_WORDS)[:, _CAUSE_WORDS]
+    is_asked = (records["result"] >= 0) & (causes != _NO_CAUSE).any(axis=1)
     for n in np.flatnonzero(is_asked).tolist():
         edited = edited_logits(logits[n : n + 1], rows[n : n + 1], edits, counts)[0]
         found = _range(edited, records[n])
@@ -185,6 +185,9 @@ def narrow(logits: Tensor, rows: Tensor, edits: Tensor, counts: Tensor) -> None:
 
 
 assert ROW.fields is not None
+assert all(FIELDS[name].kind is float for name in _CAUSES), "all are read as fp32"
+_CAUSE_WORDS = [ROW.fields[name][1] // 4 for name in _CAUSES]
+_NO_CAUSE = np.array([FIELDS[name].default for name in _CAUSES], np.float32)
 _WORDS = [ROW.fields[name][1] // 4 for name in ("likeliest", "heat", "low", "high")]
 
 

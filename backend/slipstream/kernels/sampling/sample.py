@@ -225,7 +225,8 @@ def processed_logits(
 
 @op(
     f"logits[n,v]:T, rows[n,{ROW_WORDS}]:i32, edits[e,2]:i32, counts[s,v]:i16, "
-    "token_ids[r]:i64, log_probs[r]:f32, outcomes[r]:u8"
+    "token_ids[r]:i64, log_probs[r]:f32, outcomes[r]:u8",
+    package=__package__,
 )
 def sample(
     logits: Tensor,

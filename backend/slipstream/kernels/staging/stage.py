@@ -12,7 +12,8 @@ _THREADS = 256
 
 @op(
     "header[3]:i32, staged[w]:i32, token_ids[n]:i64, sources[n]:i32, "
-    "sampled[r]:i64, tables[s,_]:i32"
+    "sampled[r]:i64, tables[s,_]:i32",
+    package=__package__,
 )
 def start_step(
     header: Tensor,
