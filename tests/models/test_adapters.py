@@ -21,6 +21,7 @@ from fixtures.models.checkpoints import (
 )
 from fixtures.models.parity import check_against
 from fixtures.tiers import quick_of
+from safetensors.torch import save_file
 from slipstream.core.batch import Batch, Row
 from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.sampling import SamplingParams
@@ -152,3 +153,23 @@ def test_adapters_that_torch_alone_can_add_run_beside_others(tmp_path: Path) -> 
             pairs = {plain: drawn[0], ends: drawn[1]}.get(number, {})
             with merged(model, pairs, scale_of(4)):
                 check_against(model, row, TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma"])
+def test_a_scaled_embedding_scales_its_terms(family: str, tmp_path: Path) -> None:
+    """As PEFT does where the layer itself scales; a tied head keeps its matrix."""
+    model = make_model(family)
+    runner = make_runner(save(model, tmp_path / "base"))
+    embedding = model.get_input_embeddings()
+    name = next(key for key, module in model.named_modules() if module is embedding)
+    rows, width = embedding.weight.shape
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(n, 4, generator=generator) * 0.2 for n in (rows, width))
+    directory = write_adapter(tmp_path / "a", {}, 4)
+    tensors = {f"base_model.model.{name}.lora_embedding_A": a.t().contiguous()}
+    tensors[f"base_model.model.{name}.lora_embedding_B"] = b
+    save_file(tensors, directory / "adapter_model.safetensors")
+    base, own = generate(runner, [0, load(runner, directory)], chunk=11)
+    check_against(model, base, TOLERANCE)
+    embedding.weight = torch.nn.Parameter(embedding.weight.detach() + scale_of(4) * a @ b.t())
+    check_against(model, own, TOLERANCE)

@@ -37,9 +37,12 @@ class AdaptedPlace(NamedTuple):
     table: Table | None = None  # of head or embedding
 
 
-def adapt(decoder: Decoder, groups: StepGroups) -> list[AdaptedPlace]:
+def adapt(
+    decoder: Decoder, groups: StepGroups, vocab_size: int | None = None
+) -> list[AdaptedPlace]:
     """Wrap the places of a decoder's blocks, in place; what a step without groups computes is the
     same. Matrices of experts, of their router and of latent attention are not among them.
+    `vocab_size` is the whole model's, if ranks share it.
     """
     found: list[AdaptedPlace] = []
     for number, (prefix, layer) in layers_of(decoder):
@@ -56,23 +59,22 @@ def adapt(decoder: Decoder, groups: StepGroups) -> list[AdaptedPlace]:
             setattr(layer, name, _adapted(place, delta))
             sizes = (stacked.outputs, stacked.inputs)
             found.append(AdaptedPlace(parts[0], parts, *sizes, place.linear))
-    found += _ends(decoder, groups)
+    found += _ends(decoder, groups, vocab_size or decoder.head.table.shape[0])
     return found
 
 
-def _ends(decoder: Decoder, groups: StepGroups) -> list[AdaptedPlace]:
-    """Make the head and the embedding ready; one whose rows are scaled is left as it is."""
+def _ends(decoder: Decoder, groups: StepGroups, vocab_size: int) -> list[AdaptedPlace]:
+    """Make the head and the embedding ready."""
     head, table = decoder.head, decoder.head.table
     outputs, inputs = table.shape
     delta = Delta(HEAD, head.product.linear, groups, "head")
     head.product = _norm_linear(head.product, delta)
     found = [AdaptedPlace(HEAD, (HEAD,), (outputs,), inputs, head.product.linear, table)]
-    decoder.embedding.virtual = VirtualRows(VIRTUAL, groups, outputs)
-    if not decoder.embedding.is_scaled:
-        decoder.embedding.adapt = AdaptedRows(EMBEDDING, groups)
-        table = decoder.embedding.table
-        (rows, width), name = table.shape, EMBEDDING
-        found.append(AdaptedPlace(name, (name,), (rows,), width, None, table))
+    decoder.embedding.virtual = VirtualRows(VIRTUAL, groups, vocab_size)
+    embedding, name = decoder.embedding, EMBEDDING
+    embedding.own = AdaptedRows(name, groups, embedding.own)
+    rows, width = embedding.table.shape
+    found.append(AdaptedPlace(name, (name,), (rows,), width, None, embedding.table))
     return found
 
 

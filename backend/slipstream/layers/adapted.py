@@ -9,7 +9,7 @@ A step's adapters are known by tables in device memory, which kernels read, or b
 for which torch adds one term after another.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -296,15 +296,16 @@ def _plain(x: Operand, dtype: torch.dtype) -> Tensor:
 class AdaptedRows:
     """What adapters add to rows of the embedding, or put in their place.
 
-    The term's A is `[vocabulary, r]` and its B `[hidden, r]`; without A, its B is
-    `[vocabulary, hidden]`.
+    The term's A is `[rows, r]` and its B `[hidden, r]`; without A, its B is `[rows, hidden]`. `own`
+    looks up rows without adapters.
     """
 
-    def __init__(self, name: str, groups: StepGroups) -> None:
-        self._name, self._groups = name, groups
+    def __init__(self, name: str, groups: StepGroups, own: Callable[[Tensor], Tensor]) -> None:
+        self._name, self._groups, self._own = name, groups, own
 
-    def __call__(self, token_ids: Tensor, rows: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor) -> Tensor:
         """Return the rows `[n, hidden]` of `token_ids [n] i64` as adapters have them."""
+        rows = self._own(token_ids)
         groups = [each for each in self._groups.tokens if each.terms.get(self._name)]
         if not groups:
             return rows

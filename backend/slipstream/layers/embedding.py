@@ -98,24 +98,17 @@ class Embedding:
     ) -> None:
         self.table = table
         self._project = project  # `[n, width] -> [n, hidden]`
-        self.lookup: Callable[[Tensor], Tensor] = table.rows
+        self.own: Callable[[Tensor], Tensor] = table.rows  # of the table that is here
+        self.lookup: Callable[[Tensor], Tensor] = lambda token_ids: self.own(token_ids)
         self._scale = float(torch.tensor(scale, dtype=table.dtype))
         self._positions = positions
         self._norm = norm
-        self.adapt: Callable[[Tensor, Tensor], Tensor] | None = None  # of ids and their rows
         self.virtual: VirtualTokens | None = None
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether rows are multiplied, by a number or a matrix."""
-        return self._scale != 1.0 or self._project is not None
 
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """`[n] i64`, of tokens and of their positions, `-> [n, hidden]`."""
         real = token_ids if self.virtual is None else self.virtual.without(token_ids)
         rows = self.lookup(real)
-        if self.adapt is not None:
-            rows = self.adapt(real, rows)
         if self._scale != 1.0:
             rows = rows * self._scale
         if self._project is not None:

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.comm.ranks import Ranks
-from slipstream.layers.embedding import Head, Table
+from slipstream.layers.embedding import Embedding, Head
+from slipstream.layers.linear import NormLinear
 from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
@@ -13,16 +14,16 @@ from slipstream.layers.source import WeightSource
 class TokensOfRank:
     """Rows of an embedding of which each rank has as many, in order: `[n] i64 -> [n, hidden]`."""
 
-    def __init__(self, table: Table, ranks: Ranks) -> None:
-        self._table, self._ranks = table, ranks
-        self._rows = table.shape[0]
+    def __init__(self, embedding: Embedding, ranks: Ranks) -> None:
+        self._embedding, self._ranks = embedding, ranks
+        self._rows = embedding.table.shape[0]
         self._first = self._rows * ranks.rank
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """Look up the tokens; those of other ranks come from there."""
         own = token_ids - self._first
         is_own = (own >= 0) & (own < self._rows)
-        found = self._table.rows(own.clamp(0, self._rows - 1))
+        found = self._embedding.own(own.clamp(0, self._rows - 1))
         return self._ranks.sum(found * is_own[:, None].to(found.dtype))
 
 
@@ -33,8 +34,17 @@ class GatheredHead(Head):
     """
 
     def __init__(self, head: Head, ranks: Ranks, vocab_size: int) -> None:
-        self.table, self.product = head.table, head.product
         self._head, self._ranks, self._vocab_size = head, ranks, vocab_size
+        self.table = head.table
+
+    @property
+    def product(self) -> NormLinear:
+        """The rank's part."""
+        return self._head.product
+
+    @product.setter
+    def product(self, place: NormLinear) -> None:
+        self._head.product = place
 
     def __call__(self, norm: RowNorm, residual: Residual) -> Tensor:
         """Logits of `norm(residual)`, `[n, hidden] -> [n, vocab]`."""

@@ -33,9 +33,6 @@ def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
             f"{asked} does not go with backend_model = {config.backend_model!r} for "
             f"{model.architecture}: classes of transformers are not split"
         )
-    for field in ("adapters", "adapter_root", "adapter_dir"):
-        if value := getattr(config, field):
-            raise ConfigError(f"{asked} does not go with {field} = {value!r}: LoRA is not split")
     heads = model.dims.num_heads
     if heads % size:
         raise ConfigError(f"{asked}: num_attention_heads = {heads} is no multiple of it")
@@ -88,7 +85,7 @@ def share(decoder: StepDecoder, ranks: Ranks, vocab_size: int) -> None:
     assert isinstance(decoder, Decoder), "classes of transformers are refused"
     for block in decoder.blocks:
         _share_block(block, ranks)
-    decoder.embedding.lookup = TokensOfRank(decoder.embedding.table, ranks)
+    decoder.embedding.lookup = TokensOfRank(decoder.embedding, ranks)
     decoder.head = GatheredHead(decoder.head, ranks, vocab_size)
 
 

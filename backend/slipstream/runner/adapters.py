@@ -7,9 +7,10 @@ steps go on, and evicted.
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,15 +24,17 @@ from slipstream.core.batch import Batch
 from slipstream.errors import ConfigError
 from slipstream.fuse.adapt import adapt
 from slipstream.kernels.lora.terms import Table
-from slipstream.layers.adapted import Group, StepGroups, Terms
+from slipstream.layers.adapted import Group as RowGroup
+from slipstream.layers.adapted import StepGroups, Terms
 from slipstream.layers.decoder import Decoder, StepDecoder
 from slipstream.models.adapters.legacy import read_table, read_task
 from slipstream.models.adapters.read import AdapterWeights, read_adapter
 from slipstream.models.adapters.targets import Targets
 from slipstream.runner.adapter_tables import WIDEST, AdapterTables, Laid, Uploaded
+from slipstream.runner.group import ALONE, AdapterOrder, Group
 from slipstream.runner.memory import default_pool
 from slipstream.runner.plan import Plan
-from slipstream.runner.step_arrays import Int64s, StepArrays, StepShape, gap_of
+from slipstream.runner.step_arrays import Int64s, StepArrays, StepShape
 
 _log = logging.getLogger(__name__)
 
@@ -58,9 +61,11 @@ class Adapters:
     all, one after another.
     """
 
-    def __init__(self, plan: Plan, model: StepDecoder, max_tokens: int) -> None:
+    def __init__(
+        self, plan: Plan, model: StepDecoder, max_tokens: int, group: Group = ALONE
+    ) -> None:
         """Make the places of a model ready for adapters of steps of `max_tokens`; none is there."""
-        self._dtype, self._device = plan.dtype, plan.device
+        self._dtype, self._device, self._ranks = plan.dtype, plan.device, group
         self._asked = plan.config.adapter_memory
         self._groups = StepGroups()
         self._stored: dict[int, AdapterWeights] = {}  # in host memory
@@ -71,10 +76,8 @@ class Adapters:
         self._numbers = itertools.count(1)
         self.targets: Targets | None = None
         self._refusal = "backend_model = 'transformers' serves no adapters"
-        if plan.model.num_ranks > 1:
-            self._refusal = f"tensor_parallel = {plan.model.num_ranks} serves no adapters"
-        elif isinstance(model, Decoder):
-            places = adapt(model, self._groups)
+        if isinstance(model, Decoder):
+            places = adapt(model, self._groups, plan.model.dims.vocab_size)
             self.targets = Targets(places, plan.model.tensors, plan.dtype, plan.device)
             self._tables = AdapterTables(places, plan.device, max_tokens)
         self.by_tables = plan.device.type == "cuda" and plan.dtype.itemsize == 2
@@ -111,7 +114,7 @@ class Adapters:
             raise ConfigError(
                 f"adapter_memory = {asked}: {asked / 1e9:.2f} GB, but {left / 1e9:.2f} GB are free"
             )
-        self.num_pages = size // self.page_bytes
+        self.num_pages = self._ranks.agree(size // self.page_bytes)
         return left if asked is None else left - asked
 
     def room_refusal(self, weights: AdapterWeights) -> str | None:
@@ -127,8 +130,13 @@ class Adapters:
     def store(self, weights: AdapterWeights) -> int:
         """Keep an adapter in host memory; return its number."""
         number = next(self._numbers)
-        self._stored[number] = weights
+        self._ranks.give_adapter(number, weights)
+        self.keep(number, weights)
         return number
+
+    def keep(self, number: int, weights: AdapterWeights) -> None:
+        """Keep an adapter of this rank in host memory."""
+        self._stored[number] = replace(weights, others=())
 
     def add(self, weights: AdapterWeights) -> int:
         """Store an adapter, and copy it to the device at once; return its number."""
@@ -149,6 +157,7 @@ class Adapters:
 
     def start_load(self, number: int) -> None:
         """Start to copy an adapter to the device; `take_loaded` says when it is there."""
+        self._ranks.order(AdapterOrder.LOAD, number)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "adapter-loads")
             self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -183,10 +192,12 @@ class Adapters:
 
         The memory is of the loads' stream, which waits for steps launched before it writes again.
         """
+        self._ranks.order(AdapterOrder.EVICT, number)
         self._loaded.pop(number, None)
 
     def remove(self, number: int) -> None:
         """Discard an adapter; steps that were launched with it keep it to their end."""
+        self._ranks.order(AdapterOrder.REMOVE, number)
         self._loaded.pop(number, None)
         del self._stored[number]
 
@@ -211,11 +222,22 @@ class Adapters:
             terms, laid = self._tables.lay_out(terms)
         return Loaded(terms, laid)
 
+    def settle(self, number: int) -> None:
+        """Wait until an adapter that is being loaded has arrived. Raises why it does not."""
+        if number in self._loads:
+            wait([self._loads[number]])
+            for _, error in self.take_loaded():
+                if error is not None:
+                    raise error
+
     def of(self, batch: Batch) -> Active:
         """Return the adapters that rows of a batch have."""
         if not self._loaded:
             return {}
-        numbers = {row.adapter for row in batch.rows}
+        return self.named({row.adapter for row in batch.rows})
+
+    def named(self, numbers: Iterable[int]) -> Active:
+        """Return those of some numbers; 0 is none."""
         return {number: self._loaded[number] for number in sorted(numbers) if number}
 
     def can_be_graph(self, active: Active) -> bool:
@@ -228,17 +250,17 @@ class Adapters:
 
     @torch.inference_mode()
     def upload(
-        self, active: Active, batch: Batch, shape: StepShape, arrays: StepArrays, keeps_all: bool
+        self, active: Active, tokens: Int64s, shape: StepShape, arrays: StepArrays, keeps_all: bool
     ) -> Uploaded:
-        """Copy to the device what kernels read of the adapters of a step's rows."""
-        tokens = numbers_of(batch, shape)
+        """Copy to the device what kernels read of the adapters of a step's `tokens`."""
         kept = tokens[arrays.sample_rows] if _has_kept(shape, keeps_all) else None
         laid = {number: each.laid for number, each in active.items() if each.laid is not None}
         return self._tables.upload(tokens, kept, laid, shape)
 
     def prepare(self, shape: StepShape, arrays: StepArrays) -> Mapping[str, Table]:
         """Return tables of padding, where those of a graph's steps are going to lie."""
-        made = self.upload({}, Batch((), 0), shape, arrays, keeps_all=False)
+        none = np.zeros(shape.num_tokens, np.int64)
+        made = self.upload({}, none, shape, arrays, keeps_all=False)
         assert made.is_home, "there is room for the tables of all graphs"
         return {name: table._replace(width=WIDEST) for name, table in made.tables.items()}
 
@@ -255,23 +277,26 @@ class Adapters:
     def step(
         self,
         active: Active,
-        batch: Batch,
+        tokens: Int64s,
         shape: StepShape,
         arrays: StepArrays,
         keeps_all: bool = False,
     ) -> Iterator[None]:
         """Have the places add the terms of `active` in what runs inside; none: nothing changes.
 
-        `keeps_all`: the last block goes on with all tokens, not with the sampled alone.
+        Args:
+            active: the step's adapters.
+            tokens: the adapter of each token; see `adapters_of`.
+            shape, arrays: the step's.
+            keeps_all: the last block goes on with all tokens, not with the sampled alone.
         """
         if not active:
             yield
             return
         if self._are_laid(active):
-            with self.having(self.upload(active, batch, shape, arrays, keeps_all).tables):
+            with self.having(self.upload(active, tokens, shape, arrays, keeps_all).tables):
                 yield
             return
-        tokens = numbers_of(batch, shape)
         has_kept = _has_kept(shape, keeps_all)
         kept = tokens[arrays.sample_rows] if has_kept else tokens
         groups = self._groups
@@ -297,10 +322,10 @@ class Adapters:
         finally:
             groups.head = before
 
-    def _grouped(self, numbers: Int64s, active: Active) -> list[Group]:
+    def _grouped(self, numbers: Int64s, active: Active) -> list[RowGroup]:
         """Group rows by their adapters."""
         found = [(each.terms, (numbers == n).nonzero()[0]) for n, each in active.items()]
-        return [Group(terms, self._on_device(rows)) for terms, rows in found if len(rows)]
+        return [RowGroup(terms, self._on_device(rows)) for terms, rows in found if len(rows)]
 
     def _on_device(self, rows: Int64s) -> Tensor:
         return torch.from_numpy(rows).to(self._device)
@@ -309,15 +334,3 @@ class Adapters:
 def _has_kept(shape: StepShape, keeps_all: bool) -> bool:
     """Whether the last block goes on with some of the tokens."""
     return shape.num_decodes < shape.num_tokens and not keeps_all
-
-
-def numbers_of(batch: Batch, shape: StepShape) -> Int64s:
-    """Return the adapter of each token of a step, `[num_tokens]`; 0: none, or padding."""
-    numbers = np.zeros(shape.num_tokens, np.int64)
-    count, (_, gap) = batch.num_decodes, gap_of(batch, shape)
-    numbers[:count] = [row.adapter for row in batch.rows[:count]]
-    chunks = batch.rows[count:]
-    sizes = [len(row.token_ids) for row in chunks]
-    begin = count + gap
-    numbers[begin : begin + sum(sizes)] = np.repeat([row.adapter for row in chunks], sizes)
-    return numbers

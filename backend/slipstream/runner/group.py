@@ -6,17 +6,22 @@ bytes, the very ones that rank 0 copies to its device, and run the same layers o
 that the scheduler decides can differ: chunks, drafts, beams, tables, copies of blocks.
 """
 
+from enum import Enum
 from typing import Protocol
 
 import msgspec
+import torch
 from slipstream_runtime.ranks import RankError, RankMemory
 from torch import Tensor
 
 from slipstream.core.batch import Batch
 from slipstream.kernels.comm.ranks import Ranks
 from slipstream.kvcache.host import Direction
+from slipstream.layers.adapted import Term
 from slipstream.layers.decoder import StepDecoder
+from slipstream.models.adapters.read import AdapterWeights, PlaceTerms
 from slipstream.models.sharding import share
+from slipstream.runner.adapter_rows import adapters_of
 from slipstream.runner.step_arrays import StepArrays, StepShape
 from slipstream.runner.values import has_prompts, piece_rows, pieces_of
 
@@ -33,6 +38,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=False):
     # last layer keeps sampled tokens alone.
     pieces: tuple[tuple[int, int], ...] | None
     ended: tuple[int, ...]  # of copies, by direction: what rank 0 has seen end before
+    adapters: bytes = b""  # of each token, by `adapters_of`; none: no row has any
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True, tag="move", gc=False):
@@ -43,13 +49,80 @@ class Move(msgspec.Struct, frozen=True, array_like=True, tag="move", gc=False):
     ended: tuple[int, ...]  # see `Frame`
 
 
+class AdapterPart(msgspec.Struct, frozen=True, array_like=True, tag="adapter", gc=False):
+    """What a rank keeps of an adapter in host memory."""
+
+    number: int
+    rank: int  # others skip it
+    largest: int  # rank of a term
+    terms: msgspec.Raw  # `list[SentTerm]`
+    ended: tuple[int, ...]  # see `Frame`
+
+
+class SentTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A tensor in a message."""
+
+    dtype: str  # torch's name
+    shape: tuple[int, ...]
+    memory: bytes
+
+
+class SentTerm(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A term in a message: of `layers.adapted.Term`."""
+
+    place: str
+    first: int
+    tensors: tuple[SentTensor | None, SentTensor | None, SentTensor | None]
+
+
+class AdapterOrder(Enum):
+    """What ranks do with an adapter that they have."""
+
+    LOAD = "load"
+    EVICT = "evict"
+    REMOVE = "remove"
+
+
+class AdapterDo(msgspec.Struct, frozen=True, array_like=True, tag="order", gc=False):
+    """An order about an adapter."""
+
+    order: AdapterOrder
+    number: int
+    ended: tuple[int, ...]  # see `Frame`
+
+
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop", gc=False):
     """The end of the engine."""
 
 
-Message = Frame | Move | Stop
+Message = Frame | Move | AdapterPart | AdapterDo | Stop
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+_terms: msgspec.msgpack.Decoder[list[SentTerm]] = msgspec.msgpack.Decoder(list[SentTerm])
+
+
+def _sent(terms: PlaceTerms) -> list[SentTerm]:
+    return [
+        SentTerm(place, term.first, (_packed(term.a), _packed(term.b), _packed(term.gain)))
+        for place, found in terms.items()
+        for term in found
+    ]
+
+
+def _packed(x: Tensor | None) -> SentTensor | None:
+    if x is None:
+        return None
+    memory = x.contiguous().view(torch.uint8).numpy().tobytes()
+    return SentTensor(str(x.dtype).removeprefix("torch."), tuple(x.shape), memory)
+
+
+def _tensor(sent: SentTensor | None) -> Tensor | None:
+    if sent is None:
+        return None
+    flat = torch.frombuffer(bytearray(sent.memory), dtype=torch.uint8)
+    return flat.view(getattr(torch, sent.dtype)).view(sent.shape)
 
 
 class Group(Protocol):
@@ -67,6 +140,12 @@ class Group(Protocol):
     def spread(self, token_ids: Tensor) -> None:
         """Take the tokens of a step from rank 0, where those lie that the last one sampled."""
 
+    def give_adapter(self, number: int, weights: AdapterWeights) -> None:
+        """Have each other rank keep its part of an adapter."""
+
+    def order(self, order: AdapterOrder, number: int) -> None:
+        """Have the other ranks do with an adapter what rank 0 does."""
+
 
 class _Alone:
     """No other rank."""
@@ -83,6 +162,12 @@ class _Alone:
 
     def spread(self, token_ids: Tensor) -> None:
         """The tokens are there."""
+
+    def give_adapter(self, number: int, weights: AdapterWeights) -> None:
+        """No other rank is there."""
+
+    def order(self, order: AdapterOrder, number: int) -> None:
+        """No other rank is there."""
 
 
 ALONE: Group = _Alone()
@@ -123,8 +208,35 @@ class Joined:
         num_edits, tables = len(arrays.edits), (len(arrays.tables), arrays.tables.shape[1])
         memory = arrays.memory.tobytes()
         ended = tuple(self.ended)
-        self.send(Frame(shape, num_edits, tables, memory, batch.copies, pieces, ended))
+        adapters = b""
+        if any(row.adapter for row in batch.rows):
+            adapters = adapters_of(batch, shape).tobytes()
+        frame = Frame(shape, num_edits, tables, memory, batch.copies, pieces, ended, adapters)
+        self.send(frame)
         self.num_steps += 1
+
+    def give_adapter(self, number: int, weights: AdapterWeights) -> None:
+        """Send the parts of an adapter, from rank 0."""
+        for rank, terms in enumerate(weights.others, start=1):
+            sent = msgspec.Raw(_encoder.encode(_sent(terms)))
+            self.send(AdapterPart(number, rank, weights.rank, sent, tuple(self.ended)))
+
+    def order(self, order: AdapterOrder, number: int) -> None:
+        """Send an order, from rank 0; other ranks obey it."""
+        if self._ranks.rank == 0:
+            self.send(AdapterDo(order, number, tuple(self.ended)))
+
+    def part_of(self, message: AdapterPart) -> AdapterWeights | None:
+        """Return this rank's part of an adapter; None: the message has another's."""
+        if message.rank != self._ranks.rank:
+            return None
+        terms: dict[str, list[Term]] = {}
+        for sent in _terms.decode(message.terms):
+            a, b, gain = map(_tensor, sent.tensors)
+            assert b is not None, "it always has that"
+            terms.setdefault(sent.place, []).append(Term(sent.first, a, b, gain))
+        made = {place: tuple(found) for place, found in terms.items()}
+        return AdapterWeights(made, b"", message.largest)
 
     def spread(self, token_ids: Tensor) -> None:
         """Take the tokens of rank 0, if any can be in flight."""

@@ -17,6 +17,7 @@ from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.residual import Residual
 from slipstream.layers.streaming import Streaming
 from slipstream.models.decoder import build_any
+from slipstream.runner.adapter_rows import NONE, adapters_of
 from slipstream.runner.adapters import Active, Adapters
 from slipstream.runner.cache_dtype import log_scales
 from slipstream.runner.devices import available_on_host, free_on_gpu
@@ -33,12 +34,7 @@ from slipstream.runner.plan import Plan
 from slipstream.runner.sampler import HistoryInputs, Results, count, make_counts, sample_tokens
 from slipstream.runner.sampling_rows import HistoryArrays, histories
 from slipstream.runner.staging import Staging
-from slipstream.runner.step_arrays import (
-    Slots,
-    StepArrays,
-    StepBuilder,
-    StepShape,
-)
+from slipstream.runner.step_arrays import Slots, StepArrays, StepBuilder, StepShape
 from slipstream.runner.step_inputs import StepInputs
 from slipstream.runner.transfers import transfers_of
 from slipstream.runner.values import Beside, has_prompts, largest_piece, wants_logits
@@ -88,7 +84,7 @@ class ModelRunner:
         budget, num_rows = plan.max_num_batched_tokens, plan.max_drafted_rows
         buckets = Buckets(plan.max_num_seqs, budget, layout_of(plan), num_rows)
         self._make_buffers(plan, buckets)
-        self.adapters = Adapters(plan, self._model, self._num_tokens)
+        self.adapters = Adapters(plan, self._model, self._num_tokens, group)
         self._drafting = self._make_drafting(plan)
         self._graphs = None
         left = left_in_share(plan, before, self._measure(plan, buckets, laps))
@@ -238,7 +234,8 @@ class ModelRunner:
         shape = exact if found is None else found[0]
         arrays = self._builder.build(batch, shape, 0, 0)
         self._group.announce(batch, shape, arrays)
-        with self.adapters.step(self.adapters.of(batch), batch, shape, arrays):
+        of_tokens = adapters_of(batch, shape)
+        with self.adapters.step(self.adapters.of(batch), of_tokens, shape, arrays):
             return self._forward(shape, self._stage(arrays))[arrays.samples].float()
 
     # --- a step --------------------------------------------------------------------------------
@@ -267,9 +264,10 @@ class ModelRunner:
         if history is not None:
             self._count(history)
         base = self._staging.copy(arrays.memory)
+        of_tokens = adapters_of(batch, shape) if active else NONE
         captured = found[1] if found is not None and base is self._staging.home else None
         if captured is not None and active:
-            made = self.adapters.upload(active, batch, shape, arrays, keeps_all=False)
+            made = self.adapters.upload(active, of_tokens, shape, arrays, keeps_all=False)
             captured = captured if made.is_home else None
         if captured is not None:
             captured.graph.replay()
@@ -277,7 +275,7 @@ class ModelRunner:
         logits = None if captured is None else captured.logits
         if logits is None:
             inputs, keeps_all = StepInputs.of(base, arrays), has_prompts(batch)
-            with self.adapters.step(active, batch, shape, arrays, keeps_all):
+            with self.adapters.step(active, of_tokens, shape, arrays, keeps_all):
                 if beside is not None and keeps_all:
                     logits = self._step_with_prompts(shape, inputs, batch, beside)
                 else:

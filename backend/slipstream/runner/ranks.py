@@ -23,12 +23,21 @@ from slipstream.kernels.comm.ranks import HostRanks, Ranks
 from slipstream.kvcache.host import Direction, Mover
 from slipstream.runner.adapters import Active
 from slipstream.runner.draft_loading import tap
-from slipstream.runner.group import Frame, Joined, Move, Stop
+from slipstream.runner.graphs import Captured
+from slipstream.runner.group import (
+    AdapterDo,
+    AdapterOrder,
+    AdapterPart,
+    Frame,
+    Joined,
+    Move,
+    Stop,
+)
 from slipstream.runner.log_probs import Ask
 from slipstream.runner.masks import StepMasks
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import Plan
-from slipstream.runner.step_arrays import StepArrays
+from slipstream.runner.step_arrays import Int64s, StepArrays, StepShape
 from slipstream.runner.step_inputs import StepInputs
 from slipstream.runner.values import Beside, rows_of_piece
 
@@ -67,6 +76,12 @@ class Leader(ModelRunner):
             return super()._read(first, size, asks, beside)
         except Exception as error:
             raise self._joined.named(error) from error
+
+    def _find_graph(self, shape: StepShape, active: Active) -> tuple[StepShape, Captured] | None:
+        """Return the graph of a step without adapters: one with them would be captured, with sums
+        over ranks in it, before any other rank has heard of the step.
+        """
+        return None if active else super()._find_graph(shape, active)
 
 
 class _EveryMover:
@@ -118,13 +133,38 @@ class Follower(ModelRunner):
         while not isinstance(message := self._joined.receive(), Stop):
             try:
                 self._catch_up(message.ended)
-                if isinstance(message, Frame):
-                    self._replay(message)
-                else:
-                    self._move(message)
+                self._obey(message)
             except Exception as error:
                 self._joined.fail()
                 raise self._joined.named(error) from error
+
+    def _obey(self, message: Frame | Move | AdapterPart | AdapterDo) -> None:
+        if isinstance(message, Frame):
+            self._replay(message)
+        elif isinstance(message, Move):
+            self._move(message)
+        elif isinstance(message, AdapterDo):
+            self._do(message.order, message.number)
+        elif (weights := self._joined.part_of(message)) is not None:
+            self.adapters.keep(message.number, weights)
+
+    def _do(self, order: AdapterOrder, number: int) -> None:
+        """Do with an adapter what rank 0 does; what is on its way has to arrive first."""
+        if order is AdapterOrder.LOAD:
+            self.adapters.start_load(number)
+            return
+        self.adapters.settle(number)
+        if order is AdapterOrder.EVICT:
+            self.adapters.evict(number)
+        else:
+            self.adapters.remove(number)
+
+    def _active(self, tokens: Int64s) -> Active:
+        """Return the adapters of a step's tokens, all of which are on the device then."""
+        numbers = np.unique(tokens).tolist()
+        for number in numbers:
+            self.adapters.settle(number)
+        return self.adapters.named(numbers)
 
     def _catch_up(self, ended: Sequence[int]) -> None:
         """Wait until the copies have ended that rank 0 has seen end."""
@@ -145,8 +185,10 @@ class Follower(ModelRunner):
         shape = frame.shape
         arrays = StepArrays.of(shape, self._num_tables, frame.num_edits, frame.tables)
         arrays.memory[:] = np.frombuffer(frame.memory, np.uint8)
+        tokens = np.frombuffer(frame.adapters, np.int64)
+        active = self._active(tokens)
         found = None
-        if self._graphs is not None and frame.pieces is None:
+        if self._graphs is not None and frame.pieces is None and not active:
             found = self._graphs.find(shape)
         base = self._staging.copy(arrays.memory)
         if found is not None and found[0] == shape and base is self._staging.home:
@@ -155,6 +197,12 @@ class Follower(ModelRunner):
             return
         self._staging.sent()
         inputs = StepInputs.of(base, arrays)
+        keeps_all = frame.pieces is not None
+        with self.adapters.step(active, tokens, shape, arrays, keeps_all):
+            self._run_layers(frame, inputs)
+
+    def _run_layers(self, frame: Frame, inputs: StepInputs) -> None:
+        shape = frame.shape
         if frame.pieces is None:
             self._step(shape, inputs)
             return

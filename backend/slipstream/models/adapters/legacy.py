@@ -17,7 +17,7 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.layers.adapted import Term
 from slipstream.models.adapters.config import MAX_RANK
-from slipstream.models.adapters.read import AdapterWeights, check_range, joined, of_table
+from slipstream.models.adapters.read import AdapterWeights, RankTerms, check_range, of_table
 from slipstream.models.adapters.targets import Part, Targets
 
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -54,6 +54,7 @@ class Row(NamedTuple):
 def read_task(task: LoraTask, targets: Targets, dtype: torch.dtype) -> AdapterWeights:
     """Read and check the weights of a task; raises `CheckpointError` (row, value)."""
     terms: dict[str, list[Term]] = {}
+    of_ranks = RankTerms(targets.num_ranks)
     digest = blake2b(b"task", digest_size=16)
     rank = 0
     for row in rows_of(task):
@@ -68,6 +69,7 @@ def read_task(task: LoraTask, targets: Targets, dtype: torch.dtype) -> AdapterWe
             if any(each.first == part.first for each in terms.get(part.place, ())):
                 raise row.refusal("a row before it has that module, too")
             terms.setdefault(part.place, []).append(term)
+            of_ranks.add(part, term)
     check_range(terms, dtype, WEIGHTS)
     for place, found in sorted(terms.items()):
         for term in sorted(found, key=lambda each: each.first):
@@ -76,8 +78,7 @@ def read_task(task: LoraTask, targets: Targets, dtype: torch.dtype) -> AdapterWe
                 assert x is not None, "rows have both"
                 digest.update(f"{tuple(x.shape)} ".encode())
                 digest.update(x.contiguous().view(torch.uint8).numpy().data)
-    made = {place: joined(found) for place, found in terms.items()}
-    return AdapterWeights(made, digest.digest(), rank)
+    return of_ranks.weights(digest.digest(), rank)
 
 
 def read_table(table: PromptTable, targets: Targets, dtype: torch.dtype) -> AdapterWeights:

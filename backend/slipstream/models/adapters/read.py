@@ -26,13 +26,20 @@ _DIGEST_BYTES = 16
 _MOST_APART = 0.01  # of the largest value: how far a stored base may be from ours
 
 
+PlaceTerms = Mapping[str, tuple[Term, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """An adapter in host memory: its terms by the decoder's places, in the model's dtype."""
+    """An adapter in host memory: its terms by the decoder's places, in the model's dtype.
 
-    terms: Mapping[str, tuple[Term, ...]]
+    Of several ranks' they are those of rank 0; `others` are those of all others, in order.
+    """
+
+    terms: PlaceTerms
     digest: bytes  # of tensors and scalings
     rank: int  # the largest
+    others: tuple[PlaceTerms, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -50,6 +57,25 @@ class AdapterWeights:
         return sum(len(term.b) for term in self.terms.get(VIRTUAL, ()))
 
 
+class RankTerms:
+    """The terms of an adapter, as each of `size` ranks has them; see `Part`."""
+
+    def __init__(self, size: int) -> None:
+        self._of_ranks: list[dict[str, list[Term]]] = [{} for _ in range(size)]
+
+    def add(self, part: Part, term: Term) -> None:
+        """Take a term of a part."""
+        for found, own in zip(self._of_ranks, part.of_ranks(term), strict=True):
+            found.setdefault(part.place, []).append(own)
+
+    def weights(self, digest: bytes, rank: int) -> AdapterWeights:
+        """Return all of them."""
+        own, *others = [
+            {place: joined(terms) for place, terms in found.items()} for found in self._of_ranks
+        ]
+        return AdapterWeights(own, digest, rank, tuple(others))
+
+
 def read_adapter(directory: Path, targets: Targets, dtype: torch.dtype) -> AdapterWeights:
     """Read and check an adapter; raises `CheckpointError` (file, tensor or key, value)."""
     config, path = read_config(directory), directory / FILE
@@ -58,6 +84,7 @@ def read_adapter(directory: Path, targets: Targets, dtype: torch.dtype) -> Adapt
         return of_table(table, targets, dtype, str(path))
     digest = blake2b(digest_size=_DIGEST_BYTES)
     terms: dict[str, list[Term]] = {}
+    of_ranks = RankTerms(targets.num_ranks)
     rank = 0
     for stored in stored_modules(tensor_entries(directory, FILE), config, path):
         digest.update(f"{stored.module} {stored.scale!r}".encode())
@@ -66,12 +93,13 @@ def read_adapter(directory: Path, targets: Targets, dtype: torch.dtype) -> Adapt
             digest.update(x.view(torch.uint8).numpy().data)
         rank = max(rank, stored.rank)
         for part in _parts(targets, stored, path):
-            terms.setdefault(part.place, []).append(_term(part, stored, dtype, path))
+            term = _term(part, stored, dtype, path)
+            terms.setdefault(part.place, []).append(term)
+            of_ranks.add(part, term)
     if not terms:
         raise CheckpointError(f"{path}: it has no tensors: an adapter of nothing")
     check_range(terms, dtype, path)
-    made = {place: joined(found) for place, found in terms.items()}
-    return AdapterWeights(made, digest.digest(), rank)
+    return of_ranks.weights(digest.digest(), rank)
 
 
 def of_table(
@@ -92,7 +120,8 @@ def of_table(
     digest = blake2b(b"virtual tokens " + tag, digest_size=_DIGEST_BYTES)
     digest.update(f" {rows.dtype} {tuple(rows.shape)} ".encode())
     digest.update(rows.view(torch.uint8).numpy().data)
-    return AdapterWeights({VIRTUAL: tuple(terms[VIRTUAL])}, digest.digest(), 0)
+    made = {VIRTUAL: tuple(terms[VIRTUAL])}  # of all ranks
+    return AdapterWeights(made, digest.digest(), 0, (made,) * (targets.num_ranks - 1))
 
 
 def _parts(targets: Targets, stored: Stored, path: Path) -> list[Part]:
@@ -107,6 +136,11 @@ def _parts(targets: Targets, stored: Stored, path: Path) -> list[Part]:
     if stored.whole is None and stored.is_rows != is_embedding:
         kind = "an embedding" if is_embedding else "no embedding"
         raise CheckpointError(f"{path}: module {stored.module} is {kind}, its tensors are not so")
+    if stored.magnitude is not None and targets.num_ranks > 1:
+        raise CheckpointError(
+            f"{path}: {stored.module}: magnitudes (use_dora) are not implemented beside "
+            f"tensor_parallel = {targets.num_ranks}: no rank has all of the matrix"
+        )
     if stored.magnitude is not None and is_embedding:
         raise CheckpointError(f"{path}: {stored.module}: magnitudes (use_dora) of an embedding")
     return parts
@@ -122,9 +156,7 @@ def _term(part: Part, stored: Stored, dtype: torch.dtype, path: Path) -> Term:
     assert stored.b is not None
     if stored.base is not None:
         _check_whole(part, stored.base, where)
-        ours = None if part.table is None else part.table.weight
-        far = None if ours is None else (stored.base.float() - ours.float().cpu()).abs().max()
-        if ours is None or far is None or far > _MOST_APART * ours.abs().max():
+        if part.table is None or _is_apart(part.own(stored.base), part.table.weight):
             raise CheckpointError(f"{where}: base_layer.weight is not the model's matrix")
     b = stored.b.float() * stored.scale
     if stored.is_rows:
@@ -138,6 +170,12 @@ def _term(part: Part, stored: Stored, dtype: torch.dtype, path: Path) -> Term:
         gain = size / part.norms(a.float(), b)
         b, gain = b * gain[:, None], gain - 1.0
     return Term(part.first, a.to(dtype).contiguous(), b.to(dtype).contiguous(), gain)
+
+
+def _is_apart(base: Tensor, ours: Tensor) -> bool:
+    """Return whether a stored base is another matrix than ours."""
+    far = (base.float() - ours.float().cpu()).abs().max()
+    return bool(far > _MOST_APART * ours.abs().max())
 
 
 def _check_whole(part: Part, matrix: Tensor, where: str) -> None:

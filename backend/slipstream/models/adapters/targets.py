@@ -1,15 +1,17 @@
 """The matrices of a decoder that adapters can change, by the checkpoint's names of modules."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from slipstream.fuse.adapt import HEAD, AdaptedPlace
+from slipstream.layers.adapted import Term
 from slipstream.layers.embedding import Table
 from slipstream.layers.linear import Linear
 from slipstream.models.axes import TensorNames
+from slipstream.models.cuts import Cut
 
 _OF_INPUTS = ("o_proj",)  # layers of whose matrices inputs are arranged, not outputs
 _COLUMNS = 1024  # of a matrix that are looked at together
@@ -18,12 +20,16 @@ _WRAPPED = "language_model."  # in the names of adapters that were trained in a 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some outputs of a place, and how they are made of a stored module's tensors."""
+    """Some outputs of a place, and how they are made of a stored module's tensors.
+
+    Sizes are the whole model's, if ranks share it; `cuts` says what each rank has of the part.
+    """
 
     place: str
     first: int  # output of the place
     outputs: int
     inputs: int
+    cuts: tuple["RankCut", ...]  # by rank; one that has all, for one rank
     name: str  # the decoder's
     names: TensorNames
     linear: Linear | None  # None: the embedding
@@ -46,6 +52,24 @@ class Part:
             columns = self.linear.product_of(unit)[:, here].float().cpu()
             total += (columns + (b @ a[:, begin:end]).t()).double().square().sum(0)
         return total.sqrt().float()
+
+    def own(self, matrix: Tensor) -> Tensor:
+        """Return what rank 0 has of a matrix `[outputs, inputs]` of head or embedding."""
+        return self.cuts[0].of_outputs(matrix)
+
+    def of_ranks(self, term: Term) -> list[Term]:
+        """Return what each rank has of a term of the part."""
+        if len(self.cuts) == 1:
+            return [term]
+        return [self._of_rank(term, cut) for cut in self.cuts]
+
+    def _of_rank(self, term: Term, cut: "RankCut") -> Term:
+        a, b, gain = term.a, term.b, term.gain
+        if self.linear is None and a is not None:  # rows of an embedding
+            return Term(cut.first, cut.of_outputs(a), b)
+        a = None if a is None else cut.of_inputs(a)
+        gain = None if gain is None else cut.of_outputs(gain)
+        return Term(cut.first, a, cut.of_outputs(b), gain)
 
     def of_a(self, a: Tensor) -> Tensor:
         """Return A of the part, `[r, inputs]`, of the module's."""
@@ -70,6 +94,39 @@ class Part:
         return change(x.t() if is_turned else x)
 
 
+@dataclass(frozen=True, slots=True)
+class RankCut:
+    """What a rank has of a part's outputs, from `first` on of its place, and of its inputs."""
+
+    first: int
+    outputs: Cut | None = None
+    inputs: Cut | None = None
+
+    def of_outputs(self, x: Tensor) -> Tensor:
+        """Return the rank's rows of `[outputs, ...]`."""
+        return x if self.outputs is None else _taken(x, self.outputs)
+
+    def of_inputs(self, x: Tensor) -> Tensor:
+        """Return the rank's columns of `[r, inputs]`."""
+        return x if self.inputs is None else _taken(x, self.inputs)
+
+
+def _taken(x: Tensor, cut: Cut) -> Tensor:
+    """Return the part of a tensor, with the zeros behind it."""
+    shape = [*x.shape]
+    shape[cut.dim] = cut.count
+    out = x.new_empty(shape)
+    cut.fill(out, cut.part_of(x))
+    return out
+
+
+def _whole(cut: Cut | None, outputs: int, inputs: int) -> tuple[int, int]:
+    if cut is None:
+        return outputs, inputs
+    rows, columns = cut.whole((outputs, inputs))
+    return rows, columns
+
+
 class Targets:
     """All parts, by the names of modules."""
 
@@ -80,20 +137,41 @@ class Targets:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Take the places of a decoder, the family's names of tensors, and those of rows."""
+        """Take the places of a decoder, the family's names of tensors, and those of rows.
+
+        The decoder is that of the rank of the names' cuts, if they have any.
+        """
+        self.num_ranks = 1 if names.cuts is None else names.cuts.size
         self._parts: dict[str, list[Part]] = {}
         self._by_name: dict[str, Part] = {}  # the decoder's
         self._optional = names.optional
         for place in places:
-            first = 0
-            for name, outputs in zip(place.parts, place.sizes, strict=True):
-                sizes = (place.name, first, outputs, place.inputs)
+            first = begin = 0  # outputs of the whole place, and of the rank's
+            for name, count in zip(place.parts, place.sizes, strict=True):
+                cuts = self._cuts(name, names, begin, count, place.inputs)
+                cut = cuts[0].outputs or cuts[0].inputs
+                outputs, inputs = _whole(cut, count, place.inputs)
                 own = (place.linear, place.table, dtype, device)
-                part = Part(*sizes, name, names, *own)
+                part = Part(place.name, first, outputs, inputs, cuts, name, names, *own)
+                begin += count
                 stored = names.stored(f"{name}.weight").removesuffix(".weight")
                 self._parts.setdefault(stored, []).append(part)
                 self._by_name[name] = part
                 first += outputs
+
+    @staticmethod
+    def _cuts(
+        name: str, names: TensorNames, first: int, outputs: int, inputs: int
+    ) -> tuple[RankCut, ...]:
+        """Return what ranks have of a part; sizes are those of each."""
+        if names.cuts is None:
+            return (RankCut(first),)
+        found = []
+        for rank in range(names.cuts.size):
+            cut = replace(names.cuts, rank=rank).of(f"{name}.weight", (outputs, inputs))
+            sides = (None, cut) if cut is not None and cut.dim else (cut, None)
+            found.append(RankCut(first, *sides))
+        return tuple(found)
 
     @property
     def hidden_size(self) -> int:

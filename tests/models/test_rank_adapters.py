@@ -1,0 +1,225 @@
+"""Adapters of a model on several ranks: each has its part, and all give what one rank gives."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.bridge.launching import wait_for
+from fixtures.engine.adapted import RANKS, House
+from fixtures.models.adapters import Pairs, draw_pairs, targets_of, write_adapter
+from fixtures.models.checkpoints import (
+    Driver,
+    Generation,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+)
+from fixtures.models.quantised import model_of
+from fixtures.models.ranks import Group, ranks_of
+from fixtures.tiers import quick_of
+from safetensors.torch import load_file, save_file
+from slipstream.engine.scheduler import Limits
+from slipstream.errors import CheckpointError
+from slipstream.runner.model_runner import ModelRunner
+from slipstream_contract.prompt_table import PromptTable
+
+TOLERANCE = 1e-4
+FAMILIES = ("llama", "phi3", "gpt2", "gemma2", "gptj", "falcon", "cohere", "olmo2", "gpt_neox")
+CASES = {
+    f"{family}, {size} ranks": (family, size)
+    for i, family in enumerate(FAMILIES)
+    for size in (4 - 2 * (i % 2),)
+} | {"llama, 2 ranks": ("llama", 2), "phi3, 4 ranks": ("phi3", 4)}
+
+
+def with_ends(model: torch.nn.Module, directory: Path, rank: int, seed: int) -> Path:
+    """Add terms of head and embedding to an adapter on disk."""
+    generator = torch.Generator().manual_seed(seed)
+    path = directory / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for name, module in model.named_modules():
+        kind = name.rpartition(".")[2]
+        weight = getattr(module, "weight", None)
+        if weight is None or weight.ndim != 2:
+            continue
+        rows, width = weight.shape
+        a, b = (torch.randn(n, rank, generator=generator) for n in (width, rows))
+        if kind in ("embed_tokens", "wte", "word_embeddings", "embed_in"):
+            tensors[f"base_model.model.{name}.lora_embedding_A"] = b.t().contiguous() * 0.1
+            tensors[f"base_model.model.{name}.lora_embedding_B"] = a * 0.1
+        elif kind == "lm_head" and model.config.model_type != "gpt_neox":  # stored by another name
+            tensors[f"base_model.model.{name}.lora_A.weight"] = a.t().contiguous() * 0.1
+            tensors[f"base_model.model.{name}.lora_B.weight"] = b * 0.1
+    save_file(tensors, path, metadata={"format": "pt"})
+    return directory
+
+
+def adapters_of(model: torch.nn.Module, folder: Path) -> list[Path]:
+    """Adapters of several ranks and targets; the last has terms of head and embedding."""
+    names = targets_of(model)
+    asked = [(1, names), (5, names[:1]), (16, names[1:]), (64, names), (3, names)]
+    found = []
+    for i, (rank, own) in enumerate(asked):
+        pairs: Pairs = draw_pairs(model, own, rank, seed=i, size=0.1)
+        found.append(write_adapter(folder / str(i), pairs, rank))
+    with_ends(model, found[-1], 3, seed=9)
+    return found
+
+
+def generated(runner: ModelRunner, directories: list[Path], by_tables: bool) -> list[Generation]:
+    """Sequences of all adapters and of none, in chunks and decodes of the same steps."""
+    numbers = [0]
+    for directory in directories:
+        numbers.append(runner.adapters.add(runner.adapters.read(str(directory))))
+    if by_tables:
+        active = runner.adapters.named(numbers[1:])
+        assert all(each.laid is not None for each in active.values())
+    numbers.append(0)
+    prompts = random_prompts([5 + 7 * i for i in range(len(numbers))], 200)
+    rows = [Generation(prompt, 3, adapter=n) for prompt, n in zip(prompts, numbers, strict=True)]
+    driver = Driver(runner, keep_logits=True)
+    while not all(row.is_finished for row in rows):
+        driver.step(rows, 11)
+    return rows
+
+
+def compare(
+    base: Path, directories: list[Path], size: int, by_tables: bool = False, **options: object
+) -> None:
+    """Check that ranks give the tokens of one, and its logits within rounding."""
+    runner = make_runner(base, **options)
+    wanted = generated(runner, directories, by_tables=False)
+    group = Group(base, size, **options)
+    wait_for(lambda: len(group.followers) == size - 1)
+    for each in (group.leader, *group.followers):
+        each.adapters.by_tables = by_tables
+    found = generated(group.leader, directories, by_tables)
+    group.end()
+    assert group.errors == []
+    for one, other in zip(wanted, found, strict=True):
+        assert one.outputs == other.outputs
+        for a, b in zip(one.logits, other.logits, strict=True):
+            assert (a - b).abs().max() < TOLERANCE * max(1, a.abs().max())
+    plain = {tuple(row.outputs) for row in wanted}
+    assert len(plain) > len(directories) / 2, "adapters change what comes"
+
+
+@pytest.mark.parametrize("case", quick_of(CASES, {"llama, 4 ranks", "phi3, 2 ranks"}))
+def test_adapters_of_many_ranks_in_one_batch(case: str, tmp_path: Path) -> None:
+    family, size = CASES[case]
+    model = make_model(family)
+    compare(save(model, tmp_path / "base"), adapters_of(model, tmp_path), size)
+
+
+@pytest.mark.parametrize("how", quick_of(["tables", "fixed", "tables fixed"], {"tables"}))
+def test_terms_by_tables_and_in_deterministic_mode(how: str, tmp_path: Path) -> None:
+    model = make_model("llama", intermediate_size=192)
+    directories = adapters_of(model, tmp_path)[:-1]
+    base = save(model, tmp_path / "base")
+    compare(base, directories, 2, "tables" in how, deterministic="fixed" in how)
+
+
+BASES = ("bnb-nf4", "bnb-int8", "gptq-v1-4-32", "awq-gemm-32", "modelopt-fp8", "modelopt-int4")
+
+
+@pytest.mark.parametrize("name", quick_of(BASES, {"bnb-nf4"}))
+def test_a_base_that_comes_quantised(name: str, tmp_path: Path) -> None:
+    """QLoRA's, and others: ranks have exactly the base's numbers."""
+    model = model_of(name, tmp_path)
+    compare(tmp_path / "model", adapters_of(model, tmp_path)[:-1], 2)
+
+
+def test_a_rank_keeps_its_part_alone(tmp_path: Path) -> None:
+    model = make_model("llama", num_key_value_heads=4)
+    directory = write_adapter(tmp_path / "a", draw_pairs(model, ["q_proj", "o_proj"], 8), 8)
+    base = save(model, tmp_path / "base")
+    group = Group(base, 2)
+    wait_for(lambda: len(group.followers) == 1)
+    adapters, other = group.leader.adapters, group.followers[0].adapters
+    number = adapters.add(adapters.read(str(directory)))
+    assert not adapters._stored[number].others
+    wait_for(lambda: other._loads or number in other._loaded)
+    whole = make_runner(base).adapters.read(str(directory)).terms
+    parts = [each._stored[number].terms for each in (adapters, other)]
+    for name, (term,) in whole.items():
+        (first,), (second,) = (part[name] for part in parts)
+        is_row = name.endswith("o_proj")
+        a, b = (
+            torch.cat([x, y], int(is_row)) for x, y in zip(first[1:3], second[1:3], strict=True)
+        )
+        assert torch.equal(a if is_row else first.a, term.a)
+        assert torch.equal(first.b if is_row else b, term.b)
+    adapters.evict(number)
+    adapters.remove(number)
+    wait_for(lambda: not other._stored and not other._loaded)
+    group.end()
+    assert group.errors == []
+
+
+def test_magnitudes_are_refused_by_name(tmp_path: Path) -> None:
+    model = make_model("llama")
+    pairs = draw_pairs(model, ["q_proj"], 4)
+    directory = write_adapter(tmp_path / "a", pairs, 4, use_dora=True)
+    path = directory / "adapter_model.safetensors"
+    sizes = {name: len(b) for name, (_, b) in pairs.items()}
+    more = {
+        f"base_model.model.{name}.lora_magnitude_vector": torch.ones(size)
+        for name, size in sizes.items()
+    }
+    save_file(load_file(path) | more, path)
+    refused = pytest.raises(CheckpointError, match=r"use_dora.* beside tensor_parallel = 2")
+    with ranks_of(save(model, tmp_path / "base"), 2) as leader, refused:
+        leader.adapters.read(str(directory))
+
+
+def table_of(rows: int, seed: int) -> PromptTable:
+    drawn = torch.randn(rows, 64, generator=torch.Generator().manual_seed(seed))
+    return PromptTable(rows, 64, drawn.half().numpy().tobytes(), ())
+
+
+def answers(house: House, seed: int) -> list[list[int]]:
+    """Requests of adapters, of a name that is loaded again, of tables, and what is cached."""
+    house.restart(Limits(8, 16))
+    house.load(*RANKS)
+    found: list[list[int]] = []
+    prompts = random_prompts([30, 9, 21])
+    for turn in range(3):
+        asked = [house.submit(prompts[0], name) for name in ("a", "", "b", "c")]
+        asked += [house.submit(prompts[1], table_of(4, turn % 2))]
+        asked += [house.submit(prompts[2], table_of(17, 2))]
+        if turn == 1:
+            house.write("a", 6, seed)
+            house.load("a")
+            house.store.unload("b")
+        house.asker.drain()
+        found += [house.asker.answers[number, 0].token_ids for number in asked]
+        if turn == 1:
+            house.load("b")
+        house.store.check_integrity()
+    return found
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.rest)])
+def test_requests_loads_and_caches_do_not_know(size: int, tmp_path: Path) -> None:
+    """Reload, unload, tables of requests, preemption, host memory, and a pool of few pages."""
+    options = {"kv_cache_tokens": 200, "kv_cache_host_bytes": 1 << 19, "adapter_memory": 1 << 19}
+    alone = House(tmp_path / "one", **options)
+    wanted = answers(alone, 7)
+    with ranks_of_house(tmp_path, size, options) as house:
+        assert answers(house, 7) == wanted
+        assert house.asker.engine.figures().counters["prefix_hits"] > 0
+    assert wanted[0] != wanted[12], "the name has other weights"
+
+
+@contextmanager
+def ranks_of_house(folder: Path, size: int, options: dict[str, object]) -> Iterator[House]:
+    """A house whose runner leads ranks."""
+    with ExitStack() as stack:
+
+        def make(path: Path, **given: object) -> ModelRunner:
+            return stack.enter_context(ranks_of(path, size, **given))
+
+        yield House(folder / "many", make, **options)
