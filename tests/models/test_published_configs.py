@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fixtures.models.published import PUBLISHED
+from fixtures.models.published_later import ALL
 from slipstream.errors import CheckpointError
 from slipstream.models.hf import read_config
 from slipstream.models.model_config import ModelConfig
@@ -30,9 +30,9 @@ def facts(config: ModelConfig) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", ALL)
 def test_a_published_file(name: str, tmp_path: Path) -> None:
-    keys, wanted = PUBLISHED[name]
+    keys, wanted = ALL[name]
     (tmp_path / "config.json").write_text(json.dumps(keys))
     if isinstance(wanted, str):
         with pytest.raises(CheckpointError) as error:
