@@ -12,7 +12,7 @@ from replicas import RankTimes
 from step_times import SIZES, times_of
 
 MODELS = (("8b", False), ("70b", True), ("70b", False))
-SPLITS = ((4, 1), (8, 1), (2, 2))  # ranks of tensors, stages
+SPLITS = ((4, 1), (8, 1), (2, 2), (1, 4))  # ranks of tensors, stages
 BATCHES = (1, 32, 128)
 CONTEXT = 256
 PROMPT = 2048

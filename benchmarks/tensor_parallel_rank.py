@@ -23,8 +23,9 @@ from slipstream.kernels.comm.all_reduce import ROOM_BYTES, total
 from slipstream.kernels.comm.device import DeviceRanks
 from slipstream.kernels.comm.ranks import HostRanks, Ranks
 from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.runner.joining import start
 from slipstream.runner.plan import resolve
-from slipstream.runner.ranks import Follower, start
+from slipstream.runner.ranks import Follower
 from slipstream_runtime.ranks import EXCHANGE_BYTES, RankMemory
 
 _SUMS, _REPLAYS, _STEPS = 20, 15, 60  # of a graph; of it; newest steps whose idle time is measured

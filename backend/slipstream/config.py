@@ -168,7 +168,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = 1
     pipeline_parallel: Annotated[
-        int, _field("stages of layers: more than 1 is not implemented")
+        int,
+        _field(
+            "stages of a pipeline, each with a part of the layers; with tensor_parallel each is of "
+            f"so many ranks, {MAX_RANKS} in all at most"
+        ),
     ] = 1
     cuda_graphs: Annotated[
         bool, _field("replay steps as CUDA graphs; false: launch every kernel every time")
@@ -290,6 +294,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "those that take more than 32 steps of the streams",
         ),
     ] = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that hold the model together: of all stages."""
+        return self.tensor_parallel * self.pipeline_parallel
 
 
 def help_of(name: str) -> str:

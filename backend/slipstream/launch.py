@@ -9,9 +9,10 @@ to `engine.error`, where the bridges read it. An engine that has run before is r
 with pauses that grow to 10 s. An engine whose loop makes no turn for `stuck_after_s` is killed. One
 that ends because its models were unloaded (exit code 3) is started again by the next bridge.
 
-With `tensor_parallel` the engine is rank 0 of several processes: if one ends, or gives no sign of
-life for some seconds, all are killed and started again. With `replicas` a router (`replicas/`) runs
-in the engine's place; it starts a supervisor like this one for each engine behind it.
+With `tensor_parallel` or `pipeline_parallel` the engine is rank 0 of several processes: if one
+ends, or gives no sign of life for some seconds, all are killed and started again. With `replicas` a
+router (`replicas/`) runs in the engine's place; it starts a supervisor like this one for each
+engine behind it.
 """
 
 import argparse
@@ -149,7 +150,7 @@ class Supervisor:
         self._runtime = runtime
         self._lock = lock
         config = _read_config(runtime.config)
-        self._stuck_after_s, self._num_ranks = config.stuck_after_s, config.tensor_parallel
+        self._stuck_after_s, self._num_ranks = config.stuck_after_s, config.num_ranks
         self._module = "slipstream.engine.loop"
         if config.replicas > 1:  # a router, which has engines and supervisors of its own
             self._module, self._num_ranks = "slipstream.replicas.process", 1
@@ -262,8 +263,10 @@ def _read_config(path: Path) -> EngineConfig:
         config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
     except (OSError, msgspec.DecodeError):
         config = EngineConfig(checkpoint="")
-    if 1 <= config.tensor_parallel <= MAX_RANKS:
+    sizes = config.tensor_parallel, config.pipeline_parallel
+    if min(sizes) >= 1 and config.num_ranks <= MAX_RANKS:
         return config
+    config = msgspec.structs.replace(config, pipeline_parallel=1)
     return msgspec.structs.replace(config, tensor_parallel=1)  # the engine reports what is wrong
 
 

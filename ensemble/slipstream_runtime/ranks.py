@@ -4,7 +4,8 @@ A rank is a process that holds a part of the weights. All map one anonymous file
 they inherit: no name can collide, and nothing is left behind. Words have 32 bits, each on a cache
 line of its own, and one writer. A reader spins for some 20 us, then it sleeps on the word (futex).
 
-    words      by rank: signs of life, messages read, meetings come to; messages sent, failure
+    words      by rank: signs of life, messages read, meetings of all and of its stage come to,
+               states handed to the next stage; messages sent, failure
     facts      by rank: what it says of itself at start
     messages   a ring of slots, from rank 0 to all others
     exchange   by rank two buffers that take turns, for sums and gathers
@@ -19,14 +20,14 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 MAX_RANKS = 8
 EXCHANGE_BYTES = 1 << 20  # of one buffer
 BEAT_S = 0.25  # between two signs of life
 _LINE = 64
-_BEAT, _READ, _CAME = range(3)  # words of a rank
-_WORDS_OF_RANK = 3
+_BEAT, _READ, _CAME, _MET, _HANDED = range(5)  # words of a rank
+_WORDS_OF_RANK = 5
 _FACT_BYTES = 4096
 _SLOTS, _SLOT_BYTES = 8, 256 << 10
 _HEAD_BYTES = 8  # of a slot: bytes of this piece, and whether more of the message follow
@@ -74,7 +75,7 @@ class RankMemory:
         self._number = _FUTEX.get(platform.machine())
         self._num_sent = 0
         self._num_read = 0
-        self._num_meetings = 0
+        self._num_meetings = {_CAME: 0, _MET: 0}
 
     @staticmethod
     def create(size: int) -> int:
@@ -140,8 +141,9 @@ class RankMemory:
         return [self._words[_word(rank, _BEAT)] for rank in range(self.size)]
 
     def fail(self) -> None:
-        """Have all ranks that wait for another raise `RankError`."""
-        self._store(_failed_word(self.size), 1 + (self.rank or 0))
+        """Have all that wait for another raise `RankError`, with the first that has failed."""
+        if not self._words[_failed_word(self.size)]:
+            self._store(_failed_word(self.size), 1 + (self.rank or 0))
 
     def raise_if_failed(self) -> None:
         """Raise `RankError` if a rank has failed."""
@@ -206,17 +208,36 @@ class RankMemory:
 
     # --- meetings ------------------------------------------------------------------------------
 
-    def meet(self) -> None:
+    def meet(self, members: Sequence[int] | None = None) -> None:
         """Wait until every rank has come to this meeting: what each wrote before is visible.
 
-        Raises `RankError` if one is later than `limit_s`, or has failed.
+        `members` meet by themselves: a rank is always with the same ones; None: all meet. Raises
+        `RankError` if one is later than `limit_s`, or has failed.
         """
         assert self.rank is not None
-        self._num_meetings += 1
-        self._store(_word(self.rank, _CAME), self._num_meetings)
-        for rank in range(self.size):
+        which = _CAME if members is None else _MET
+        self._num_meetings[which] += 1
+        self._store(_word(self.rank, which), self._num_meetings[which])
+        for rank in range(self.size) if members is None else members:
             if rank != self.rank:
-                self._await(_word(rank, _CAME), self._num_meetings, self.limit_s, rank)
+                self._await(_word(rank, which), self._num_meetings[which], self.limit_s, rank)
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """Return what every rank gives, by rank, on each; a start, not a step, has the time."""
+        self.state(own)
+        self.meet()
+        found = self.facts()
+        self.meet()  # all have read before anyone states more
+        return found
+
+    def hand(self, count: int) -> None:
+        """Publish that this rank has handed so many states to the next stage, in all."""
+        assert self.rank is not None
+        self._store(_word(self.rank, _HANDED), count)
+
+    def await_handed(self, rank: int, count: int) -> None:
+        """Wait until a rank has handed so many; raises `RankError` as `meet`."""
+        self._await(_word(rank, _HANDED), count, self.limit_s, rank)
 
     def buffer(self, rank: int, turn: int) -> memoryview:
         """Return one of a rank's two exchange buffers, of `EXCHANGE_BYTES`.

@@ -9,8 +9,6 @@ import pytest
 import torch
 from fixtures.bridge.launching import wait_for
 from fixtures.models.checkpoints import (
-    Driver,
-    Generation,
     edit_config,
     make_model,
     make_runner,
@@ -22,7 +20,7 @@ from fixtures.models.drawn import DRAWN
 from fixtures.models.gguf_files import SIZES, unpacked, write_gguf
 from fixtures.models.parity import GRID, engine_greedy
 from fixtures.models.quantised import model_of
-from fixtures.models.ranks import Group, ranks_of
+from fixtures.models.ranks import Group, compare, driven, ranks_of
 from fixtures.models.remote_drawn import REMOTE, Remote
 from fixtures.quantize import tiny
 from fixtures.tiers import quick_of
@@ -31,7 +29,6 @@ from slipstream.engine.scheduler import Limits
 from slipstream.errors import ConfigError
 from slipstream.kvcache.host import Direction
 from slipstream.runner.devices import device_of
-from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve, settle
 from slipstream_runtime.ranks import RankError
 
@@ -46,26 +43,6 @@ CASES = {
     for size in [3 if name in LACKING else 4 - 2 * (i % 2)]
 }
 QUICK = {case for case in CASES if case.startswith(("gqa", "olmo2", "gpt2"))}
-
-
-def driven(runner: ModelRunner, vocab_size: int) -> list[Generation]:
-    prompts = random_prompts([29, 1, 12], vocab_size)
-    made = [Generation(prompt, 3 + i) for i, prompt in enumerate(prompts)]
-    driver = Driver(runner, keep_logits=True)
-    driver.step(made[:1], 7)
-    driver.finish(made, chunk=13)
-    return made
-
-
-def compare(directory: Path, size: int, vocab_size: int) -> None:
-    """Check that ranks give the tokens of one, and its logits within rounding."""
-    wanted = driven(make_runner(directory), vocab_size)
-    with ranks_of(directory, size) as leader:
-        found = driven(leader, vocab_size)
-    for one, other in zip(wanted, found, strict=True):
-        assert one.outputs == other.outputs
-        for a, b in zip(one.logits, other.logits, strict=True):
-            assert (a - b).abs().max() < 1e-4 * max(1, a.abs().max())
 
 
 @pytest.mark.parametrize("case", quick_of(CASES, QUICK))
@@ -233,7 +210,6 @@ def test_a_rank_has_its_share_of_weights_and_cache(llama: Path) -> None:
     [
         ({"tensor_parallel": 3}, {}, "tensor_parallel = 3: num_attention_heads = 4 is no multiple"),
         ({"tensor_parallel": 9}, {}, "tensor_parallel = 9 is above 8"),
-        ({"pipeline_parallel": 2}, {}, "pipeline_parallel = 2 is not implemented"),
         (
             {"tensor_parallel": 4},
             {"num_attention_heads": 12, "num_key_value_heads": 6},
@@ -277,11 +253,11 @@ def _with_norms(drawn: Remote, has_bias: bool) -> bool:
 
 
 def test_ranks_of_different_checkpoints_do_not_start(llama: Path, monkeypatch) -> None:
-    from slipstream.runner import ranks
+    from slipstream.runner import joining
 
-    real = ranks.facts_of
+    real = joining.facts_of
     found = lambda plan: real(plan) | ({"version": "0.0.1"} if plan.rank else {})  # noqa: E731
-    monkeypatch.setattr(ranks, "facts_of", found)
+    monkeypatch.setattr(joining, "facts_of", found)
     with pytest.raises(ConfigError, match=r"rank 1 has another version than rank 0: 0\.0\.1, not"):
         Group(llama, 2)
 

@@ -21,6 +21,29 @@ class LayerGroups(NamedTuple):
     places: tuple[tuple[int, int], ...]  # for each layer: its table, its place in the group
 
 
+def groups_of_stage(
+    whole: LayerGroups, windows: tuple[int, ...], begin: int, end: int
+) -> LayerGroups:
+    """Return the groups of layers `begin` to `end`, in the tables of the whole model.
+
+    A block has places for as many layers of each table as this stage needs. A table may serve any
+    layers with the same visible tokens, so its own are spread over all that it could use.
+    """
+    kinds: dict[bool, list[int]] = {True: [], False: []}  # layers by whether a table hides tokens
+    is_split = whole.num_full > 0
+    for layer in range(begin, end):
+        kinds[is_split and windows[layer] > 0].append(layer)
+    num_local = whole.num_tables - whole.num_full if is_split else 0
+    tables = {False: (0, whole.num_tables - num_local), True: (whole.num_full, num_local)}
+    size = max(-(-len(kinds[k]) // tables[k][1]) for k in kinds if kinds[k])
+    places = {}
+    for kind, layers in kinds.items():
+        for number, layer in enumerate(layers):
+            places[layer] = (tables[kind][0] + number // size, number % size)
+    in_order = tuple(places[layer] for layer in range(begin, end))
+    return LayerGroups(whole.num_tables, whole.num_full, size, in_order)
+
+
 def group_layers(windows: tuple[int, ...], max_tokens: int) -> LayerGroups:
     """Return the groups that need the least memory for a sequence of `max_tokens`.
 

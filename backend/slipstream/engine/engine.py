@@ -62,7 +62,7 @@ class Runner(Protocol):
     max_model_len: int
     window: AttentionWindow
     transfers: Mover | None  # copies of blocks to host memory and back, if there is any
-    max_in_flight: int  # 2: a step may be launched while the one before it runs; else 1
+    max_in_flight: int  # steps: 2, if one may be launched while the one before it runs; else 1
     attention_doubles_at: int  # context at which a token costs twice as much; 0: none
 
     def launch(self, batch: Batch) -> LaunchedStep:

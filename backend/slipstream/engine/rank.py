@@ -27,8 +27,9 @@ _log = logging.getLogger(__name__)
 
 def follow(config: EngineConfig, descriptor: int, rank: int) -> None:
     """Load a rank's part of the model, and run steps until rank 0 ends."""
+    from slipstream.runner.joining import start
     from slipstream.runner.plan import resolve
-    from slipstream.runner.ranks import Follower, start
+    from slipstream.runner.ranks import Follower
 
     runner, memory = start(resolve(config, rank), descriptor)
     assert isinstance(runner, Follower), "rank 0 is the engine"

@@ -36,6 +36,7 @@ from slipstream.engine.guides import Append, Guides, error_of
 from slipstream.engine.prefill_budget import PrefillBudget
 from slipstream.engine.running_set import MAX_PREEMPTIONS, RunningSet
 from slipstream.engine.step_draft import StepDraft
+from slipstream.engine.step_shares import StepShares, split
 from slipstream.engine.telemetry import Telemetry
 from slipstream.engine.verification import Result, Verification, outcome_of
 from slipstream.engine.waiting import WaitingQueue
@@ -61,13 +62,14 @@ class Limits:
     max_num_rows: int = 0  # of a step that has drafts, its decodes included; 0: max_num_seqs
     guide_in_thinking: bool = False  # of requests that do not say
     target_itl_ns: int = 0  # of a step that decodes; 0: by the time of decodes
+    num_stages: int = 1  # of a pipeline
 
 
 class Scheduler:
     """Queues, blocks, and the decision of each step: `schedule`, run the batch, `commit`.
 
-    Steps are committed (or fail) in the order in which they were scheduled, and at most one is in
-    flight when the next one is scheduled.
+    Steps are committed (or fail) in the order in which they were scheduled. At most one is in
+    flight when the next one is scheduled, in a pipeline as many as it has stages but one.
     """
 
     def __init__(
@@ -96,6 +98,8 @@ class Scheduler:
         parts = (self.cache, self._telemetry, max_rows)
         self._verification = Verification(speculation, *parts)
         self.guides: Guides | None = None  # where the model can guide
+        num_stages = limits.num_stages
+        self._shares = StepShares(num_stages) if num_stages > 1 else None
         self._max_tokens = limits.max_num_batched_tokens
         # No more sequences run than the budget has tokens: every decode fits into every step.
         max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
@@ -153,7 +157,8 @@ class Scheduler:
 
     def earliest_end_ns(self) -> float:
         """Return when the steps in flight can have ended, by the clock; 0: not known."""
-        return self._prefill_budget.earliest_end_ns()
+        # The first stage of a pipeline has work to do: the next launch cannot wait.
+        return 0.0 if self._shares else self._prefill_budget.earliest_end_ns()
 
     def add(self, request: Request) -> None:
         """Queue all sequences of a new request."""
@@ -226,7 +231,9 @@ class Scheduler:
         max_tokens = self._max_tokens
         if only is not None:
             running, max_tokens = [s for s in running if s.id in only[0]], only[1]
-        decodes, prefills = _split(running)
+        elif self._shares is not None:
+            running = self._shares.runnable(running)
+        decodes, prefills = split(running)
         if self._verification.is_active:
             decodes = together(decodes, running)
         num_long = sum(self._prefill_budget.is_long(s.num_tokens) for s in prefills)
@@ -428,22 +435,3 @@ def _hand_over(samplers: list[Sequence | None], sampled: Sampled) -> None:
     for sequence, arrived in made.items():
         assert sequence.wanted is not None
         sequence.wanted.arrive(arrived)
-
-
-def _split(running: Iterable[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-    """Return those that decode in the next step, and those with more than a token to compute."""
-    decodes: list[Sequence] = []
-    prefills: list[Sequence] = []
-    for sequence in running:
-        num_tokens = sequence.num_tokens
-        if num_tokens - sequence.num_scheduled > 1:
-            prefills.append(sequence)
-        elif (
-            num_tokens < sequence.num_final  # else its last token is in flight
-            and num_tokens <= sequence.cache.capacity  # else it waits for a fence
-            and not (
-                sequence.num_pending and (sequence.needs_every_token or sequence.is_speculating)
-            )
-        ):
-            decodes.append(sequence)
-    return decodes, prefills

@@ -46,6 +46,7 @@ def limits_of(config: EngineConfig, plan: "Plan") -> Limits:
         config.max_logits_bytes,
         plan.max_drafted_rows,
         guide_in_thinking=config.guide_in_thinking,
+        num_stages=config.pipeline_parallel,
         target_itl_ns=round((config.target_itl or 0) * _MS),
     )
 

@@ -138,6 +138,10 @@ class Axes:
     dense_layers: frozenset[int] = frozenset()
 
 
+_LAYER = re.compile(r"^(model\.layers\.)(\d+)(?=\.|$)")
+_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
 class QkvOrder(Enum):
     """How q, k and v lie in a checkpoint."""
 
@@ -179,6 +183,31 @@ def _unmoved(name: str) -> Moves | None:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerRange:
+    """The layers `begin` to `end` of a model of `total`, which its stage numbers from 0.
+
+    `has_ends`: whether it has embedding, last norm and head, too.
+    """
+
+    begin: int
+    end: int
+    total: int
+    has_ends: bool
+
+    def number(self, name: str) -> str:
+        """Return a name, by Llama's names, with the layer's number in the whole model."""
+        return _LAYER.sub(lambda found: f"{found[1]}{int(found[2]) + self.begin}", name, count=1)
+
+    def skips(self, name: str) -> bool:
+        """Return whether a tensor, by the checkpoint's name, is for other stages to read."""
+        found = _NUMBER.search(name)
+        if found is None:
+            return not self.has_ends
+        layer = int(found[1])
+        return layer < self.total and not self.begin <= layer < self.end
+
+
+@dataclass(frozen=True, slots=True)
 class TensorNames:
     """The checkpoint's names of the decoder's tensors, and how it stores them.
 
@@ -197,6 +226,7 @@ class TensorNames:
     is that. Set when dims are known (transforms.py).
     moves: the same of a quantised matrix, whose name ends in no `.weight`.
     cuts: the parts that a rank of several has; None: all of every tensor.
+    layers: those that a stage of a pipeline has; None: all.
     """
 
     own: Mapping[str, str] = field(default_factory=dict)
@@ -211,16 +241,21 @@ class TensorNames:
     change: Callable[[str], Change | None] = field(default=_unchanged, compare=False)
     moves: Callable[[str], Moves | None] = field(default=_unmoved, compare=False)
     cuts: Cuts | None = None
+    layers: LayerRange | None = None
 
     def may_be_unread(self, name: str) -> bool:
         """Return whether a tensor, by the checkpoint's name, is a buffer, or another rank's."""
         is_unused = name.endswith(self.unread) or name.startswith(self.unused)
+        if self.layers is not None and self.layers.skips(name):
+            return True
         return is_unused or (self.cuts is not None and self.cuts.skips(name))
 
     def stored(self, name: str) -> str:
         """Return the checkpoint's name of a tensor of the decoder."""
         if self.cuts is not None:
             name = self.cuts.number(name)
+        if self.layers is not None:
+            name = self.layers.number(name)
         if not self.own:
             return name
         parts = "|".join(map(re.escape, sorted(self.own, key=len, reverse=True)))

@@ -25,6 +25,7 @@ from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP
 from slipstream.layers.norm import Factor, LayerNorm, Norm, PartNorm, RowNorm, identity
 from slipstream.layers.ranks import SpreadLayerNorm, SpreadNorm
 from slipstream.layers.rope import cos_sin_table
+from slipstream.layers.stages import Inlet, Outlet
 from slipstream.models.axes import OF_HEADS, Activation, NormKind, QkNorms, Residuals
 from slipstream.models.fileless import SizeSource
 from slipstream.models.model_config import ModelConfig
@@ -89,6 +90,9 @@ class _Builder:
     def decoder(self) -> Decoder:
         """Build all."""
         d, axes = self._dims, self._axes
+        if self._config.stage > 0:
+            blocks = [self._block(i) for i in range(d.num_layers)]
+            return Decoder(Inlet(), blocks, identity, Outlet())
         ends = Ends(
             axes.embedding_scale,
             self._config.max_positions if axes.learned_positions else 0,

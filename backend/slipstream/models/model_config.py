@@ -35,11 +35,19 @@ class ModelConfig:
     # Names of a Hugging Face directory of the model, where `tensors` are those of a GGUF file.
     published: TensorNames | None = None
     num_ranks: int = 1  # over which it is split; sizes are a rank's, but for the vocabulary
+    stage: int = 0  # of a pipeline: which has these layers
+    num_stages: int = 1
+    whole_windows: tuple[int, ...] = ()  # of the layers of all stages; none: `windows` are these
 
     @property
     def vocab_rows(self) -> int:
         """Rows of the embedding, and of the head, that a rank has."""
         return -(-self.dims.vocab_size // self.num_ranks)
+
+    @property
+    def all_windows(self) -> tuple[int, ...]:
+        """Windows of the layers of all stages."""
+        return self.whole_windows or self.windows
 
     @property
     def rope(self) -> RopeConfig:

@@ -15,6 +15,7 @@ from slipstream.layers.experts import Experts
 from slipstream.layers.latent import LatentAttention
 from slipstream.layers.mlp import TwoStepMLP
 from slipstream.layers.ranks import GatheredHead, SpreadLayerNorm, SpreadNorm, TokensOfRank, summed
+from slipstream.layers.stages import Inlet
 from slipstream.models.axes import QkNorms
 from slipstream.models.cuts import Cuts
 from slipstream.models.model_config import ModelConfig
@@ -85,6 +86,8 @@ def share(decoder: StepDecoder, ranks: Ranks, vocab_size: int) -> None:
     assert isinstance(decoder, Decoder), "classes of transformers are refused"
     for block in decoder.blocks:
         _share_block(block, ranks)
+    if isinstance(decoder.embedding, Inlet):
+        return
     decoder.embedding.lookup = TokensOfRank(decoder.embedding, ranks)
     decoder.head = GatheredHead(decoder.head, ranks, vocab_size)
 

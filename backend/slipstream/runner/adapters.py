@@ -76,7 +76,9 @@ class Adapters:
         self._numbers = itertools.count(1)
         self.targets: Targets | None = None
         self._refusal = "backend_model = 'transformers' serves no adapters"
-        if isinstance(model, Decoder):
+        if plan.model.num_stages > 1:
+            self._refusal = f"pipeline_parallel = {plan.model.num_stages} serves no adapters"
+        elif isinstance(model, Decoder):
             places = adapt(model, self._groups, plan.model.dims.vocab_size)
             self.targets = Targets(places, plan.model.tensors, plan.dtype, plan.device)
             self._tables = AdapterTables(places, plan.device, max_tokens)

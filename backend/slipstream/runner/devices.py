@@ -5,8 +5,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from slipstream_runtime.ranks import MAX_RANKS
 
-from slipstream.config import EngineConfig
+from slipstream.config import MAX_REPLICAS, EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.runtime.jit import MIN_CAPABILITY
 
@@ -23,13 +24,37 @@ def device_of(config: EngineConfig, rank: int) -> torch.device:
     if config.device == "cpu" or not has_cuda:
         return torch.device("cpu")
     num_gpus = torch.cuda.device_count()
-    if num_gpus < config.tensor_parallel > 1:
+    if num_gpus < config.num_ranks > 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ConfigError(
-            f"tensor_parallel = {config.tensor_parallel} needs as many GPUs, but torch sees "
+            f"{ranks_asked(config)} needs as many GPUs, but torch sees "
             f"{num_gpus} (CUDA_VISIBLE_DEVICES {'is not set' if visible is None else visible!r})"
         )
     return torch.device("cuda", rank)
+
+
+def ranks_asked(config: EngineConfig) -> str:
+    """Return the fields that ask for several ranks, in words."""
+    asked = f"tensor_parallel = {config.tensor_parallel}"
+    if config.pipeline_parallel == 1:
+        return asked
+    stages = f"pipeline_parallel = {config.pipeline_parallel}"
+    return stages if config.tensor_parallel == 1 else f"{stages} with {asked}"
+
+
+def check_rank_counts(config: EngineConfig) -> None:
+    """Raise `ConfigError` if there may not be so many replicas or ranks."""
+    limits = {
+        "replicas": MAX_REPLICAS,
+        "tensor_parallel": MAX_RANKS,
+        "pipeline_parallel": MAX_RANKS,
+    }
+    for field, most in limits.items():
+        if not 1 <= (value := getattr(config, field)) <= most:
+            bound = f"above {most}" if value > 1 else "below 1"
+            raise ConfigError(f"{field} = {value} is {bound}")
+    if config.num_ranks > MAX_RANKS:
+        raise ConfigError(f"{ranks_asked(config)}: {config.num_ranks} ranks are above {MAX_RANKS}")
 
 
 def check_gpu(device: torch.device) -> None:

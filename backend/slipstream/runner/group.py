@@ -15,6 +15,7 @@ from slipstream_runtime.ranks import RankError, RankMemory
 from torch import Tensor
 
 from slipstream.core.batch import Batch
+from slipstream.kernels.comm.links import Links
 from slipstream.kernels.comm.ranks import Ranks
 from slipstream.kvcache.host import Direction
 from slipstream.layers.adapted import Term
@@ -91,11 +92,17 @@ class AdapterDo(msgspec.Struct, frozen=True, array_like=True, tag="order", gc=Fa
     ended: tuple[int, ...]  # see `Frame`
 
 
+class Finish(msgspec.Struct, frozen=True, array_like=True, tag="finish", gc=False):
+    """The end of the oldest step of a pipeline: the first stage makes its logits."""
+
+    ended: tuple[int, ...] = ()  # see `Frame`
+
+
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop", gc=False):
     """The end of the engine."""
 
 
-Message = Frame | Move | AdapterPart | AdapterDo | Stop
+Message = Frame | Move | AdapterPart | AdapterDo | Finish | Stop
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -181,9 +188,18 @@ class Joined:
         ranks: sums and gathers.
         itemsize: bytes of a logit.
         has_sources: whether tokens of a step may be in flight when it is launched.
+        links: to the neighbours in a pipeline; None: there is one stage.
     """
 
-    def __init__(self, memory: RankMemory, ranks: Ranks, itemsize: int, has_sources: bool) -> None:
+    def __init__(
+        self,
+        memory: RankMemory,
+        ranks: Ranks,
+        itemsize: int,
+        has_sources: bool,
+        links: Links | None = None,
+    ) -> None:
+        self.links = links
         self.num_steps = 0  # announced
         self.ended = [0] * len(Direction)  # copies, by direction, that rank 0 has seen end
         self._memory, self._ranks = memory, ranks
@@ -193,11 +209,12 @@ class Joined:
     def share(self, model: StepDecoder, vocab_size: int) -> None:
         """Join the layers; see `models/sharding.py`."""
         self._vocab_size = vocab_size
-        share(model, self._ranks, vocab_size)
+        if self._ranks.size > 1:
+            share(model, self._ranks, vocab_size)
 
     def agree(self, count: int) -> int:
         """Return the least count of all ranks."""
-        return self._ranks.least(count)
+        return min(int(each) for each in self._memory.gather(str(count).encode()))
 
     def announce(self, batch: Batch, shape: StepShape, arrays: StepArrays) -> None:
         """Send the step, from rank 0."""
@@ -262,5 +279,5 @@ class Joined:
 
     def named(self, error: Exception) -> Exception:
         """Return the error of a rank, by the name of the rank that this one's GPU waited for."""
-        late = self._ranks.late()
+        late = self._ranks.late() or (None if self.links is None else self.links.error())
         return error if late is None else RankError(f"{late}: {type(error).__name__}: {error}")

@@ -27,7 +27,7 @@ from slipstream.runner.graphs import Buckets, Captured, Graphs, layout_of
 from slipstream.runner.group import ALONE, Group
 from slipstream.runner.launched import LaunchedStep
 from slipstream.runner.load_weights import load_weights
-from slipstream.runner.log_probs import Ask, Tops, asks_of
+from slipstream.runner.log_probs import Ask, Tops
 from slipstream.runner.masks import MaskPlaces, StepMasks
 from slipstream.runner.memory import left_in_share, left_on_gpu, num_blocks
 from slipstream.runner.plan import Plan
@@ -37,7 +37,7 @@ from slipstream.runner.staging import Staging
 from slipstream.runner.step_arrays import Slots, StepArrays, StepBuilder, StepShape
 from slipstream.runner.step_inputs import StepInputs
 from slipstream.runner.transfers import transfers_of
-from slipstream.runner.values import Beside, has_prompts, largest_piece, wants_logits
+from slipstream.runner.values import Beside, ask_values, has_prompts, largest_piece, wants_logits
 
 _log = logging.getLogger(__name__)
 _EDIT_BYTES = 1 << 20  # of a step with a graph
@@ -103,7 +103,7 @@ class ModelRunner:
     def _measure(self, plan: Plan, buckets: Buckets, laps: Laps) -> int:
         """Bytes that are left for the cache. On a GPU all kernels are compiled then, and loaded."""
         if plan.device.type == "cpu":
-            return max(0, available_on_host() - self._mapped_bytes) // plan.model.num_ranks
+            return max(0, available_on_host() - self._mapped_bytes) // plan.config.num_ranks
         self._make_caches(plan, 1)
         layout, budget = self._builder.layout, plan.max_num_batched_tokens
         size = min(plan.max_num_seqs, budget)
@@ -139,8 +139,9 @@ class ModelRunner:
 
     def _make_transfers(self, plan: Plan) -> None:
         """Host memory for blocks, if the configuration has any."""
-        num_slots = plan.config.kv_cache_host_bytes // plan.model.num_ranks // plan.block_bytes
+        num_slots = plan.config.kv_cache_host_bytes // plan.config.num_ranks // plan.block_bytes
         self.transfers: Mover | None = None
+        num_slots = self._group.agree(num_slots)
         if num_slots:
             self.transfers = transfers_of(self._in_blocks, num_slots)
         self._host_bytes = num_slots * plan.block_bytes
@@ -161,15 +162,16 @@ class ModelRunner:
         self._counts = make_counts(plan.max_num_seqs, self.vocab_size, device)
         self._half = num_rows
         self._first_result = 0  # of the next step
-        self._results = Results(2 * num_rows, device)
-        self._masks = MaskPlaces(2 * num_rows, self.vocab_size, device)
+        self._num_places = num_places = max(2, plan.max_in_flight) * num_rows
+        self._results = Results(num_places, device)
+        self._masks = MaskPlaces(num_places, self.vocab_size, device)
         largest = StepShape(num_tokens, num_rows, 0, num_rows, num_tokens)
         arrays = self._builder.padding(largest)
         size = len(arrays.memory) + self._tables.nbytes + _EDIT_BYTES
         self._staging = Staging(device, size)
         self._histories = Staging(device)
         self._copies = Staging(device, 1 << 16)
-        self._tops = Tops(2 * num_rows, self.vocab_size, device)
+        self._tops = Tops(num_places, self.vocab_size, device)
         if device.type == "cuda":
             self._done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
@@ -185,10 +187,9 @@ class ModelRunner:
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Launch a step; on a CPU it is computed when it is waited for."""
-        first, before = self._first_result, self._half - self._first_result
-        self._first_result = before
-        size = sum([row.samples for row in batch.rows])
+        first, before = self._next_places()
         masks, active = self._masks.start(batch, first), self.adapters.of(batch)
+        size = sum([row.samples for row in batch.rows])
         if self._tables.device.type == "cpu":
             return LaunchedStep(
                 lambda: self._read(first, size, *self._run(batch, first, before, masks, active)),
@@ -198,6 +199,12 @@ class ModelRunner:
         done = self._done[first > 0]
         done.record()
         return LaunchedStep(lambda: self._read(first, size, *made), masks, done)
+
+    def _next_places(self) -> tuple[int, int]:
+        """Return the first places of a new step's results, and of the last step's."""
+        half, first, size = self._half, self._first_result, self._num_places
+        self._first_result = (first + half) % size
+        return first, (first - half) % size
 
     def memory(self) -> tuple[int, int]:
         """Bytes that torch holds on the device, and of pinned memory on the host."""
@@ -280,17 +287,13 @@ class ModelRunner:
                     logits = self._step_with_prompts(shape, inputs, batch, beside)
                 else:
                     logits = self._step(shape, inputs)
-        asks = asks_of(batch)
+        asks: list[Ask] = []
         if batch.may_have_tops:
             given = StepInputs.of(base, arrays).sampling, self._counts, self._results.token_ids
-            if asks:
-                self._tops.launch(logits, asks, places, *given, first)
-            if beside is not None:
-                beside.copy_logits(batch, logits, places.tolist(), *given)
+            asks = ask_values(self._tops, batch, logits, places, given, first, beside)
         if self._drafting is not None:
             inputs = StepInputs.of(base, arrays)
-            rows = self._rows_of(shape, inputs, 0)
-            state = inputs, rows, self._counts, self._results.token_ids
+            state = inputs, self._rows_of(shape, inputs, 0), self._counts, self._results.token_ids
             self._drafting.run(int(first > 0), batch, arrays, *state)
         return asks, beside
 

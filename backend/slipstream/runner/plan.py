@@ -9,20 +9,18 @@ from pathlib import Path
 import torch
 from slipstream_contract.limits import MAX_DRAFT_TOKENS
 from slipstream_contract.log_probs import MODES
-from slipstream_runtime.ranks import MAX_RANKS
 
 from slipstream import quant
 from slipstream.config import (
     BACKEND_MODELS,
     BLOCK_SIZES,
     LOAD_FORMATS,
-    MAX_REPLICAS,
     MAX_TARGET_ITL,
     MIN_STUCK_AFTER_S,
     SPECULATIONS,
     EngineConfig,
 )
-from slipstream.core.groups import LayerGroups, group_layers
+from slipstream.core.groups import LayerGroups
 from slipstream.core.window import AttentionWindow
 from slipstream.errors import ConfigError
 from slipstream.kernels.attention.backend import AttentionBackend, backend_for
@@ -33,6 +31,7 @@ from slipstream.models.decoder import block_elements
 from slipstream.models.hf import ignored_keys, weights_dtype
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.sharding import check_ranks, sharded
+from slipstream.models.stages import check_stages, staged
 from slipstream.runner.cache_dtype import (
     attention_spec,
     cache_dtype,
@@ -40,7 +39,13 @@ from slipstream.runner.cache_dtype import (
     model_on,
     note_positions,
 )
-from slipstream.runner.devices import available_on_host, check_gpu, device_of, total_memory
+from slipstream.runner.devices import (
+    available_on_host,
+    check_gpu,
+    check_rank_counts,
+    device_of,
+    total_memory,
+)
 from slipstream.runner.draft_plan import DraftPlan, plan_drafts
 from slipstream.runner.foreign import check_foreign
 from slipstream.runner.matrices import weight_bytes
@@ -75,7 +80,7 @@ class Plan:
     num_threads: int | None  # of torch on the CPU; None: its own choice
     has_tokenizer: bool
     drafts: DraftPlan | None = None  # a drafter on the device
-    rank: int = 0  # of `model.num_ranks`; `model` and all bytes are those of a rank
+    rank: int = 0  # of `config.num_ranks`; `model` and all bytes are those of a rank
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -114,7 +119,9 @@ class Plan:
 
     @property
     def max_in_flight(self) -> int:
-        """Steps that may be in flight: on a CPU they run one after another."""
+        """Steps that may be in flight, of a pipeline one a stage; on a CPU a stage runs one."""
+        if self.model.num_stages > 1:
+            return self.model.num_stages
         return 2 if self.device.type == "cuda" else 1
 
     @property
@@ -124,7 +131,7 @@ class Plan:
         if self.config.attention_window is not None:
             size, num_sinks = self.config.attention_window, self.config.sink_tokens
             return AttentionWindow(size, num_sinks, num_ahead, has_gaps=True)
-        windows, groups = self.model.windows, self.groups
+        windows, groups = self.model.all_windows, self.groups
         size = max(windows) if groups.num_tables > 1 or min(windows) else 0
         return AttentionWindow(size, 0, num_ahead, False, groups.num_tables, groups.num_full)
 
@@ -260,7 +267,7 @@ def _check_cache(plan: Plan) -> None:
     if config.kv_cache_tokens is not None:
         _at_least(config, "kv_cache_tokens", config.block_size)
     wanted = config.kv_cache_host_bytes
-    least = plan.block_bytes * plan.model.num_ranks
+    least = plan.block_bytes * config.num_ranks
     if 0 < wanted < least:
         raise ConfigError(f"kv_cache_host_bytes = {wanted} is below a block's {least} bytes")
 
@@ -279,7 +286,7 @@ def _check_memory(plan: Plan) -> None:
         return
     wanted = plan.blocks_of(config.kv_cache_tokens) * plan.block_bytes
     is_cuda = plan.device.type == "cuda"
-    of_rank = available // plan.model.num_ranks
+    of_rank = available // config.num_ranks
     free = torch.cuda.mem_get_info(plan.device)[0] if is_cuda else of_rank
     free = max(0, free - plan.weight_bytes)
     if wanted > free:
@@ -306,10 +313,10 @@ def _check_share(plan: Plan) -> None:
         )
 
 
-def _num_threads(model: ModelConfig) -> int | None:
+def _num_threads(config: EngineConfig, model: ModelConfig) -> int | None:
     text = os.environ.get(THREADS)
-    if text is None and model.num_ranks > 1:
-        return max(1, torch.get_num_threads() // model.num_ranks)
+    if text is None and config.num_ranks > 1:
+        return max(1, torch.get_num_threads() // config.num_ranks)
     if text is None:
         # Below this, threads wait for each other longer than they compute, and the more so the
         # busier the machine: on 2 cores one thread is 1.4 times as fast, 10 times beside others.
@@ -317,17 +324,6 @@ def _num_threads(model: ModelConfig) -> int | None:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{THREADS} = {text!r} is not a whole number >= 1")
     return int(text)
-
-
-def _check_ranks(config: EngineConfig) -> None:
-    if _at_least(config, "replicas", 1) > MAX_REPLICAS:
-        raise ConfigError(f"replicas = {config.replicas} is above {MAX_REPLICAS}")
-    if _at_least(config, "tensor_parallel", 1) > MAX_RANKS:
-        raise ConfigError(f"tensor_parallel = {config.tensor_parallel} is above {MAX_RANKS}")
-    if _at_least(config, "pipeline_parallel", 1) > 1:
-        raise ConfigError(
-            f"pipeline_parallel = {config.pipeline_parallel} is not implemented; tensor_parallel is"
-        )
 
 
 def _check_fields(config: EngineConfig) -> None:
@@ -372,7 +368,7 @@ def _check_fields(config: EngineConfig) -> None:
         raise ConfigError(
             f"block_size = {config.block_size} is not a power of two between 8 and 256"
         )
-    _check_ranks(config)
+    check_rank_counts(config)
     for field, choices in (
         ("load_format", LOAD_FORMATS),
         ("backend_model", BACKEND_MODELS),
@@ -395,7 +391,8 @@ def settle(config: EngineConfig, device: torch.device, rank: int = 0) -> Plan:
     model = model_on(device.type, read_checkpoint(checkpoint, config.backend_model))
     check_foreign(config, model)
     check_ranks(config, model)
-    model = sharded(model, rank, config.tensor_parallel)
+    check_stages(config, model)
+    model = sharded(model, rank % config.tensor_parallel, config.tensor_parallel)
     dtype = dtype_on(device.type, config, model)
     check_scheme(config, model, device, dtype)
     max_model_len = _max_model_len(config, model)
@@ -403,7 +400,9 @@ def settle(config: EngineConfig, device: torch.device, rank: int = 0) -> Plan:
     check_positions(config, model)
     note_positions(model, max_model_len)
     max_tokens = max_model_len if config.attention_window is None else ENDLESS
-    groups = group_layers(model.windows, max_tokens)
+    stage, num_stages = rank // config.tensor_parallel, config.pipeline_parallel
+    part = staged(model, stage, num_stages, max_tokens)
+    model, groups = part.model, part.groups
     attention = _attention(config, model, device, dtype, groups.size)
     plan = Plan(
         config=config,
@@ -419,7 +418,7 @@ def settle(config: EngineConfig, device: torch.device, rank: int = 0) -> Plan:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         groups=groups,
-        num_threads=_num_threads(model),
+        num_threads=_num_threads(config, model),
         has_tokenizer=(checkpoint / "tokenizer.json").is_file(),
         drafts=plan_drafts(config, model, attention, groups),
         rank=rank,

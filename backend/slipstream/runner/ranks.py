@@ -4,22 +4,15 @@ A step that fails behind its announcement leaves ranks at different places: that
 broken device is, and the supervisor starts all of them again.
 """
 
-import hashlib
 import logging
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-import msgspec
 import numpy as np
 import torch
-from slipstream_runtime.ranks import RankError, RankMemory
+from slipstream_runtime.ranks import RankError
 
-from slipstream import __version__
 from slipstream.core.batch import Batch, Sampled
-from slipstream.errors import ConfigError
-from slipstream.kernels.comm.device import DeviceRanks
-from slipstream.kernels.comm.nccl import NcclError
-from slipstream.kernels.comm.ranks import HostRanks, Ranks
 from slipstream.kvcache.host import Direction, Mover
 from slipstream.runner.adapters import Active
 from slipstream.runner.draft_loading import tap
@@ -30,6 +23,7 @@ from slipstream.runner.group import (
     AdapterPart,
     Frame,
     Joined,
+    Message,
     Move,
     Stop,
 )
@@ -61,9 +55,15 @@ class Leader(ModelRunner):
     def _run(
         self, batch: Batch, first: int, before: int, masks: StepMasks | None, active: Active
     ) -> tuple[list[Ask], Beside | None]:
+        with self.fatal_once_announced():
+            return super()._run(batch, first, before, masks, active)
+
+    @contextmanager
+    def fatal_once_announced(self) -> Iterator[None]:
+        """Have all ranks end if what runs here fails once a step is announced."""
         announced = self._joined.num_steps
         try:
-            return super()._run(batch, first, before, masks, active)
+            yield
         except Exception as error:
             if self._joined.num_steps == announced:
                 raise  # no other rank has heard of it
@@ -138,14 +138,14 @@ class Follower(ModelRunner):
                 self._joined.fail()
                 raise self._joined.named(error) from error
 
-    def _obey(self, message: Frame | Move | AdapterPart | AdapterDo) -> None:
+    def _obey(self, message: Message) -> None:
         if isinstance(message, Frame):
             self._replay(message)
         elif isinstance(message, Move):
             self._move(message)
         elif isinstance(message, AdapterDo):
             self._do(message.order, message.number)
-        elif (weights := self._joined.part_of(message)) is not None:
+        elif isinstance(message, AdapterPart) and (weights := self._joined.part_of(message)):
             self.adapters.keep(message.number, weights)
 
     def _do(self, order: AdapterOrder, number: int) -> None:
@@ -166,6 +166,11 @@ class Follower(ModelRunner):
             self.adapters.settle(number)
         return self.adapters.named(numbers)
 
+    def _arrays(self, frame: Frame) -> StepArrays:
+        arrays = StepArrays.of(frame.shape, self._num_tables, frame.num_edits, frame.tables)
+        arrays.memory[:] = np.frombuffer(frame.memory, np.uint8)
+        return arrays
+
     def _catch_up(self, ended: Sequence[int]) -> None:
         """Wait until the copies have ended that rank 0 has seen end."""
         if self.transfers is None:
@@ -183,8 +188,7 @@ class Follower(ModelRunner):
         if frame.copies:
             self._copy_blocks(Batch((), 0, copies=frame.copies))
         shape = frame.shape
-        arrays = StepArrays.of(shape, self._num_tables, frame.num_edits, frame.tables)
-        arrays.memory[:] = np.frombuffer(frame.memory, np.uint8)
+        arrays = self._arrays(frame)
         tokens = np.frombuffer(frame.adapters, np.int64)
         active = self._active(tokens)
         found = None
@@ -213,85 +217,3 @@ class Follower(ModelRunner):
 
     def _sample(self, logits: torch.Tensor, inputs: StepInputs) -> None:
         """Leave it to rank 0."""
-
-
-def join(plan: Plan, memory: RankMemory) -> Joined:
-    """Meet the other ranks; raises `ConfigError` if they differ in what must be the same."""
-    _compare(plan, memory)
-    return Joined(memory, _ranks_of(plan, memory), plan.dtype.itemsize, plan.max_in_flight > 1)
-
-
-def _ranks_of(plan: Plan, memory: RankMemory) -> Ranks:
-    if plan.device.type == "cpu":
-        return HostRanks(memory)
-    torch.cuda.set_device(plan.device)
-    try:
-        return DeviceRanks(memory, plan.device, plan.config.deterministic)
-    except (RankError, NcclError) as error:
-        raise ConfigError(f"tensor_parallel = {plan.model.num_ranks}: {error}") from error
-
-
-def start(plan: Plan, descriptor: int) -> tuple[Leader | Follower, RankMemory]:
-    """Load a rank's part of the model, together with all others."""
-    memory = RankMemory(descriptor, plan.model.num_ranks, plan.rank)
-    group = join(plan, memory)
-    runner = Leader(plan, group) if plan.rank == 0 else Follower(plan, group)
-    memory.meet()
-    group.start(plan.config.stuck_after_s)
-    return runner, memory
-
-
-def make_runner(plan: Plan, descriptor: int | None) -> ModelRunner:
-    """Return the runner of the engine's process: rank 0 of several, or the only one.
-
-    `descriptor` is that of the memory that ranks share. Raises `ConfigError`, `CheckpointError`.
-    """
-    size = plan.model.num_ranks
-    if size == 1:
-        return ModelRunner(plan)
-    if descriptor is None:
-        raise ConfigError(f"tensor_parallel = {size} needs a supervisor that starts the ranks")
-    runner, memory = start(plan, descriptor)
-    memory.beat_forever()
-    return runner
-
-
-def facts_of(plan: Plan) -> dict[str, str]:
-    """Return what must be the same on all ranks, by name."""
-    files = hashlib.sha256()
-    for path in sorted(plan.checkpoint.iterdir()):
-        if path.is_file():
-            state = path.stat()
-            files.update(f"{path.name} {state.st_size} {state.st_mtime_ns}\n".encode())
-    settings = hashlib.sha256(msgspec.json.encode(plan.config))
-    return {
-        "version": __version__,
-        "version of torch": str(torch.__version__),
-        "files of the checkpoint": f"{_name(plan.checkpoint)} {files.hexdigest()[:16]}",
-        "settings": settings.hexdigest()[:16],
-        "device": _device(plan),
-        "dtype": str(plan.dtype).removeprefix("torch."),
-    }
-
-
-def _device(plan: Plan) -> str:
-    """Return the kind of the device: ranks of different GPUs would wait for the slowest."""
-    is_cuda = plan.device.type == "cuda"
-    return torch.cuda.get_device_name(plan.device) if is_cuda else plan.device.type
-
-
-def _name(path: Path) -> str:
-    return path.resolve().name[:200]
-
-
-def _compare(plan: Plan, memory: RankMemory) -> None:
-    """Raise `ConfigError` with the name of the first fact in which a rank differs from rank 0."""
-    memory.state(msgspec.json.encode(facts_of(plan)))
-    memory.meet()
-    first, *others = [msgspec.json.decode(facts, type=dict[str, str]) for facts in memory.facts()]
-    for rank, facts in enumerate(others, start=1):
-        for name, value in first.items():
-            if facts.get(name) != value:
-                raise ConfigError(
-                    f"rank {rank} has another {name} than rank 0: {facts.get(name)}, not {value}"
-                )

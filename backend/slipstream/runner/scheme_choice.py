@@ -43,7 +43,7 @@ def with_scheme(plan: Plan) -> Plan:
     config = plan.config
     # What one machine measures, another may not: a deterministic mode has the same on all.
     is_open = config.quantization == "auto" and config.dtype == "auto" and not config.deterministic
-    if not is_open or plan.device.type != "cpu" or plan.model.num_ranks > 1 or library() is None:
+    if not is_open or plan.device.type != "cpu" or plan.config.num_ranks > 1 or library() is None:
         return plan
     is_whole = plan.model.build is None and plan.model.axes.experts is None
     if not is_whole or plan.block_elements < MIN_ELEMENTS or not _has_16_bits(plan):

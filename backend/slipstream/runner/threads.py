@@ -14,9 +14,9 @@ import torch
 
 from slipstream.models.files import tensor_entries
 from slipstream.runner.host import Cores, Kept, cores_here
+from slipstream.runner.joining import make_runner
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import THREADS, Plan
-from slipstream.runner.ranks import make_runner
 from slipstream.runner.step_arrays import StepShape
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def start_runner(plan: Plan, descriptor: int | None) -> tuple[Plan, ModelRunner]
 def chosen(plan: Plan, runner: ModelRunner) -> Plan:
     """Set torch's threads for a server's engine, and say why; return the plan that has them."""
     is_open = plan.device.type == "cpu" and os.environ.get(THREADS) is None
-    if not is_open or plan.model.num_ranks > 1 or plan.block_elements < MIN_ELEMENTS:
+    if not is_open or plan.config.num_ranks > 1 or plan.block_elements < MIN_ELEMENTS:
         return plan
     found = cores_here()
     if found.all == 1:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 from torch import Tensor
@@ -27,6 +28,7 @@ from slipstream.kernels.sampling.top_log_probs import (
 )
 from slipstream.layers.residual import Residual
 from slipstream.layers.sliced import ROWS
+from slipstream.runner.log_probs import Ask, Tops, asks_of
 from slipstream.runner.sampler import SamplingInputs
 from slipstream.wire import Likely
 
@@ -216,3 +218,30 @@ class Beside:
         edits = nothing.expand(0, 2).contiguous()
         top_log_probs(logits, words, rows, edits, counts, nothing[0].long(), found)
         part.tops.append(found)
+
+
+def ask_values(
+    tops: Tops,
+    batch: Batch,
+    logits: Tensor,
+    places: NDArray[np.int64],
+    given: tuple[SamplingInputs, Tensor, Tensor],
+    first: int,
+    beside: Beside | None,
+) -> list[Ask]:
+    """Launch what rows of a batch want beside their samples, and return what `tops` will have.
+
+    Args:
+        tops: where likeliest tokens go, from `first` on.
+        batch: the step.
+        logits: `[n, vocab]`, those of the samples at `places`.
+        given: how they are sampled, the counts of penalties, and the samples.
+        first: place of the first sample.
+        beside: where whole logits go; None: no row wants any.
+    """
+    asks = asks_of(batch)
+    if asks:
+        tops.launch(logits, asks, places, *given, first)
+    if beside is not None:
+        beside.copy_logits(batch, logits, places.tolist(), *given)
+    return asks

@@ -1,5 +1,7 @@
 """Ranks on GPUs of one host: sums and exchanges by kernels over each other's memory, or NCCL."""
 
+from collections.abc import Sequence
+
 import torch
 from slipstream_runtime.ranks import RankMemory
 from torch import Tensor
@@ -22,13 +24,20 @@ class DeviceRanks:
     Args:
         memory: of all ranks on the host, for what GPUs do not exchange.
         device: this rank's.
+        members: those that exchange, by their numbers there, which are their GPUs'.
         keeps_bits: whether a large sum may not have other bits than a small one: then no NCCL.
     """
 
-    def __init__(self, memory: RankMemory, device: torch.device, keeps_bits: bool) -> None:
-        self._host = HostRanks(memory)
+    def __init__(
+        self,
+        memory: RankMemory,
+        device: torch.device,
+        keeps_bits: bool,
+        members: Sequence[int] | None = None,
+    ) -> None:
+        self._host = HostRanks(memory, members)
         self.rank, self.size = self._host.rank, self._host.size
-        check_peers(device, self.size)
+        check_peers(device, range(memory.size) if members is None else members)
         self._memory = PeerMemory(device, self.rank, self._host.exchange_bytes)
         self._peers = self._memory.peers
         self._keeps_bits = keeps_bits
@@ -124,7 +133,3 @@ class DeviceRanks:
         if x.numel():
             words = x.view(-1).view(_WORD)
             all_reduce.exchange(self._peers, words, words, 0, 1)
-
-    def least(self, value: int) -> int:
-        """Return the least value, by the host; see `Ranks`."""
-        return self._host.least(value)

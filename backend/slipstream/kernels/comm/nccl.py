@@ -1,4 +1,4 @@
-"""NCCL through its C interface: sums of large tensors over the GPUs of one host."""
+"""NCCL through its C interface: sums of large tensors over GPUs, and states from one to another."""
 
 import ctypes
 import os
@@ -35,6 +35,8 @@ def _library() -> ctypes.CDLL | None:
     found.ncclCommInitRank.argtypes = [ctypes.c_void_p, ctypes.c_int, _Id, ctypes.c_int]
     pointers, numbers = [ctypes.c_void_p] * 2, [ctypes.c_size_t, ctypes.c_int, ctypes.c_int]
     found.ncclAllReduce.argtypes = [*pointers, *numbers, ctypes.c_void_p, ctypes.c_void_p]
+    for name in ("ncclSend", "ncclRecv"):
+        getattr(found, name).argtypes = [*pointers[:1], *numbers, *pointers]
     return found
 
 
@@ -43,29 +45,69 @@ def is_available() -> bool:
     return _library() is not None
 
 
+def _where(rank: int) -> str:
+    return f"rank {rank} on {os.uname().nodename}"
+
+
+def _loaded(where: str) -> ctypes.CDLL:
+    """Return the library, set up; raises `NcclError`."""
+    library = _library()
+    if library is None:
+        raise NcclError(f"{where}: libnccl.so.2 is not there")
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    return library
+
+
+def _reason(library: ctypes.CDLL, status: int) -> str:
+    words = library.ncclGetErrorString(status), library.ncclGetLastError(None)
+    return ": ".join(text.decode(errors="replace").strip() for text in words if text)
+
+
 class Nccl:
     """A communicator of all ranks, each of which makes it at the same time.
 
     Args:
         rank, size: of this process, and of all.
         spread: gives every rank the bytes that rank 0 has.
+        name: of this rank, in errors; None: `rank`.
     """
 
-    def __init__(self, rank: int, size: int, spread: Callable[[bytes], bytes]) -> None:
-        library = _library()
-        if library is None:
-            raise NcclError(f"rank {rank} on {os.uname().nodename}: libnccl.so.2 is not there")
-        for name, value in _SETTINGS.items():
-            os.environ.setdefault(name, value)
-        self._library = library
-        self._where = f"rank {rank} on {os.uname().nodename}"
-        own = _Id()
-        if rank == 0:
-            self._check("ncclGetUniqueId", library.ncclGetUniqueId(ctypes.byref(own)))
-        shared = _Id.from_buffer_copy(spread(ctypes.string_at(ctypes.byref(own), _ID_BYTES)))
+    def __init__(
+        self, rank: int, size: int, spread: Callable[[bytes], bytes], name: int | None = None
+    ) -> None:
+        self._where = _where(rank if name is None else name)
+        self._library = library = _loaded(self._where)
+        own = bytes(_ID_BYTES)
+        if rank == 0 and name is None:
+            own = self.new_id(rank)
+        shared = _Id.from_buffer_copy(spread(own))
         self._communicator = ctypes.c_void_p()
         made = library.ncclCommInitRank(ctypes.byref(self._communicator), size, shared, rank)
         self._check("ncclCommInitRank", made)
+
+    @staticmethod
+    def new_id(rank: int) -> bytes:
+        """Return what the ranks of a new communicator must share; `rank` is named in errors."""
+        library, own = _loaded(_where(rank)), _Id()
+        status = library.ncclGetUniqueId(ctypes.byref(own))
+        if status != 0:
+            raise NcclError(f"{_where(rank)}: ncclGetUniqueId: {_reason(library, status)}")
+        return ctypes.string_at(ctypes.byref(own), _ID_BYTES)
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Send `x`, contiguous, to a rank, on the current stream."""
+        self._pass("ncclSend", x, to)
+
+    def receive(self, out: Tensor, of: int) -> None:
+        """Receive into `out`, contiguous, what a rank sends, on the current stream."""
+        self._pass("ncclRecv", out, of)
+
+    def _pass(self, call: str, x: Tensor, other: int) -> None:
+        stream = torch.cuda.current_stream(x.device).cuda_stream
+        what = (x.data_ptr(), x.numel(), _TYPES[x.dtype], other)
+        status = getattr(self._library, call)(*what, self._communicator, stream)
+        self._check(f"{call} of {x.nbytes} bytes", status)
 
     def sum(self, x: Tensor, out: Tensor) -> None:
         """Write the sum of all ranks' `x`, contiguous, on the current stream; `out` may be it."""
@@ -80,13 +122,9 @@ class Nccl:
         found = self._library.ncclCommGetAsyncError(self._communicator, ctypes.byref(status))
         for each in (found, status.value):
             if each not in (0, 7):  # ncclSuccess, ncclInProgress
-                return f"{self._where}: {self._reason(each)}"
+                return f"{self._where}: {_reason(self._library, each)}"
         return None
 
     def _check(self, call: str, status: int) -> None:
         if status != 0:
-            raise NcclError(f"{self._where}: {call}: {self._reason(status)}")
-
-    def _reason(self, status: int) -> str:
-        words = self._library.ncclGetErrorString(status), self._library.ncclGetLastError(None)
-        return ": ".join(text.decode(errors="replace").strip() for text in words if text)
+            raise NcclError(f"{self._where}: {call}: {_reason(self._library, status)}")

@@ -16,9 +16,9 @@ _LAZY = 1  # cudaIpcMemLazyEnablePeerAccess
 START_S = 600.0  # a wait while ranks compile, capture and measure
 
 
-def check_peers(device: torch.device, size: int) -> None:
+def check_peers(device: torch.device, others: Sequence[int]) -> None:
     """Raise `RankError` with the pair's names if a GPU cannot read the memory of another rank's."""
-    for other in range(size):
+    for other in others:
         if other != device.index and not torch.cuda.can_device_access_peer(device, other):
             raise RankError(
                 f"rank {device.index} on {socket.gethostname()}: cuda:{device.index} cannot read "

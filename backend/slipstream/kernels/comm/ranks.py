@@ -4,6 +4,7 @@ A sum adds the ranks' values in the order of ranks, in fp32, and rounds once: it
 nothing else, and are the same on all ranks.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,9 +38,6 @@ class Ranks(Protocol):
     def spread(self, x: Tensor) -> None:
         """Overwrite `x` with that of rank 0, on every rank."""
 
-    def least(self, value: int) -> int:
-        """Return the least value of all ranks, on every rank."""
-
     def start(self, limit_s: float) -> None:
         """Take note that all serve from here on, and how late a rank may be."""
 
@@ -67,16 +65,19 @@ class HostRanks:
 
     Args:
         memory: of all ranks.
+        members: those that exchange, by their numbers there; None: all.
     """
 
-    def __init__(self, memory: RankMemory) -> None:
+    def __init__(self, memory: RankMemory, members: Sequence[int] | None = None) -> None:
         assert memory.rank is not None, "a supervisor computes nothing"
-        self.rank, self.size = memory.rank, memory.size
+        self._members = members
+        ranks = range(memory.size) if members is None else members
+        self.rank, self.size = ranks.index(memory.rank), len(ranks)
         self._memory = memory
         self._turn = 0
         self._buffers = [
             [torch.frombuffer(memory.buffer(rank, turn), dtype=torch.uint8) for turn in range(2)]
-            for rank in range(memory.size)
+            for rank in ranks
         ]
 
     def sum(self, x: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ class HostRanks:
             part.copy_(self._exchange(part)[0])
 
     def least(self, value: int) -> int:
-        """Return the least value; see `Ranks`."""
+        """Return the least value of all ranks, on every rank."""
         return min(int(part) for part in self._exchange(torch.tensor([value])))
 
     def parts(self, x: Tensor) -> list[Tensor]:
@@ -152,5 +153,5 @@ class HostRanks:
             for buffers in self._buffers
         ]
         views[self.rank].copy_(part)
-        self._memory.meet()
+        self._memory.meet(self._members)
         return views

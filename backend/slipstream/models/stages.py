@@ -1,0 +1,122 @@
+"""Split a model over the stages of a pipeline: each has consecutive layers, with names of its own.
+
+The first stage has both ends, embedding and head, too: the last one sends its states round to it.
+So tied embeddings lie in one place, and what samples, with all that requests want of logits, runs
+where the scheduler does. A head costs a step as much as some layers do, so the first stage has
+fewer of those.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+
+from slipstream.config import DEVICE_DRAFTERS, EngineConfig
+from slipstream.core.groups import LayerGroups, group_layers, groups_of_stage
+from slipstream.errors import ConfigError
+from slipstream.models.axes import LayerRange
+from slipstream.models.decoder import build_any
+from slipstream.models.fileless import SizeSource
+from slipstream.models.model_config import ModelConfig
+from slipstream.models.source import Weights
+
+_ENDS = ("lm_head.weight", "model.embed_tokens.weight")  # the first that a model has is its head
+
+
+_Cut = tuple[int, int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A stage's part of a model: its configuration, and the tables of blocks of its layers."""
+
+    model: ModelConfig
+    groups: LayerGroups
+
+
+def check_stages(config: EngineConfig, model: ModelConfig) -> None:
+    """Raise `ConfigError` if stages cannot share the model: field, value and limit."""
+    count = config.pipeline_parallel
+    if count == 1:
+        return
+    asked = f"pipeline_parallel = {count}"
+    if model.build is not None:
+        raise ConfigError(
+            f"{asked} does not go with backend_model = {config.backend_model!r} for "
+            f"{model.architecture}: classes of transformers are not split"
+        )
+    if config.speculation in DEVICE_DRAFTERS:
+        raise ConfigError(
+            f"{asked} does not go with speculation = {config.speculation!r}: drafters on the "
+            "device read states that lie on other stages; lookup, suffix and auto work"
+        )
+    for field in ("adapters", "adapter_root", "adapter_dir"):
+        if value := getattr(config, field):
+            raise ConfigError(f"{asked} does not go with {field} = {value!r}: LoRA is not split")
+    if model.dims.num_layers < count:
+        raise ConfigError(f"{asked}: num_hidden_layers = {model.dims.num_layers} is below it")
+
+
+def staged(model: ModelConfig, stage: int, count: int, max_tokens: int) -> Staged:
+    """Return the part of a stage, of `count`, that `check_stages` allows.
+
+    `max_tokens` is the length of the longest sequence. Tables of blocks are those of the whole
+    model on every stage: one scheduler fills them.
+    """
+    groups = group_layers(model.windows, max_tokens)
+    if count == 1:
+        return Staged(model, groups)
+    begin, end = bounds_of(model, count)[stage]
+    axes, windows = model.axes, model.windows
+    dense = frozenset(i - begin for i in axes.dense_layers if begin <= i < end)
+    part = replace(
+        model,
+        dims=replace(model.dims, num_layers=end - begin),
+        axes=replace(axes, dense_layers=dense),
+        tensors=replace(model.tensors, layers=LayerRange(begin, end, len(windows), stage == 0)),
+        ropes=model.ropes[begin:end],
+        windows=windows[begin:end],
+        whole_windows=windows,
+        stage=stage,
+        num_stages=count,
+    )
+    return Staged(part, groups_of_stage(groups, windows, begin, end))
+
+
+def bounds_of(model: ModelConfig, count: int) -> list[tuple[int, int]]:
+    """Return the first layer of each stage, and the one behind its last.
+
+    What a step reads of the stage that reads most is least: matrices of layers, by their numbers of
+    elements, and the head's on the first stage. Of an embedding a step reads a row a token.
+    """
+    source = SizeSource()
+    build_any(model, Weights(source, torch.device("meta"), torch.float32), max_model_len=1)
+    layers = [0] * model.dims.num_layers
+    for name, elements in source.elements.items():
+        if name.startswith("model.layers."):
+            layers[int(name.split(".")[2])] += elements
+    head = next((source.elements[name] for name in _ENDS if name in source.elements), 0)
+    return split(layers, head, count)
+
+
+def split(layers: list[int], first: int, count: int) -> list[tuple[int, int]]:
+    """Cut layers of these costs into `count` ranges, none empty; `first` is the first one's own.
+
+    The largest sum of a range is least; of such cuts an even one is taken.
+    """
+    ends = [0]
+    for cost in layers:
+        ends.append(ends[-1] + cost)
+
+    # Of the first i layers in so many ranges: the largest sum, the squares of all, the ends.
+    def joined(before: _Cut, sum_of_range: int, end: int) -> _Cut:
+        largest, squares, found = before
+        return max(largest, sum_of_range), squares + sum_of_range**2, (*found, end)
+
+    best = {i: joined((0, 0, ()), first + ends[i], i) for i in range(1, len(layers) + 1)}
+    for _ in range(count - 1):
+        best = {
+            i: min(joined(best[j], ends[i] - ends[j], i) for j in best if j < i)
+            for i in range(min(best) + 1, len(layers) + 1)
+        }
+    return list(pairwise((0, *best[len(layers)][2])))
