@@ -3,7 +3,7 @@
 They lie where they lay before in every step of the same shape, so CUDA graphs can read them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,13 +13,29 @@ from torch import Tensor
 from slipstream.fuse.adapt import EMBEDDING, HEAD, AdaptedPlace
 from slipstream.kernels.lora import terms as lora
 from slipstream.kernels.lora.terms import TILE, Pair, Table
+from slipstream.kernels.lora.terms import tiles_of as cut
 from slipstream.layers.adapted import Term, Terms
 from slipstream.models.adapters.config import MAX_RANK
+from slipstream.runner.adapter_pages import Tile, at, copy_pages, pack, page_bytes_of
 from slipstream.runner.staging import Staging
 from slipstream.runner.step_arrays import Array, Int32s, Int64s, StepShape
 
 WIDEST = lora.PARTS * MAX_RANK  # of any adapter: graphs have room for it
 _ROW_BYTES = 64  # of both tables, with what lies between arrays
+
+
+class InPages(NamedTuple):
+    """A term of some outputs of a place, in tiles."""
+
+    place: str
+    first: int  # output
+    rank: int
+    tiles: list[Pair]
+
+    def whole(self) -> Term:
+        """Return a copy of the term in one piece, for torch."""
+        a = torch.cat([a for a, _ in self.tiles])[: self.rank]
+        return Term(self.first, a, torch.cat([b for _, b in self.tiles], 1)[:, : self.rank])
 
 
 class Laid(NamedTuple):
@@ -28,6 +44,14 @@ class Laid(NamedTuple):
     words: Tensor  # see `describe`
     address: int  # of them
     width: int
+    parts: list[InPages]  # which keep the pages
+
+    def terms(self) -> Terms:
+        """Return copies of the terms, for steps in which torch adds all."""
+        found: dict[str, list[Term]] = {}
+        for part in self.parts:
+            found.setdefault(part.place, []).append(part.whole())
+        return found
 
 
 class Uploaded(NamedTuple):
@@ -44,36 +68,81 @@ class AdapterTables:
         places: of the model, in the order of their numbers.
         device: of all tensors.
         max_tokens: of a step.
+        dtype: of the terms.
     """
 
     def __init__(
-        self, places: Sequence[AdaptedPlace], device: torch.device, max_tokens: int
+        self,
+        places: Sequence[AdaptedPlace],
+        device: torch.device,
+        max_tokens: int,
+        dtype: torch.dtype,
     ) -> None:
         self._places = [each for each in places if each.name not in (HEAD, EMBEDDING)]
         self._device = device
         self.staging = Staging(device, _ROW_BYTES * max_tokens + 4096)
+        largest = max((max(each.inputs, *each.sizes) for each in self._places), default=1)
+        self.page_bytes = page_bytes_of(largest, dtype.itemsize)
         refusals = [lora.refusal(each.inputs, each.sizes) for each in self._places]
         self.refusal = next(filter(None, refusals), None)
 
-    def lay_out(self, terms: Terms) -> tuple[Terms, Laid | None]:
-        """Return an adapter's terms as the kernels need them; None: they do not take it."""
+    def num_pages(self, terms: Terms) -> int | None:
+        """Count the pages that an adapter takes; None: the kernels do not take it."""
+        described = self._described(terms)
+        if described is None:
+            return None
+        sizes = [tile.num_bytes for tile in _tiles(described)]
+        return pack(sizes, self.page_bytes)[1]
+
+    def lay_out(self, terms: Terms) -> Laid | None:
+        """Copy an adapter of host memory into pages; None: the kernels do not take it."""
+        described = self._described(terms)
+        if described is None:
+            return None
+        tiles = _tiles(described)
+        spots, _ = pack([tile.num_bytes for tile in tiles], self.page_bytes)
+        pages = copy_pages(tiles, spots, self.page_bytes, self._device)
+        addresses = iter([pages[spot.page].data_ptr() + spot.offset for spot in spots])
+
+        def of(pair: Pair | None) -> list[tuple[int, int]] | None:
+            if pair is None:
+                return None
+            return [(next(addresses), next(addresses)) for _ in cut(pair)]
+
+        words, width = lora.describe([[of(pair) for pair in parts] for parts in described])
+        words = words.to(self._device)
+        ranks = [[0 if pair is None else len(pair[0]) for pair in parts] for parts in described]
+        placed = (
+            at(pages[spot.page], spot.offset, tile.shape, tile.values.dtype)
+            for tile, spot in zip(tiles, spots, strict=True)
+        )
+        return Laid(words, words.data_ptr(), width, self._views(ranks, placed))
+
+    def _views(self, ranks: Sequence[Sequence[int]], tiles: Iterator[Tensor]) -> list[InPages]:
+        """Return the terms of parts of these ranks, whose tiles follow each other."""
+        found: list[InPages] = []
+        for place, of_parts in zip(self._places, ranks, strict=True):
+            first = 0
+            for size, rank in zip(place.sizes, of_parts, strict=True):
+                pairs = [(next(tiles), next(tiles)) for _ in range(-(-rank // TILE))]
+                if pairs:
+                    found.append(InPages(place.name, first, rank, pairs))
+                first += size
+        return found
+
+    def _described(self, terms: Terms) -> list[list[Pair | None]] | None:
+        """Return the pairs of all parts of all places; None: the kernels do not take a term."""
         names = {place.name for place in self._places}
         plain = all(t.a is not None and t.gain is None for each in terms.values() for t in each)
         if self.refusal is not None or not plain or not names.issuperset(terms):
-            return terms, None
-        own: dict[str, tuple[Term, ...]] = {}
+            return None
         described: list[list[Pair | None]] = []
         for place in self._places:
             parts = list[Pair | None]([None] * len(place.sizes))
-            found = [_put(term, place.sizes, parts) for term in terms.get(place.name, ())]
-            if None in found:
-                return terms, None
+            if not all(_put(term, place.sizes, parts) for term in terms.get(place.name, ())):
+                return None
             described.append(parts)
-            if found:
-                own[place.name] = tuple(term for term in found if term is not None)
-        words, width = lora.describe(described)
-        words = words.to(self._device)
-        return own, Laid(words, words.data_ptr(), width)
+        return described
 
     def upload(
         self, tokens: Int64s, kept: Int64s | None, active: Mapping[int, Laid], shape: StepShape
@@ -105,13 +174,25 @@ class AdapterTables:
         return views, views[0].data_ptr() == self.staging.home.data_ptr()
 
 
-def _put(term: Term, sizes: Sequence[int], parts: list[Pair | None]) -> Term | None:
-    """Put a term where it belongs in the parts of its place; return it, in the same memory.
+def _tiles(described: Sequence[Sequence[Pair | None]]) -> list[Tile]:
+    """Return the tiles of all pairs, of each 16 ranks A's and then B's."""
+    return [
+        tile
+        for parts in described
+        for pair in parts
+        if pair is not None
+        for a, b in cut(pair)
+        for tile in (Tile(a, (TILE, a.shape[1])), Tile(b, (len(b), TILE)))
+    ]
 
-    None: it does not begin and end with parts, or another is there.
+
+def _put(term: Term, sizes: Sequence[int], parts: list[Pair | None]) -> bool:
+    """Put a term where it belongs in the parts of its place.
+
+    False: it does not begin and end with parts, or another is there.
     """
     assert term.a is not None, "checked"
-    a, b = lora.padded((term.a, term.b))
+    a, b = term.a, term.b
     first = 0
     for part, size in enumerate(sizes):
         begin, end = first - term.first, first - term.first + size
@@ -119,10 +200,9 @@ def _put(term: Term, sizes: Sequence[int], parts: list[Pair | None]) -> Term | N
         if end <= 0 or begin >= len(b):
             continue
         if begin < 0 or end > len(b) or parts[part] is not None:
-            return None
-        parts[part] = a, b[begin:end]  # A is shared by parts that PEFT had as one
-    rank = len(term.a)
-    return term._replace(a=a[:rank], b=b[:, :rank])
+            return False
+        parts[part] = a, b[begin:end]  # parts that PEFT had as one have the same A
+    return True
 
 
 def most_groups(num_tokens: int, shape: StepShape) -> int:

@@ -30,6 +30,7 @@ from slipstream.layers.decoder import Decoder, StepDecoder
 from slipstream.models.adapters.legacy import read_table, read_task
 from slipstream.models.adapters.read import AdapterWeights, read_adapter
 from slipstream.models.adapters.targets import Targets
+from slipstream.runner.adapter_pages import LEAST_PAGE
 from slipstream.runner.adapter_tables import WIDEST, AdapterTables, Laid, Uploaded
 from slipstream.runner.group import ALONE, AdapterOrder, Group
 from slipstream.runner.memory import default_pool
@@ -38,14 +39,17 @@ from slipstream.runner.step_arrays import Int64s, StepArrays, StepShape
 
 _log = logging.getLogger(__name__)
 
-_PAGE_BYTES = 1 << 18
-
 
 class Loaded(NamedTuple):
     """An adapter on the device."""
 
-    terms: Terms
-    laid: Laid | None  # as kernels find it; None: torch adds its terms
+    own: Terms  # in one piece each, if torch adds them
+    laid: Laid | None  # in pages, as kernels find it
+
+    @property
+    def terms(self) -> Terms:
+        """Return the terms for torch: copies of those in pages, beside an adapter that has none."""
+        return self.own if self.laid is None else self.laid.terms()
 
 
 Active = Mapping[int, Loaded]  # the adapters of a step, by number
@@ -72,7 +76,7 @@ class Adapters:
         self._loaded: dict[int, Loaded] = {}  # on the device
         self._loads: dict[int, Future[Loaded]] = {}
         self._thread: ThreadPoolExecutor | None = None
-        self.page_bytes, self.num_pages = _PAGE_BYTES, 0
+        self.page_bytes, self.num_pages = LEAST_PAGE, 0
         self._numbers = itertools.count(1)
         self.targets: Targets | None = None
         self._refusal = "backend_model = 'transformers' serves no adapters"
@@ -81,7 +85,8 @@ class Adapters:
         elif isinstance(model, Decoder):
             places = adapt(model, self._groups, plan.model.dims.vocab_size)
             self.targets = Targets(places, plan.model.tensors, plan.dtype, plan.device)
-            self._tables = AdapterTables(places, plan.device, max_tokens)
+            self._tables = AdapterTables(places, plan.device, max_tokens, plan.dtype)
+            self.page_bytes = self._tables.page_bytes
         self.by_tables = plan.device.type == "cuda" and plan.dtype.itemsize == 2
 
     def read(self, path: str) -> AdapterWeights:
@@ -155,7 +160,8 @@ class Adapters:
         return self._pages_for(self._stored[number])
 
     def _pages_for(self, weights: AdapterWeights) -> int:
-        return -(-weights.num_bytes // self.page_bytes)
+        count = self._tables.num_pages(weights.terms) if self.by_tables else None
+        return -(-weights.num_bytes // self.page_bytes) if count is None else count
 
     def start_load(self, number: int) -> None:
         """Start to copy an adapter to the device; `take_loaded` says when it is there."""
@@ -215,14 +221,13 @@ class Adapters:
             return loaded
 
     def _copy(self, weights: AdapterWeights) -> Loaded:
-        terms: Terms = {
+        if self.by_tables and (laid := self._tables.lay_out(weights.terms)) is not None:
+            return Loaded({}, laid)
+        own: Terms = {
             place: tuple(term.to(self._device) for term in terms)
             for place, terms in weights.terms.items()
         }
-        laid = None
-        if self.by_tables:
-            terms, laid = self._tables.lay_out(terms)
-        return Loaded(terms, laid)
+        return Loaded(own, None)
 
     def settle(self, number: int) -> None:
         """Wait until an adapter that is being loaded has arrived. Raises why it does not."""

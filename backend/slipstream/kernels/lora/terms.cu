@@ -27,20 +27,24 @@ struct Group {
   }
 };
 
-// A `[rank, inputs]`, B `[outputs, rank]`, the rank a multiple of 16, and its first column of t; null: there is none.
+// A term in tiles of 16 ranks, each somewhere: of A `[16, inputs]`, of B `[outputs, 16]`; and its first column of t.
+// Rank 0: there is none.
 struct Term {
-  const T* a = nullptr;
-  const T* b = nullptr;
+  const i64* tiles = nullptr;  // of each 16 ranks: where A's is, where B's is
   int rank = 0, column = 0;
 
   DEVICE Term() {}
   DEVICE Term(const Group& group, i64 place, int part) {
     const i64* at = group.terms + (place * PARTS + part) * WORDS;
-    const Pack<i64, 2> pointers = load_fresh<2>(at), sizes = load_fresh<2>(at + 2);
-    a = reinterpret_cast<const T*>(pointers.at[0]);
-    b = reinterpret_cast<const T*>(pointers.at[1]);
-    rank = a == nullptr ? 0 : int(sizes.at[0]);
+    const Pack<i64, 2> found = load_fresh<2>(at), sizes = load_fresh<2>(at + 2);
+    tiles = group.terms + found.at[0];
+    rank = int(sizes.at[0]);
     column = int(sizes.at[1]);
+  }
+  DEVICE const T* a(int first) const { return tile(first, 0); }
+  DEVICE const T* b(int first) const { return tile(first, 1); }
+  DEVICE const T* tile(int first, int which) const {
+    return reinterpret_cast<const T*>(load_fresh<1>(tiles + first / RANKS * 2 + which).at[0]);
   }
 };
 
@@ -174,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(256)
     for (int rank = 0; rank < term.rank; rank += RANKS, ++number) {
       if (number % gridDim.z != blockIdx.z) continue;
       float sums[2][4] = {};
-      multiply(sums, term.a + rank * inputs, rows, inputs, begin, end);
+      multiply(sums, term.a(rank), rows, inputs, begin, end);
       const float total = add_warps(totals, sums);
       const int row = threadIdx.x / RANKS;
       if (row < group.count) {
@@ -236,10 +240,11 @@ using Ranks = Pack<u32, 2>[TILES];  // four ranks of the lane's output, in each 
 
 DEVICE void read_ranks(Ranks& b, const Term& term, const Outputs& outputs, int rank) {
   const int lane = threadIdx.x % 32;
+  const T* tile = term.b(rank);
 #pragma unroll
   for (int i = 0; i < TILES; ++i) {
     const int output = outputs.column + 8 * i + lane / 4;
-    const T* from = term.b + i64(output) * term.rank + rank + lane % 4 * 4;
+    const T* from = tile + i64(output) * RANKS + lane % 4 * 4;
     b[i] = output < outputs.size ? load_fresh<2>(reinterpret_cast<const u32*>(from)) : Pack<u32, 2>{};
   }
 }

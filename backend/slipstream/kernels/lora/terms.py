@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.runtime import jit
@@ -19,7 +18,7 @@ from slipstream.kernels.runtime.op import op
 
 TILE = 16  # rows of a group at most; ranks are filled up to a multiple of it
 PARTS = 3  # matrices that a place may have stacked
-WORDS = 4  # of a term: the addresses of A and B, the rank, the first column of t
+WORDS = 4  # of a term: where the addresses of its tiles are, 0, its rank, its first column of t
 SHARE = 2048  # inputs of a split
 FEW_ROWS = 256  # that are split, and whose norm `shrink` computes
 _OUTPUTS = 256  # of a CTA that expands
@@ -44,37 +43,43 @@ class RowScale(NamedTuple):
 
 
 Pair = tuple[Tensor, Tensor]  # A `[r, inputs]` and B `[outputs, r]`
+Addresses = Sequence[tuple[int, int]]  # of the tiles of `TILE` ranks of A and of B, on the device
 
 
-def padded(pair: Pair) -> Pair:
-    """Return a pair whose rank is a multiple of `TILE`, by zeros."""
+def tiles_of(pair: Pair) -> list[Pair]:
+    """Cut a pair into tiles: `[TILE, inputs]` of A, `[outputs, TILE]` of B; the last may be less.
+
+    On the device each tile is filled up by zeros and lies somewhere in one piece.
+    """
     a, b = pair
-    more = -len(a) % TILE
-    if not more and a.is_contiguous() and b.is_contiguous():
-        return pair
-    return functional.pad(a, (0, 0, 0, more)).contiguous(), functional.pad(
-        b, (0, more)
-    ).contiguous()
+    ranks = [slice(first, first + TILE) for first in range(0, len(a), TILE)]
+    return [(a[own], b[:, own]) for own in ranks]
 
 
-def describe(places: Sequence[Sequence[Pair | None]]) -> tuple[Tensor, int]:
-    """Return what a group points to, `[places, PARTS, WORDS] i64`, and the width that it takes.
+def describe(places: Sequence[Sequence[Addresses | None]]) -> tuple[Tensor, int]:
+    """Return what a group points to, i64, and the width that it takes.
+
+    First `[places, PARTS, WORDS]`, then the addresses of all tiles, which terms find by their
+    number of words from the first.
 
     Args:
-        places: of each its parts' pairs, `padded` and on the device.
+        places: of each its parts' tiles.
     """
-    words = torch.zeros(len(places), PARTS, WORDS, dtype=torch.int64)
+    words = [[0] * WORDS for _ in range(len(places) * PARTS)]
+    tiles: list[int] = []
     width = 0
     for number, parts in enumerate(places):
         column = 0
-        for part, pair in enumerate(parts):
-            if pair is not None:
-                a, b = pair
-                where = [a.data_ptr(), b.data_ptr(), len(a), column]
-                words[number, part] = torch.tensor(where, dtype=torch.int64)
-                column += len(a)
+        for part, addresses in enumerate(parts):
+            if addresses is not None:
+                rank = len(addresses) * TILE
+                where = len(words) * WORDS + len(tiles)
+                words[number * PARTS + part] = [where, 0, rank, column]
+                tiles += [address for pair in addresses for address in pair]
+                column += rank
         width = max(width, column)
-    return words, width
+    flat = [word for term in words for word in term]
+    return torch.tensor(flat + tiles, dtype=torch.int64), width
 
 
 @op("x[n,k]:T, groups[_,2]:i64, rows[n]:i32")
@@ -105,7 +110,9 @@ def shrink(
     for address, begin, end in _groups(groups):
         of_group = x[rows[begin:end].long()].float()
         for words in _terms(address, place):
-            a = _at(words[0], (words[2], x.shape[1]), x.dtype)
+            a = torch.cat(
+                [_at(at, (TILE, x.shape[1]), x.dtype) for at in _tiles(address, words, 0)]
+            )
             here = slice(words[3], words[3] + words[2])
             found[0, begin:end, here] = of_group @ a.float().t()
     return found
@@ -129,11 +136,11 @@ def expand(
         first = 0
         for size, words in zip(sizes, _words(address, place), strict=False):
             here = slice(first, first := first + size)
-            if not words[0]:
+            if not words[2]:
                 continue
-            b = _at(words[1], (size, words[2]), y.dtype).float()
+            b = torch.cat([_at(at, (size, TILE), y.dtype) for at in _tiles(address, words, 1)], 1)
             t = partial[:, begin:end, words[3] : words[3] + words[2]].sum(0)
-            y[own, here] = (y[own, here].float() + t @ b.t()).to(y.dtype)
+            y[own, here] = (y[own, here].float() + t @ b.float().t()).to(y.dtype)
     return y
 
 
@@ -152,7 +159,14 @@ def _words(address: int, place: int) -> list[list[int]]:
 
 
 def _terms(address: int, place: int) -> list[list[int]]:
-    return [words for words in _words(address, place) if words[0]]
+    return [words for words in _words(address, place) if words[2]]
+
+
+def _tiles(address: int, words: Sequence[int], which: int) -> list[int]:
+    """Return where a term's tiles of A (0) or B (1) are."""
+    found = _at(address + 8 * words[0], (words[2] // TILE, 2), torch.int64)
+    tiles: list[int] = found[:, which].tolist()
+    return tiles
 
 
 def _at(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
