@@ -326,7 +326,7 @@ def test_what_could_not_be_served_is_refused_before_anything_is_written(checkpoi
 
 def test_what_the_model_cannot_do_is_refused_before_anything_is_written(tmp_path, capsys):
     """By the checks of the engine's start: a family's, and on a GPU what its kernels take."""
-    gemma = save_model(make_model("gemma3", head_dim=48), tmp_path / "gemma")
+    gemma = save_model(make_model("gemma3", head_dim=272), tmp_path / "gemma")
     with pytest.raises(ConfigError, match="has windows of its own"):
         run(gemma, tmp_path / "models", "--attention-window", "64")
     assert not (tmp_path / "models").exists()
@@ -336,4 +336,4 @@ def test_what_the_model_cannot_do_is_refused_before_anything_is_written(tmp_path
     assert "config.json: ignored, as by transformers' Gemma3ForCausalLM: " in out
     assert "unk_token_id" in out
     if not torch.cuda.is_available():
-        assert "not on a GPU: device = 'cuda' with heads of 48" in out
+        assert "not on a GPU: device = 'cuda' with heads of 272" in out

@@ -19,19 +19,21 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 NUM_TEXTS = 1000
+_UNLIKE = {"\u2581", "\0"}  # characters that vocabularies have another use for
 
 
 def texts(seed: int) -> list[str]:
     """Draw texts: parts of the corpus, any characters, runs of blanks."""
     rng, letters = random.Random(seed), "".join(CORPUS)
-    found = list(CORPUS)
+    found = [text for text in CORPUS if not _UNLIKE & set(text)]
     while len(found) < NUM_TEXTS:
         parts = [
             rng.choice([rng.choice(letters), chr(rng.randrange(1, 0xD800)), " " * rng.randrange(4)])
             for _ in range(rng.randrange(40))
         ]
-        found.append("".join(parts))
-    return [text for text in found if "\u2581" not in text and "\0" not in text]
+        if not _UNLIKE & set("".join(parts)):
+            found.append("".join(parts))
+    return found
 
 
 def folder(path: Path, tokenizer_class: str, **config: object) -> Path:

@@ -54,4 +54,4 @@ def test_one_kernel_of_rows_and_one_or_two_of_attention(num_decodes: int, chunk:
     assert [name for name in own[1:] if name != combined] == [x for x in parts if x != combined]
     if num_decodes == 1:  # 132 multiprocessors share 2,048 tokens in parts of 128
         assert own[1:] == ["latent_attention", combined]
-        assert " (16, 1, 1) 256 " in dict(notes)["latent_attention"]
+        assert " (1, 16, 1) 256 " in dict(notes)["latent_attention"]

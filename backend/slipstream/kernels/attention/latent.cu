@@ -302,21 +302,21 @@ DEVICE void attend(const Memory& memory, const Latents& latents, Softmax& softma
   }
 }
 
-// Grid: x = split, y = ROWS rows of queries (the last first), z = sequence. `query_starts`: null where each sequence
-// has one query. With one split the result goes to `out` [row, RANK], else to `partial` [row, split, STATE].
+// Grid: x = ROWS rows of queries (the last first), y = split, z = sequence: neighbours read the same tokens.
+// `query_starts`: null where each sequence has one query. With one split the result goes to `out` [row, RANK], else to `partial` [row, split, STATE].
 extern "C" __global__ void __launch_bounds__(THREADS, MMA && ROWS == 16 ? 2 : 1)
     latent_attention(const T* q, const T* cache, const int* block_tables, i64 table_stride, const int* query_starts,
                      const int* lengths, T* out, float* partial, float scale, i64 num_heads, i64 block_shift) {
   const int sequence = blockIdx.z, length = lengths[sequence];
-  const Item item(query_starts, length, sequence, int(gridDim.y - 1 - blockIdx.y) * ROWS, int(num_heads));
+  const Item item(query_starts, length, sequence, int(gridDim.x - 1 - blockIdx.x) * ROWS, int(num_heads));
   if (item.count <= 0) return;
   const i64 row = i64(item.start) + item.first;
   if (length == 0) {
-    if (blockIdx.x == 0)
+    if (blockIdx.y == 0)
       for (int i = threadIdx.x; i < item.count * RANK; i += THREADS) out[row * RANK + i] = from_float<T>(0.0f);
     return;
   }
-  const int share = item.share(gridDim.x), begin = blockIdx.x * share;
+  const int share = item.share(gridDim.y), begin = blockIdx.y * share;
   if (begin >= item.end) return;
   const int end = min(begin + share, item.end);
 
@@ -341,7 +341,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MMA && ROWS == 16 ? 2 : 1)
       store<2>(out + (row + own) * RANK + column, pair);
       return;
     }
-    float* target = partial + ((row + own) * gridDim.x + blockIdx.x) * STATE;
+    float* target = partial + ((row + own) * gridDim.y + blockIdx.y) * STATE;
     Pack<float, 2> pair = {{low, high}};
     store<2>(target + column, pair);
     if (column == 0) {

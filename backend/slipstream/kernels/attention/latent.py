@@ -159,7 +159,7 @@ def _latent_attention(call: LatentCall) -> Tensor:
     jit.launch(
         variant,
         "latent_attention",
-        (splits, tiles, count),
+        (tiles, splits, count),
         32 * _WARPS,
         q,
         cache,
