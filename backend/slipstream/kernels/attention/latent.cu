@@ -303,7 +303,8 @@ DEVICE void attend(const Memory& memory, const Latents& latents, Softmax& softma
 }
 
 // Grid: x = ROWS rows of queries (the last first), y = split, z = sequence: neighbours read the same tokens.
-// `query_starts`: null where each sequence has one query. With one split the result goes to `out` [row, RANK], else to `partial` [row, split, STATE].
+// `query_starts`: null where each sequence has one query. With one split the result goes to `out` [row, RANK], else to
+// `partial` [row, split, STATE].
 extern "C" __global__ void __launch_bounds__(THREADS, MMA && ROWS == 16 ? 2 : 1)
     latent_attention(const T* q, const T* cache, const int* block_tables, i64 table_stride, const int* query_starts,
                      const int* lengths, T* out, float* partial, float scale, i64 num_heads, i64 block_shift) {
