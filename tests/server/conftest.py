@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 from fixtures.server.support import (
-    CHECKPOINT,
     GPU_HOUR_PRICE,
     KV_CACHE_TOKENS,
     Client,
     compose,
+    long_checkpoint,
     serving,
 )
 from slipstream_serve.server import server_directory
@@ -20,10 +20,11 @@ def repository(tmp_path_factory) -> Path:
     if not (server_directory() / "bin" / "tritonserver").is_file():
         pytest.skip("no tritonserver: make install")
     output = tmp_path_factory.mktemp("served") / "models"
+    checkpoint = long_checkpoint(output.parent / "checkpoint")
     options = ["--kv-cache-tokens", str(KV_CACHE_TOKENS), "--dtype", "float32"]
     options += ["--gpu-hour-price", str(GPU_HOUR_PRICE)]
     options += ["--request-log", str(output.parent / "requests.jsonl")]
-    return compose(CHECKPOINT, output, *options)
+    return compose(checkpoint, output, *options)
 
 
 @pytest.fixture(scope="session")

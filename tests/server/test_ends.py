@@ -11,13 +11,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from fixtures.server.support import PROMPT, TEXT_MODELS, Client, RequestError, serving, text
+from fixtures.server.support import (
+    LONG,
+    PROMPT,
+    TEXT_MODELS,
+    Client,
+    RequestError,
+    lasting,
+    serving,
+    text,
+)
 from fixtures.tiers import quick_of
 from slipstream_serve.triton import SHARED_MEMORY
 
 pytestmark = pytest.mark.triton
-
-LONG = {"text_input": PROMPT, "max_tokens": 1200, "stream": True}
 
 
 def is_alive(pid: int) -> bool:
@@ -41,7 +48,7 @@ class Streams:
 
     def _read(self, client: Client, model: str) -> None:
         try:
-            for i, _ in enumerate(client.iterate(model, **LONG)):
+            for i, _ in enumerate(client.iterate(model, **lasting(model))):
                 if i == 0:
                     self._begun.release()
             self.ends.append("the end")
@@ -49,7 +56,7 @@ class Streams:
             self.ends.append(str(error))
 
     def wait_begun(self) -> None:
-        """Until each has a token. All at once run for a moment only: the cache is too small."""
+        """Until each has a token."""
         for _ in self.threads:
             assert self._begun.acquire(timeout=60)
 
@@ -57,14 +64,13 @@ class Streams:
 @pytest.mark.parametrize("model", TEXT_MODELS)
 def test_a_client_that_cancels_frees_its_blocks(idle, model):
     with idle.cancelling():
-        stream = idle.iterate(model, **LONG)
+        stream = idle.iterate(model, **lasting(model))
         next(stream)
         stream.close()
 
 
 def test_stop_ends_the_request_of_the_same_id_with_what_it_has(idle):
-    # The ids of a prompt do not matter here; any ids of the vocabulary will do.
-    inputs = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 1200}
+    inputs = lasting("tensorrt_llm") | {"streaming": False}
     answers: list[dict[str, object]] = []
     thread = threading.Thread(
         target=lambda: answers.append(idle.generate("tensorrt_llm", **inputs, id="77"))
@@ -78,26 +84,22 @@ def test_stop_ends_the_request_of_the_same_id_with_what_it_has(idle):
     answer = idle.generate("tensorrt_llm", **stop, stop=True, id="77")
     assert "output_ids" not in answer
     thread.join(60)
-    assert 3 < answers[0]["sequence_length"] < 1203
+    assert 3 < answers[0]["sequence_length"] < 3 + LONG
     idle.wait_idle(60)
 
 
 @pytest.mark.parametrize("model", [*TEXT_MODELS, "tensorrt_llm"])
 def test_an_id_that_is_running_is_refused_and_the_first_goes_on(idle, model):
-    inputs = {"text_input": PROMPT, "stream": True}
-    length = "max_tokens"
-    if model == "tensorrt_llm":
-        inputs = {"input_ids": [5, 6, 7], "input_lengths": 3, "streaming": True}
-        length = "request_output_len"
+    short = lasting(model, 4)
     with idle.cancelling():
-        first = idle.iterate(model, "twice", **inputs, **{length: 1200}, end_id=-1)
+        first = idle.iterate(model, "twice", **lasting(model))
         next(first)
         for _ in range(6):  # of which some are given to another process of the model
             with pytest.raises(RequestError, match=r"ALREADY_EXISTS: .*twice"):
-                idle.events(model, **inputs, **{length: 4}, id="twice")
+                idle.events(model, **short, id="twice")
         assert len([next(first) for _ in range(5)]) == 5
         first.close()
-    assert idle.events(model, **inputs, **{length: 4}, id="twice")
+    assert idle.events(model, **short, id="twice")
 
 
 def engine_pid(client) -> int | None:

@@ -4,11 +4,18 @@ import contextlib
 import json
 import os
 import signal
-import threading
 import time
 
 import pytest
-from fixtures.server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
+from fixtures.server.support import (
+    PROMPT,
+    Client,
+    RequestError,
+    compose,
+    lasting,
+    long_checkpoint,
+    serving,
+)
 from fixtures.server.support import text as join
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest, pytest.mark.beside]
@@ -59,31 +66,27 @@ def test_models_can_be_unloaded_and_loaded_while_the_engine_serves_on(explicit):
 
 
 def test_a_killed_stub_costs_its_streams_only_and_comes_back_by_unload_and_load(explicit):
-    def lost() -> None:
-        with contextlib.suppress(Exception):
-            explicit.stream("tensorrt_llm_bls", **BODY | {"max_tokens": 1200}, timeout_s=3)
-
-    thread = threading.Thread(target=lost)
-    thread.start()
-    explicit.wait_running(1)
+    lost = explicit.iterate("tensorrt_llm_bls", **lasting("tensorrt_llm_bls"))
+    next(lost)
     with explicit.cancelling():
         os.kill(explicit.stub("tensorrt_llm_bls"), signal.SIGKILL)
+    lost.close()
     want = explicit.generate("ensemble", **BODY)["text_output"]
     control(explicit, "tensorrt_llm_bls", "unload")
     control(explicit, "tensorrt_llm_bls", "load")
     wait_for(lambda: is_served(explicit, "tensorrt_llm_bls"))
     assert explicit.generate("tensorrt_llm_bls", **BODY)["text_output"] == want
-    thread.join(20)
 
 
 def test_the_ensemble_served_by_the_bridge(client, tmp_path):
     want = client.generate("ensemble", **BODY)["text_output"]
     options = ["--wiring", "fused", "--dtype", "float32"]
-    repository = compose(CHECKPOINT, tmp_path / "models", *options)
+    checkpoint = long_checkpoint(tmp_path / "checkpoint")
+    repository = compose(checkpoint, tmp_path / "models", *options)
     with serving(repository, tmp_path / "log") as fused:
         assert fused.generate("ensemble", **BODY)["text_output"] == want
         assert PROMPT + join(fused.stream("ensemble", **BODY, stream=True)) == want
-        stream = fused.iterate("ensemble", **BODY | {"max_tokens": 1200}, stream=True)
+        stream = fused.iterate("ensemble", **lasting("ensemble"))
         next(stream)
         stream.close()
         fused.wait_idle(60)

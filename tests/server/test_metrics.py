@@ -9,7 +9,16 @@ from collections.abc import Iterator
 
 import pytest
 from fixtures.server.metrics_page import Page, settled, wait_for
-from fixtures.server.support import GPU_HOUR_PRICE, PROMPT, Client, RequestError
+from fixtures.server.support import (
+    CONTEXT,
+    GPU_HOUR_PRICE,
+    KV_CACHE_TOKENS,
+    LONG,
+    PROMPT,
+    Client,
+    RequestError,
+    lasting,
+)
 from slipstream_client import SlipstreamClient
 from slipstream_client.commands.health import health_report
 from slipstream_serve.probe import first_token
@@ -17,6 +26,7 @@ from slipstream_serve.probe import first_token
 pytestmark = pytest.mark.triton
 
 BLS, VLLM, ENSEMBLE = "tensorrt_llm_bls", "vllm_model", "ensemble"
+NUM_BLOCKS = KV_CACHE_TOKENS // 32
 TRT_LLM = {
     "nv_trt_llm_request_metrics": ("request_type", "active max scheduled context waiting"),
     "nv_trt_llm_runtime_memory_metrics": ("memory_type", "cpu gpu pinned"),
@@ -68,7 +78,7 @@ def begun(page: Page) -> float:
 @contextlib.contextmanager
 def running(client: Client, model: str, **inputs) -> Iterator[Iterator[dict]]:
     """A stream that has begun, and is left by its client at the end."""
-    responses = client.iterate(model, text_input=PROMPT, stream=True, **inputs)
+    responses = client.iterate(model, **lasting(model), **inputs)
     try:
         next(responses)
         yield responses
@@ -98,7 +108,7 @@ def test_every_name_and_label_of_the_older_servers_is_there(idle, url):
     reasons = {found["finished_reason"] for found in page.labels("vllm:request_success_total")}
     assert reasons == {"stop", "length", "abort", "error"}
     [cache] = page.labels("vllm:cache_config_info")
-    assert (cache["block_size"], cache["num_gpu_blocks"]) == ("32", "48")
+    assert (cache["block_size"], cache["num_gpu_blocks"]) == ("32", str(NUM_BLOCKS))
 
 
 def test_what_was_done_is_what_all_of_them_say(idle, url):
@@ -112,10 +122,8 @@ def test_what_was_done_is_what_all_of_them_say(idle, url):
     with pytest.raises(RequestError, match="top_p"):
         idle.stream(BLS, text_input=PROMPT, max_tokens=3, top_p=7.0, stream=True)
     with pytest.raises(RequestError, match="DEADLINE"):
-        idle.stream(
-            BLS, text_input=PROMPT, max_tokens=900, parameters={"timeout_ms": 80}, stream=True
-        )
-    with running(idle, BLS, max_tokens=900):
+        idle.stream(BLS, parameters={"timeout_ms": 80}, **lasting(BLS))
+    with running(idle, BLS):
         pass
     after = settled(url, lambda page: ends(page) >= ends(before) + 7 and begun(page) >= want)
 
@@ -146,7 +154,7 @@ def test_what_was_done_is_what_all_of_them_say(idle, url):
     assert grown("vllm:generation_tokens_total") == num_tokens
     assert grown("vllm:request_generation_tokens_sum") == num_tokens
     assert grown("nv_llm_output_token_len_sum") == num_tokens
-    assert grown("vllm:request_params_max_tokens_sum") == 9 + 4 + 5 + 3 + 900 + 900
+    assert grown("vllm:request_params_max_tokens_sum") == 9 + 4 + 5 + 3 + LONG + LONG
     assert grown("slipstream_steps_total") == grown("vllm:iteration_tokens_total_count")
     assert grown("slipstream_step_seconds_total", part="host") > 0
     assert grown("slipstream_step_seconds_total", part="device") > 0
@@ -156,8 +164,8 @@ def test_what_was_done_is_what_all_of_them_say(idle, url):
     for name in VLLM_HISTOGRAMS.split():
         check_histogram(after, f"vllm:{name}")
     state = idle.health()
-    assert after.get("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="max") == 48
-    assert after.get("slipstream_kv_blocks", state="free") == state["kv_blocks_free"] == 48
+    assert after.get("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="max") == NUM_BLOCKS
+    assert after.get("slipstream_kv_blocks", state="free") == state["kv_blocks_free"] == NUM_BLOCKS
     assert after.get("slipstream_gpu_hour_price") == GPU_HOUR_PRICE
 
 
@@ -226,7 +234,10 @@ def test_a_line_of_the_request_log_for_each_request_that_was_taken(idle, url):
     path = idle.server.repository.parent / "requests.jsonl"
     num_before = len(path.read_text().splitlines())
     before = Page(url).get("slipstream_refusals_total", model=BLS, reason="invalid_argument")
-    for refused in ({"top_p": 7.0}, {"text_input": PROMPT * 230}):  # by the model, by the engine
+    for refused in (
+        {"top_p": 7.0},
+        {"text_input": PROMPT * CONTEXT},
+    ):  # by the model, by the engine
         with pytest.raises(RequestError, match="INVALID_ARGUMENT"):
             idle.stream(BLS, "refused", **{"text_input": PROMPT, "max_tokens": 3} | refused)
     secret = "correct_horse_battery"
@@ -235,7 +246,7 @@ def test_a_line_of_the_request_log_for_each_request_that_was_taken(idle, url):
     idle.stream(ENSEMBLE, "log-2", max_tokens=4, **text)
     options = json.dumps({"max_tokens": 3, "temperature": 0, "ignore_eos": True})
     idle.stream(VLLM, "log-3", text_input=secret, sampling_parameters=options)
-    with running(idle, BLS, request_id="log-4", max_tokens=900):
+    with running(idle, BLS, request_id="log-4"):
         pass
     deadline = time.monotonic() + 60
     while len(lines := path.read_text().splitlines()[num_before:]) < 4:
@@ -260,7 +271,7 @@ def test_a_line_of_the_request_log_for_each_request_that_was_taken(idle, url):
 
 
 def test_an_engine_that_stands_still_is_seen_while_it_does(idle, url):
-    with running(idle, BLS, max_tokens=1200):
+    with running(idle, BLS):
         stopped, engine = Page(url), idle.health()["engine_pid"]
         os.kill(engine, signal.SIGSTOP)
         try:

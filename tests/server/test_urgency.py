@@ -12,12 +12,14 @@ from typing import TypeVar
 import numpy as np
 import pytest
 from fixtures.server.support import (
-    CHECKPOINT,
+    KV_CACHE_TOKENS,
     PROMPT,
     TEXT_MODELS,
     Client,
     RequestError,
     compose,
+    lasting,
+    long_checkpoint,
     serving,
     text,
 )
@@ -34,16 +36,6 @@ EXPIRED = re.compile(
 )
 
 
-def long_request(model: str) -> dict[str, object]:
-    if model == "vllm_model":
-        sampling = '{"max_tokens": 1200, "temperature": 0, "ignore_eos": true}'
-        return {"text_input": PROMPT, "stream": True, "sampling_parameters": sampling}
-    if model == "tensorrt_llm":
-        inputs = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 1200}
-        return inputs | {"end_id": -1, "streaming": True}
-    return {"text_input": PROMPT, "max_tokens": 1200, "end_id": -1, "stream": True}
-
-
 def content(model: str, responses: list[dict[str, object]]) -> str | list[int]:
     """Text or token ids of a stream, over gRPC or HTTP."""
     if model == "tensorrt_llm":
@@ -53,22 +45,12 @@ def content(model: str, responses: list[dict[str, object]]) -> str | list[int]:
     return text(responses)
 
 
-def shortened(model: str, num_tokens: int) -> dict[str, object]:
-    """The same, of fewer tokens."""
-    request = long_request(model)
-    if model == "vllm_model":
-        sampling = f'{{"max_tokens": {num_tokens}, "temperature": 0, "ignore_eos": true}}'
-        return request | {"sampling_parameters": sampling}
-    name = "request_output_len" if model == "tensorrt_llm" else "max_tokens"
-    return request | {name: num_tokens}
-
-
 def expired(ask: Callable[[int], Iterator[T]]) -> tuple[list[T], int]:
     """Responses before a deadline, and the number of tokens that its error says.
 
     400 ms are enough for a token, unless the machine has much else to do: then they are doubled.
     """
-    for timeout_ms in (400, 800, 1600, 3200):
+    for timeout_ms in (400 << doubled for doubled in range(8)):
         responses: list[T] = []
         with pytest.raises(RequestError) as caught:
             responses.extend(ask(timeout_ms))
@@ -91,7 +73,7 @@ def in_turn(names: list[str]) -> list[object]:
 @pytest.mark.parametrize("asked", in_turn(["timeout_ms", "timeout of Triton"]), ids="-".join)
 def test_a_stream_ends_at_its_deadline_with_all_it_has(idle, asked):
     model, name = asked
-    request = long_request(model) | {"return_num_output_tokens": True}
+    request = lasting(model) | {"return_num_output_tokens": True}
 
     def ask(timeout_ms: int):
         if name == "timeout_ms":
@@ -102,7 +84,7 @@ def test_a_stream_ends_at_its_deadline_with_all_it_has(idle, asked):
     counts = [int(response["num_output_tokens"].ravel()[0]) for response in responses]
     assert sum(counts) == num_tokens
     got = content(model, responses)
-    whole = content(model, idle.stream(model, **shortened(model, num_tokens)))
+    whole = content(model, idle.stream(model, **lasting(model, num_tokens)))
     assert whole == got
 
 
@@ -113,7 +95,7 @@ def test_over_http(idle, asked):
 
     def ask(timeout_ms: int):
         body = {name: timeout_ms * unit, "return_num_output_tokens": True}
-        status, answer = idle.post(f"{model}/generate_stream", long_request(model) | body)
+        status, answer = idle.post(f"{model}/generate_stream", lasting(model) | body)
         assert status == 200
         *events, rest = answer.split("\n\n")
         assert rest == ""
@@ -124,7 +106,7 @@ def test_over_http(idle, asked):
 
     responses, num_tokens = expired(ask)
     assert sum(response["num_output_tokens"] for response in responses) == num_tokens
-    whole = content(model, idle.stream(model, **shortened(model, num_tokens + 8)))
+    whole = content(model, idle.stream(model, **lasting(model, num_tokens + 8)))
     got = content(model, responses)
     assert 0 < len(got) < len(whole)
     assert whole[: len(got)] == got
@@ -132,7 +114,7 @@ def test_over_http(idle, asked):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_without_streaming_there_is_the_error_alone(idle, model):
-    request = long_request(model)
+    request = lasting(model)
     request["streaming" if model == "tensorrt_llm" else "stream"] = False
 
     def ask(timeout_ms: int):
@@ -153,14 +135,14 @@ def test_without_streaming_there_is_the_error_alone(idle, model):
 )
 def test_bad_values_are_refused_by_name(idle, model, parameters, words):
     with pytest.raises(RequestError, match=f"INVALID_ARGUMENT: {words}"):
-        list(idle.iterate(model, parameters=parameters, **long_request(model)))
+        list(idle.iterate(model, parameters=parameters, **lasting(model)))
     with pytest.raises(RequestError, match=f"INVALID_ARGUMENT: {words}"):
-        idle.generate(model, **long_request(model), **parameters)
+        idle.generate(model, **lasting(model), **parameters)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_priority_is_taken(idle, model):
-    request = shortened(model, 4)
+    request = lasting(model, 4)
     assert list(idle.iterate(model, parameters={"request_priority": 0}, **request))
     assert idle.events(model, **request, priority=9)
     with pytest.raises(RequestError, match="INVALID_ARGUMENT: priority is 10, not a whole number"):
@@ -170,7 +152,7 @@ def test_a_priority_is_taken(idle, model):
 @pytest.mark.rest
 def test_a_hung_engine_outlives_a_deadline_by_a_second_and_goes_on_unharmed(idle):
     """The engine stands still: its bridges end what has a deadline, and nothing else."""
-    asked = {model: shortened(model, 80) for model in MODELS}
+    asked = {model: lasting(model, 80) for model in MODELS}
     want = {model: content(model, idle.stream(model, **asked[model])) for model in MODELS}
     got: dict[str, object] = {}
     errors: list[str] = []
@@ -183,14 +165,14 @@ def test_a_hung_engine_outlives_a_deadline_by_a_second_and_goes_on_unharmed(idle
         got[model] = content(model, [first, *stream])
 
     def expire(model: str) -> None:
-        stream = idle.iterate(model, parameters={"timeout_ms": 5000}, **long_request(model))
+        stream = idle.iterate(model, parameters={"timeout_ms": 5000}, **lasting(model))
         next(stream)
         begun.release()
         collect(lambda: list(stream))
 
     def expire_later(ask: Callable[..., object], model: str, **timeout: object) -> None:
         stopped.wait(30)
-        collect(lambda: ask(model, **timeout, **long_request(model)))
+        collect(lambda: ask(model, **timeout, **lasting(model)))
 
     def collect(ask: Callable[[], object]) -> None:
         try:
@@ -239,7 +221,8 @@ def narrow(tmp_path_factory):
     folder = tmp_path_factory.mktemp("narrow")
     options = ["--max-num-seqs", "1", "--max-waiting", "2", "--max-waiting-tokens", "1000"]
     options += ["--request-log", str(folder / "requests.jsonl")]
-    repository = compose(CHECKPOINT, folder / "models", *options)
+    options += ["--kv-cache-tokens", str(KV_CACHE_TOKENS)]
+    repository = compose(long_checkpoint(folder / "checkpoint"), folder / "models", *options)
     with serving(repository, folder / "server.log") as client:
         yield client
 
@@ -262,10 +245,10 @@ def ask(client: Client, protocol: str, model: str, name: str, priority: int) -> 
 
     def run() -> None:
         if protocol == "http":
-            client.events(model, **shortened(model, 4), id=name, priority=priority)
+            client.events(model, **lasting(model, 4), id=name, priority=priority)
         else:
             parameters = {"request_priority": priority}
-            client.stream(model, name, parameters=parameters, **shortened(model, 4))
+            client.stream(model, name, parameters=parameters, **lasting(model, 4))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -279,7 +262,7 @@ def check_refused(client: Client, reason: str, **prompts: dict[str, object]) -> 
         r"\(1 sequences are running\); retry_after_ms: (\d+)"
     )
     for model in MODELS:
-        request = shortened(model, 4) | prompts.get(model, {})
+        request = lasting(model, 4) | prompts.get(model, {})
         is_streaming = "streaming" if model == "tensorrt_llm" else "stream"
         for call in (client.stream, client.events, client.generate):
             with pytest.raises(RequestError) as caught:
@@ -294,7 +277,7 @@ def check_refused(client: Client, reason: str, **prompts: dict[str, object]) -> 
 @pytest.mark.rest
 def test_the_higher_priority_is_admitted_first(narrow, model, protocol):
     num_before = len(ended(narrow))
-    running = narrow.iterate("ensemble", text_input=PROMPT, max_tokens=2000, end_id=-1, stream=True)
+    running = narrow.iterate("ensemble", **lasting("ensemble"))
     next(running)
     threads = [ask(narrow, protocol, model, "low", 9)]
     wait_waiting(narrow, 1)
@@ -314,7 +297,7 @@ def test_the_higher_priority_is_admitted_first(narrow, model, protocol):
 
 @pytest.mark.rest
 def test_a_full_queue_refuses_everywhere(narrow):
-    running = narrow.iterate("ensemble", text_input=PROMPT, max_tokens=2000, end_id=-1, stream=True)
+    running = narrow.iterate("ensemble", **lasting("ensemble"))
     next(running)
     threads = [ask(narrow, "grpc", "ensemble", name, 5) for name in ("one", "two")]
     wait_waiting(narrow, 2)
@@ -327,11 +310,11 @@ def test_a_full_queue_refuses_everywhere(narrow):
 
 @pytest.mark.rest
 def test_one_that_waits_is_over_time_too(narrow):
-    running = narrow.iterate("ensemble", text_input=PROMPT, max_tokens=2000, end_id=-1, stream=True)
+    running = narrow.iterate("ensemble", **lasting("ensemble"))
     next(running)
     waiting = r"DEADLINE_EXCEEDED: \d+ ms .*; it was waiting"
     for model in MODELS:
-        request = shortened(model, 4)
+        request = lasting(model, 4)
         with pytest.raises(RequestError, match=waiting):
             narrow.stream(model, parameters={"timeout_ms": 100}, **request)
         with pytest.raises(RequestError, match=waiting):
@@ -342,7 +325,7 @@ def test_one_that_waits_is_over_time_too(narrow):
 
 @pytest.mark.rest
 def test_too_many_tokens_wait(narrow):
-    running = narrow.iterate("ensemble", text_input=PROMPT, max_tokens=2000, end_id=-1, stream=True)
+    running = narrow.iterate("ensemble", **lasting("ensemble"))
     next(running)
     waiting = threading.Thread(
         target=narrow.stream,
