@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.server.support import CONTEXT
 from slipstream_client.cli import main
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest, pytest.mark.beside]
@@ -63,7 +64,7 @@ def test_open_loop_in_bursts_by_the_clock(bench):
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
 def test_what_the_server_refuses_as_wrong_has_failed(bench, protocol, capsys):
     options = ("--protocol", protocol, "--requests", "2", "--concurrency", "1", "--warm-up", "0")
-    code, report = bench(*options, "--input-len", "9000")
+    code, report = bench(*options, "--input-len", str(2 * CONTEXT))
     [load] = report["loads"]
     assert code == 1
     assert (load["failed"], load["refused"], load["errors"]) == (2, 0, {"INVALID_ARGUMENT": 2})

@@ -69,7 +69,7 @@ def test_a_killed_stub_costs_its_streams_only_and_comes_back_by_unload_and_load(
     lost = explicit.iterate("tensorrt_llm_bls", **lasting("tensorrt_llm_bls"))
     next(lost)
     with explicit.cancelling():
-        os.kill(explicit.stub("tensorrt_llm_bls"), signal.SIGKILL)
+        os.kill(explicit.busy_stub("tensorrt_llm_bls"), signal.SIGKILL)
     lost.close()
     want = explicit.generate("ensemble", **BODY)["text_output"]
     control(explicit, "tensorrt_llm_bls", "unload")
