@@ -5,8 +5,10 @@ import re
 import numpy as np
 import pytest
 import torch
+from fixtures.kernels.emulation import emulate
 from fixtures.kernels.lora import Adapted, Shape
 from fixtures.kernels.recording import recorded
+from fixtures.tiers import quick_of
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.kernels.lora import terms as lora
@@ -36,6 +38,39 @@ def test_rows_of_any_adapters_get_their_terms_and_others_stay(
     found = made.run(y, x, numbers)
     assert (found - made.by_torch(y, x, numbers)).abs().max() < 1e-4
     assert torch.equal(found[[n == 0 for n in numbers]], y[[n == 0 for n in numbers]])
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    quick_of(
+        (
+            Shape(40, (10, 6), ((1, 40), (16, 0), (0, 5))),
+            Shape(4104, (300, 70, 2), ((3, 17, 33), (64, 0, 1))),
+        ),
+        (Shape(40, (10, 6), ((1, 40), (16, 0), (0, 5))),),
+    ),
+)
+def test_the_kernels_from_their_source(
+    shape: Shape, is_fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CUDA source, emulated: tiles lie anywhere, some rows have no adapter."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(lora, "shrink", lora.shrink.launcher)
+    monkeypatch.setattr(lora, "expand", lora.expand.launcher)
+    made = Adapted(shape, torch.bfloat16, "cpu")
+    numbers = [i % (len(shape.ranks) + 1) for i in range(21)]
+    rng = torch.Generator().manual_seed(1)
+    y, x = (
+        torch.randn(len(numbers), size, generator=rng).bfloat16()
+        for size in (sum(shape.sizes), shape.inputs)
+    )
+    found = made.run(y, x, numbers, is_fixed=is_fixed)
+    wanted = made.by_torch(y, x, numbers)
+    assert ((found.float() - wanted).abs() / (1 + wanted.abs())).max() < 2**-7
+    others = [n == 0 for n in numbers]
+    assert torch.equal(found[others], y[others])
+    assert not torch.equal(found, y)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1), st.integers(0, 3))

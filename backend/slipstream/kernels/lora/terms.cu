@@ -189,13 +189,6 @@ extern "C" __global__ void __launch_bounds__(256)
   }
 }
 
-// C += A B, of tf32: 16 rows, 8 columns, 8 ranks.
-DEVICE void multiply_tf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
-        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
-}
 DEVICE float as_tf32(float value) { return __uint_as_float(__float_as_uint(value) & 0xffffe000u); }
 
 // Two elements in a register.

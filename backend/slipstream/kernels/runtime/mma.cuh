@@ -40,3 +40,11 @@ DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, BFloa
   M16N8K16("bf16");
 }
 #undef M16N8K16
+
+// m16n8k8 of tf32: A holds rows g and g + 8 of column t, then of t + 4; B rows t and t + 4 of column g.
+DEVICE void multiply_tf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
+        "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
+}
