@@ -36,8 +36,11 @@ from slipstream_runtime.directory import OWNER_VARIABLE, VARIABLE, Runtime
 from slipstream_runtime.processes import end
 from slipstream_runtime.rank_processes import RankProcesses
 from slipstream_runtime.ranks import MAX_RANKS
+from slipstream_runtime.rendezvous import RendezvousError, place_of
+from slipstream_runtime.spanned import SpannedRanks
 from slipstream_runtime.turns import Standstill, path_of
 
+from slipstream import __version__
 from slipstream.config import EngineConfig
 
 _log = logging.getLogger(__name__)
@@ -201,7 +204,14 @@ class Supervisor:
         """Run one engine; return its exit code, or None if the server has ended."""
         self._runtime.socket.unlink(missing_ok=True)
         standstill = Standstill(path_of(self._runtime.address))
-        ranks = RankProcesses(self._num_ranks)
+        try:
+            ranks = self._ranks()
+        except (RendezvousError, OSError) as error:
+            print(f"slipstream engine: {error}", file=sys.stderr, flush=True)
+            return CANNOT_START
+        if self._is_server_gone(0):
+            ranks.end()
+            return None
         engine = subprocess.Popen(
             [
                 *(sys.executable, "-P", "-m", self._module),
@@ -211,11 +221,12 @@ class Supervisor:
                 *ranks.options,
             ],
             stdin=subprocess.DEVNULL,
-            preexec_fn=_die_with_parent(),
+            preexec_fn=die_with_parent(),
+            env={**os.environ, **ranks.environment},
             pass_fds=ranks.descriptors,
         )
         try:
-            ranks.start(str(self._runtime.config), _die_with_parent)
+            ranks.start(str(self._runtime.config), die_with_parent)
             ended = os.pidfd_open(engine.pid)
             try:
                 watched = [ended, *ranks.ended, self._server]
@@ -227,11 +238,27 @@ class Supervisor:
             finally:
                 os.close(ended)
             self._look_if_ready()
-            return None if self._is_server_gone(0) else _code_of(engine, ranks)
+            if self._is_server_gone(0):
+                return None
+            code = _code_of(engine, ranks)
+            ranks.report(code)
+            return code
         finally:
             ranks.end()
             end(engine, _END_S)
             self._runtime.socket.unlink(missing_ok=True)
+
+    def _ranks(self) -> RankProcesses:
+        """Make what the ranks share; wait for other hosts, if the environment says that there are.
+
+        Raises `RendezvousError`, or OSError.
+        """
+        place = place_of(os.environ, self._num_ranks)
+        if place is None:
+            return RankProcesses(self._num_ranks)
+        if place.first:
+            raise RendezvousError(f"rank {place.first} does not serve: run `slipstream rank` there")
+        return SpannedRanks(place, __version__, lambda: self._is_server_gone(0))
 
     def _look_if_ready(self) -> None:
         if self._runtime.socket.exists():
@@ -278,7 +305,7 @@ def _code_of(engine: subprocess.Popen[bytes], ranks: RankProcesses) -> int:
     return engine.wait() if code != CANNOT_START else CANNOT_START
 
 
-def _die_with_parent() -> Callable[[], None]:
+def die_with_parent() -> Callable[[], None]:
     """Return a function for `preexec_fn` that has the child killed when this process ends."""
     prctl = ctypes.CDLL(None).prctl  # before the fork
     parent = os.getpid()

@@ -19,6 +19,7 @@ COMMANDS = {
     "compose": ("slipstream_compose.cli", "write a model repository for a checkpoint"),
     "profile": ("slipstream_compose.profile", "choose how to serve a checkpoint on a GPU"),
     "serve": ("slipstream_serve.serve", "start a tritonserver on a model repository"),
+    "rank": ("slipstream_serve.rank", "run ranks of a server on another host"),
     "drain": ("slipstream_serve.drain", "refuse new requests and wait for the running ones"),
     "gateway": ("slipstream_gateway.cli", "answer OpenAI's requests, beside a server or alone"),
     "convert": ("slipstream_convert.cli", "write pickled weights as safetensors"),

@@ -24,6 +24,8 @@ class RankProcesses:
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.environment: dict[str, str] = {}  # of ranks, beside that of this process
+        self._numbers = range(1, size)  # of the processes
         self.ended: list[int] = []  # descriptors that are readable once a process has ended
         self._processes: list[subprocess.Popen[bytes]] = []
         self._descriptor = RankMemory.create(size) if size > 1 else -1
@@ -43,7 +45,7 @@ class RankProcesses:
 
     def start(self, config: str, before: Callable[[], Callable[[], None]]) -> None:
         """Start ranks 1, 2, ...; `before` makes what each does before it runs Python."""
-        for rank in range(1, self.size):
+        for rank in self._numbers:
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "slipstream.engine.rank"),
@@ -51,6 +53,7 @@ class RankProcesses:
                 ],
                 stdin=subprocess.DEVNULL,
                 preexec_fn=before(),
+                env={**os.environ, **self.environment},
                 pass_fds=self.descriptors,
             )
             self._processes.append(process)
@@ -61,7 +64,7 @@ class RankProcesses:
 
         The code `quiet` is not logged: such a rank has said why, and that line is to be the last.
         """
-        for rank, process in enumerate(self._processes, start=1):
+        for rank, process in zip(self._numbers, self._processes, strict=False):
             if (code := process.poll()) is not None:
                 if code == quiet:
                     return code
@@ -76,6 +79,13 @@ class RankProcesses:
         rank, seconds = self._silence.look()
         if seconds < SILENT_S:
             return
+        self._kill(rank, seconds, engine)
+
+    def report(self, code: int) -> None:
+        """Report to other hosts how rank 0 has ended; there are none."""
+
+    def _kill(self, rank: int, seconds: float, engine: subprocess.Popen[bytes]) -> None:
+        """Kill a rank of this host that hangs."""
         process = [engine, *self._processes][rank]
         _log.error("rank %d (pid %d) gave no sign of life for %.1f s", rank, process.pid, seconds)
         process.send_signal(signal.SIGUSR1)  # writes its stacks to the log, if it still can

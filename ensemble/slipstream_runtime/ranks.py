@@ -10,6 +10,8 @@ line of its own, and one writer. A reader spins for some 20 us, then it sleeps o
     messages   a ring of slots, from rank 0 to all others
     exchange   by rank two buffers that take turns, for sums and gathers
 
+Ranks on several hosts each map the memory of their own; see `span.py`.
+
 Stores become visible in order on x86-64; elsewhere the system call before each word orders them.
 """
 
@@ -20,7 +22,9 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+from slipstream_runtime.span import NO_SPAN, Span
 
 MAX_RANKS = 8
 EXCHANGE_BYTES = 1 << 20  # of one buffer
@@ -68,11 +72,13 @@ class RankMemory:
         assert 1 <= size <= MAX_RANKS
         self.size, self.rank = size, rank
         self.limit_s: float | None = None  # of a wait for other ranks; None: none
-        self._memory = mmap.mmap(descriptor, _num_bytes(size))
+        self._memory = mmap.mmap(descriptor, num_bytes(size))
         self._words = memoryview(self._memory).cast("B")[: _facts_at(size)].cast("I")
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self._address = base
         self._number = _FUTEX.get(platform.machine())
+        self._span = Span.of(os.environ) if rank is not None else NO_SPAN
+        self._written: list[tuple[int, int]] = []  # for other hosts: begin, bytes
         self._num_sent = 0
         self._num_read = 0
         self._num_meetings = {_CAME: 0, _MET: 0}
@@ -81,7 +87,7 @@ class RankMemory:
     def create(size: int) -> int:
         """Make the memory, zeros; return its descriptor, which is not inherited unless passed."""
         descriptor = os.memfd_create("slipstream-ranks")
-        os.truncate(descriptor, _num_bytes(size))
+        os.truncate(descriptor, num_bytes(size))
         return descriptor
 
     # --- words ---------------------------------------------------------------------------------
@@ -92,6 +98,39 @@ class RankMemory:
             self._wake(index)
         self._words[index] = value & _MASK
         self._wake(index)
+        if self._span.links:
+            written, self._written = self._written, []
+            parts = [(begin, self._memory[begin : begin + size]) for begin, size in written]
+            try:
+                self._span.send(parts, index, value & _MASK)
+            except OSError as error:
+                raise RankError(str(error)) from error
+
+    def wrote(self, turn: int, size: int) -> None:
+        """Note that so many bytes of this rank's exchange buffer are for the next meeting."""
+        if self._span.links:
+            assert self.rank is not None
+            self._written.append((_buffer_at(self.size, self.rank, turn), size))
+
+    def _put(self, begin: int, data: bytes) -> None:
+        """Write bytes that other hosts get before the next word."""
+        self._memory[begin : begin + len(data)] = data
+        if self._span.links:
+            self._written.append((begin, len(data)))
+
+    def apply(self, parts: Iterable[tuple[int, bytes]], index: int, value: int) -> None:
+        """Write what a rank of another host has written, and then its word."""
+        for begin, data in parts:
+            self._memory[begin : begin + len(data)] = data
+        self._store(index, value)
+
+    def address(self, rank: int) -> str:
+        """Return the address of a rank's host, as other ranks reach it."""
+        return self._span.address(rank)
+
+    def name(self, rank: int) -> str:
+        """Return a rank, and its host if there are several."""
+        return self._span.name(rank)
 
     def _wake(self, index: int) -> None:
         if self._number is not None:
@@ -118,7 +157,7 @@ class RankMemory:
             self.raise_if_failed()
             if limit_s is not None and time.monotonic() - start_s > limit_s:
                 raise RankError(
-                    f"rank {whose} is late by {limit_s:g} s: it hangs, or is overloaded"
+                    f"{self.name(whose)} is late by {limit_s:g} s: it hangs, or is overloaded"
                 )
             self._sleep(index, value, _NAP_S)
 
@@ -131,7 +170,9 @@ class RankMemory:
 
         def beat() -> None:
             while True:
-                self._words[index] = (self._words[index] + 1) & _MASK
+                value = self._words[index] = (self._words[index] + 1) & _MASK
+                with contextlib.suppress(OSError):  # whose end the agents see
+                    self._span.send([], index, value)
                 time.sleep(BEAT_S)
 
         threading.Thread(target=beat, name="beat", daemon=True).start()
@@ -148,7 +189,7 @@ class RankMemory:
     def raise_if_failed(self) -> None:
         """Raise `RankError` if a rank has failed."""
         if failed := self._words[_failed_word(self.size)]:
-            raise RankError(f"rank {failed - 1} has failed")
+            raise RankError(f"{self.name(failed - 1)} has failed")
 
     # --- facts ---------------------------------------------------------------------------------
 
@@ -157,8 +198,7 @@ class RankMemory:
         assert self.rank is not None
         assert len(facts) <= _FACT_BYTES - 8, f"{len(facts)} bytes of facts"
         begin = _facts_at(self.size) + self.rank * _FACT_BYTES
-        self._memory[begin + 8 : begin + 8 + len(facts)] = facts
-        self._memory[begin : begin + 8] = len(facts).to_bytes(8, "little")
+        self._put(begin, len(facts).to_bytes(8, "little") + facts)
 
     def facts(self) -> list[bytes]:
         """Return what every rank has stated; call it behind a meeting."""
@@ -182,10 +222,9 @@ class RankMemory:
                 if wanted > 0:
                     self._await(_word(rank, _READ), wanted, self.limit_s, rank)
             at = self._slot(self._num_sent)
-            self._memory[at + _HEAD_BYTES : at + _HEAD_BYTES + len(piece)] = piece
             has_more = begin + most < len(message)
             head = len(piece).to_bytes(4, "little") + has_more.to_bytes(4, "little")
-            self._memory[at : at + _HEAD_BYTES] = head
+            self._put(at, head + piece)
             self._store(_sent_word(self.size), self._num_sent)
 
     def receive(self) -> bytes:
@@ -246,7 +285,7 @@ class RankMemory:
         enough: a rank that has come to the next one has read
         what this one was about.
         """
-        begin = _exchange_at(self.size) + (2 * rank + turn) * EXCHANGE_BYTES
+        begin = _buffer_at(self.size, rank, turn)
         return memoryview(self._memory)[begin : begin + EXCHANGE_BYTES]
 
 
@@ -274,7 +313,12 @@ def _exchange_at(size: int) -> int:
     return -(-(_ring_at(size) + _SLOTS * _SLOT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _num_bytes(size: int) -> int:
+def _buffer_at(size: int, rank: int, turn: int) -> int:
+    return _exchange_at(size) + (2 * rank + turn) * EXCHANGE_BYTES
+
+
+def num_bytes(size: int) -> int:
+    """Return the bytes of the memory of so many ranks."""
     return _exchange_at(size) + 2 * size * EXCHANGE_BYTES
 
 

@@ -36,7 +36,7 @@ def places(
 
     On CPUs they share cores and memory evenly. Raises ConfigError if there are too few GPUs.
     """
-    count, ranks = config.replicas, config.tensor_parallel * config.pipeline_parallel
+    count, ranks = config.replicas, config.num_ranks
     found = [] if config.device == "cpu" else gpus(environment, devices)
     alone = msgspec.structs.replace(
         config, replicas=1, kv_cache_host_bytes=config.kv_cache_host_bytes // count

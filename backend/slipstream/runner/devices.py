@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from slipstream_runtime.ranks import MAX_RANKS
+from slipstream_runtime.span import place_here
 
 from slipstream.config import MAX_REPLICAS, EngineConfig
 from slipstream.errors import ConfigError
@@ -23,14 +24,22 @@ def device_of(config: EngineConfig, rank: int) -> torch.device:
         raise ConfigError("device = 'cuda', but torch sees no GPU")
     if config.device == "cpu" or not has_cuda:
         return torch.device("cpu")
-    num_gpus = torch.cuda.device_count()
-    if num_gpus < config.num_ranks > 1:
+    num_gpus, size = torch.cuda.device_count(), config.tensor_parallel
+    here, count = place_here(rank, os.environ)
+    if count is not None and count % size:
+        raise ConfigError(
+            f"tensor_parallel = {size}: rank {rank} is on a host with {count} ranks; GPUs that "
+            "share every matrix must be in one host"
+        )
+    needed = config.num_ranks if count is None else count
+    if num_gpus < needed and config.num_ranks > 1:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ConfigError(
-            f"{ranks_asked(config)} needs as many GPUs, but torch sees "
+            f"{ranks_asked(config)} needs {'as many' if count is None else needed} GPUs, "
+            "but torch sees "
             f"{num_gpus} (CUDA_VISIBLE_DEVICES {'is not set' if visible is None else visible!r})"
         )
-    return torch.device("cuda", rank)
+    return torch.device("cuda", here)
 
 
 def ranks_asked(config: EngineConfig) -> str:

@@ -20,6 +20,8 @@ from slipstream.runner.pipeline import StageFollower, StageLeader
 from slipstream.runner.plan import Plan
 from slipstream.runner.ranks import Follower, Leader
 
+_END_BYTES = 1 << 18  # of each end of a file
+
 
 def join(plan: Plan, memory: RankMemory) -> Joined:
     """Meet the other ranks; raises `ConfigError` if they differ in what must be the same."""
@@ -88,9 +90,10 @@ def facts_of(plan: Plan) -> dict[str, str]:
     files = hashlib.sha256()
     for path in sorted(plan.checkpoint.iterdir()):
         if path.is_file():
-            state = path.stat()
-            files.update(f"{path.name} {state.st_size} {state.st_mtime_ns}\n".encode())
-    settings = hashlib.sha256(msgspec.json.encode(plan.config))
+            files.update(f"{path.name} {path.stat().st_size}\n".encode())
+            files.update(_ends(path))
+    here = msgspec.structs.replace(plan.config, checkpoint="", draft_checkpoint="")
+    settings = hashlib.sha256(msgspec.json.encode(here))
     return {
         "version": __version__,
         "version of torch": str(torch.__version__),
@@ -99,6 +102,17 @@ def facts_of(plan: Plan) -> dict[str, str]:
         "device": _device(plan),
         "dtype": str(plan.dtype).removeprefix("torch."),
     }
+
+
+def _ends(path: Path) -> bytes:
+    """Return the first and last bytes of a file: of weights, all names and shapes, and some values.
+
+    Times of a file differ where hosts have copies of their own.
+    """
+    with path.open("rb") as file:
+        first = file.read(_END_BYTES)
+        file.seek(max(0, path.stat().st_size - _END_BYTES))
+        return first + file.read(_END_BYTES)
 
 
 def _device(plan: Plan) -> str:
@@ -121,5 +135,6 @@ def _compare(plan: Plan, memory: RankMemory) -> None:
         for name, value in first.items():
             if facts.get(name) != value:
                 raise ConfigError(
-                    f"rank {rank} has another {name} than rank 0: {facts.get(name)}, not {value}"
+                    f"{memory.name(rank)} has another {name} than rank 0: "
+                    f"{facts.get(name)}, not {value}"
                 )

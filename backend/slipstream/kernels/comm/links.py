@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 
 from slipstream.kernels.comm.nccl import Nccl
 
-_LOOPBACK = "127.0.0.1"
 _START = timedelta(seconds=600)  # until all ranks have come
 _KEPT = 16  # sends whose states are kept for them at most; stages are fewer
 
@@ -81,12 +80,14 @@ class HostLinks:
         self._told, self._ring = _Told(memory, ring), ring
         store = None
         if memory.rank == 0:
-            store = TCPStore(_LOOPBACK, 0, None, True, timeout=_START, wait_for_workers=False)
+            store = TCPStore(
+                memory.address(0), 0, None, True, timeout=_START, wait_for_workers=False
+            )
         port = int(memory.gather(b"0" if store is None else str(store.port).encode())[0])
         if store is None:
-            store = TCPStore(_LOOPBACK, port, None, False, timeout=_START)
+            store = TCPStore(memory.address(0), port, None, False, timeout=_START)
         options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options._devices = [ProcessGroupGloo.create_device(hostname=memory.address(memory.rank))]
         options._timeout = _START
         self._group = ProcessGroupGloo(store, memory.rank, memory.size, options)
         memory.meet()  # nobody needs the store from here on

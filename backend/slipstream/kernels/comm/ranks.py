@@ -153,5 +153,6 @@ class HostRanks:
             for buffers in self._buffers
         ]
         views[self.rank].copy_(part)
+        self._memory.wrote(self._turn, count * part.itemsize)
         self._memory.meet(self._members)
         return views
