@@ -1,5 +1,6 @@
 """LoRA adapters against weights to which they are merged, alone and beside others in a batch."""
 
+import random
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
+from fixtures.models.drawn import DRAWN
 from fixtures.models.parity import check_against
 from fixtures.tiers import quick_of
 from safetensors.torch import save_file
@@ -173,3 +175,32 @@ def test_a_scaled_embedding_scales_its_terms(family: str, tmp_path: Path) -> Non
     check_against(model, base, TOLERANCE)
     embedding.weight = torch.nn.Parameter(embedding.weight.detach() + scale_of(4) * a @ b.t())
     check_against(model, own, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "case",
+    quick_of(
+        ("deepseek_v2 1", "deepseek_v3 1", "deepseek_v3 2 fixed", "deepseek_v2 3", "qwen2_moe"),
+        ("deepseek_v3 1",),
+    ),
+)
+def test_matrices_of_latent_attention_and_of_a_shared_expert(case: str, tmp_path: Path) -> None:
+    """Each kind alone, and all: routed experts have none."""
+    family, *rest = case.split()
+    drawn_as = DRAWN[family](random.Random(int(rest[0]))) if rest else {}
+    drawn_as |= {"vocab_size": 1009, "max_position_embeddings": 512}
+    model = make_model(family, **drawn_as)
+    runner = make_runner(save(model, tmp_path / "base"), deterministic="fixed" in rest)
+    found = draw_pairs(model, targets_of(model), 6, seed=1, size=0.1)
+    every = {name: pair for name, pair in found.items() if not name.endswith("expert_gate")}
+    kinds = sorted({name.rpartition(".")[2] for name in every})
+    drawn = [{n: pair for n, pair in every.items() if n.endswith(kind)} for kind in kinds]
+    drawn.append(every)
+    assert "kv_b_proj" in kinds or any("shared_expert" in name for name in every)
+    numbers = [
+        load(runner, write_adapter(tmp_path / str(i), pairs, 6)) for i, pairs in enumerate(drawn)
+    ]
+    rows = generate(runner, [0, *numbers, 0], chunk=11)
+    for pairs, row in zip([{}, *drawn, {}], rows, strict=True):
+        with merged(model, pairs, scale_of(6)):
+            check_against(model, row, TOLERANCE)

@@ -1,5 +1,6 @@
 """Adapters of a model on several ranks: each has its part, and all give what one rank gives."""
 
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
+from fixtures.models.drawn import DRAWN
 from fixtures.models.quantised import model_of
 from fixtures.models.ranks import Group, ranks_of
 from fixtures.tiers import quick_of
@@ -32,7 +34,12 @@ CASES = {
     f"{family}, {size} ranks": (family, size)
     for i, family in enumerate(FAMILIES)
     for size in (4 - 2 * (i % 2),)
-} | {"llama, 2 ranks": ("llama", 2), "phi3, 4 ranks": ("phi3", 4)}
+} | {
+    "llama, 2 ranks": ("llama", 2),
+    "phi3, 4 ranks": ("phi3", 4),
+    "deepseek_v3, 2 ranks": ("deepseek_v3", 2),
+    "deepseek_v2, 2 ranks": ("deepseek_v2", 2),
+}
 
 
 def with_ends(model: torch.nn.Module, directory: Path, rank: int, seed: int) -> Path:
@@ -110,7 +117,7 @@ def compare(
 @pytest.mark.parametrize("case", quick_of(CASES, {"llama, 4 ranks", "phi3, 2 ranks"}))
 def test_adapters_of_many_ranks_in_one_batch(case: str, tmp_path: Path) -> None:
     family, size = CASES[case]
-    model = make_model(family)
+    model = make_model(family, **(DRAWN[family](random.Random(1)) if family in DRAWN else {}))
     compare(save(model, tmp_path / "base"), adapters_of(model, tmp_path), size)
 
 

@@ -1,11 +1,14 @@
 """A rewrite behind that of fusion: places of linear layers that adapters can add terms to."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from slipstream.fuse.places import Gated, NormedAdd
 from slipstream.fuse.rewrite import Place, fused, layers_of, places_of
 from slipstream.layers.adapted import (
     AdaptedGatedLinear,
+    AdaptedHeads,
+    AdaptedLinear,
     AdaptedLinearAdd,
     AdaptedNormLinear,
     AdaptedRows,
@@ -16,6 +19,8 @@ from slipstream.layers.adapted import (
 from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import Decoder
 from slipstream.layers.embedding import Table
+from slipstream.layers.experts import Experts, SharedExpert
+from slipstream.layers.latent import LatentAttention
 from slipstream.layers.linear import GatedLinear, Linear, NormLinear
 from slipstream.layers.mlp import TwoStepMLP
 
@@ -33,7 +38,7 @@ class AdaptedPlace(NamedTuple):
     parts: tuple[str, ...]  # the decoder's names of the matrices
     sizes: tuple[int, ...]  # outputs of each
     inputs: int
-    linear: Linear | None = None  # None: the embedding
+    linear: Linear | None = None  # None: the embedding, or matrices of heads
     table: Table | None = None  # of head or embedding
 
 
@@ -41,14 +46,27 @@ def adapt(
     decoder: Decoder, groups: StepGroups, vocab_size: int | None = None
 ) -> list[AdaptedPlace]:
     """Wrap the places of a decoder's blocks, in place; what a step without groups computes is the
-    same. Matrices of experts, of their router and of latent attention are not among them.
+    same. Matrices of routed experts and of their router are not among them.
     `vocab_size` is the whole model's, if ranks share it.
     """
     found: list[AdaptedPlace] = []
+    apart: list[AdaptedPlace] = []  # that tables do not have
     for number, (prefix, layer) in layers_of(decoder):
         is_last = number == len(decoder.blocks) - 1
-        if not isinstance(layer, Attention | TwoStepMLP):
+        if isinstance(layer, LatentAttention):
+            apart.append(_heads(layer, prefix, groups, is_last))
+        if isinstance(layer, Experts) and layer.shared is not None:
+            layer, prefix = layer.shared, f"{prefix}.shared_expert"
+        if not isinstance(layer, Attention | LatentAttention | SharedExpert | TwoStepMLP):
             continue
+        for name, linear in list(_linears_of(layer)):
+            assert linear.stacked is not None, "it was read"
+            parts = tuple(f"{prefix}.{part}" for part in linear.stacked.names)
+            which = "kept" if is_last and linear.stacked.names[0] in _OF_KEPT else "tokens"
+            delta = Delta(parts[0], linear, groups, which, len(found))
+            setattr(layer, name, AdaptedLinear(linear, delta))
+            sizes = (linear.stacked.outputs, linear.stacked.inputs)
+            found.append(AdaptedPlace(parts[0], parts, *sizes, linear))
         for name, place in list(places_of(layer)):
             stacked = place.linear.stacked
             if stacked is None:
@@ -59,8 +77,25 @@ def adapt(
             setattr(layer, name, _adapted(place, delta))
             sizes = (stacked.outputs, stacked.inputs)
             found.append(AdaptedPlace(parts[0], parts, *sizes, place.linear))
-    found += _ends(decoder, groups, vocab_size or decoder.head.table.shape[0])
+    found += apart + _ends(decoder, groups, vocab_size or decoder.head.table.shape[0])
     return found
+
+
+def _linears_of(layer: object) -> Iterator[tuple[str, Linear]]:
+    """Yield the linear layers that are in no place, by their names in a layer."""
+    for name, part in vars(layer).items():
+        if isinstance(part, Linear):
+            yield name, part
+
+
+def _heads(layer: LatentAttention, prefix: str, groups: StepGroups, is_last: bool) -> AdaptedPlace:
+    """Make the matrices of heads ready that the layer has of `kv_b_proj`."""
+    latent, name = layer.latent, f"{prefix}.kv_b_proj"
+    rows, is_fixed = (latent.plain, latent.value), layer.out.linear.is_sliced
+    layer.to_latents = AdaptedHeads(layer.to_latents, name, groups, "tokens", rows, True, is_fixed)
+    which = "kept" if is_last else "tokens"
+    layer.of_latents = AdaptedHeads(layer.of_latents, name, groups, which, rows, False, is_fixed)
+    return AdaptedPlace(name, (name,), (layer.num_heads * sum(rows),), latent.rank)
 
 
 def _ends(decoder: Decoder, groups: StepGroups, vocab_size: int) -> list[AdaptedPlace]:

@@ -25,6 +25,7 @@ from slipstream.kernels.lora.terms import FEW_ROWS, RowScale, Table, expand, shr
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import Norm, RowNorm
 from slipstream.layers.residual import Residual
+from slipstream.layers.sliced import ROWS, sliced
 
 
 class Term(NamedTuple):
@@ -208,6 +209,89 @@ class AdaptedNormLinear(NormLinear):
         assert scales is None, "what a term is added to is complete"
         self._delta.finish(y, started)
         return y, None
+
+
+class AdaptedLinear(Linear):
+    """A linear layer that is in no place.
+
+    Args:
+        linear: what it is without adapters.
+        delta: what is added.
+    """
+
+    def __init__(self, linear: Linear, delta: Delta) -> None:
+        super().__init__(linear.scheme, linear.weights, linear.bias, linear.is_sliced)
+        assert linear.ranks is None, "a sum over ranks comes behind the terms"
+        self.stacked = linear.stacked
+        self._delta = delta
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Compute what `Linear` computes, with the terms."""
+        if not self._delta.is_active:
+            return super().__call__(x)
+        started = self._delta.start(x)
+        y = super().__call__(x)
+        self._delta.finish(y, started)
+        return y
+
+
+class AdaptedHeads:
+    """Matrices of heads on one side of latent attention: `[n, heads, a] -> [n, heads, b]`.
+
+    Those of both sides are of one layer, `kv_b_proj`, whose term has rows for keys, then for values,
+    of each head. What makes keys of latents multiplies queries, so its term does: `q B_h A`. What
+    makes values multiplies results: `x A^T B_h^T`. A sequence's latents are of its own adapter.
+
+    Args:
+        own: what it is without adapters.
+        name: of the layer.
+        groups: of the step.
+        which: the field of `groups` whose rows it sees.
+        rows: of each head's keys, and of its values.
+        of_keys: whether it is that of keys.
+        is_fixed: whether a row's bits may not depend on how many rows there are.
+    """
+
+    def __init__(
+        self,
+        own: Callable[[Tensor], Tensor],
+        name: str,
+        groups: StepGroups,
+        which: str,
+        rows: tuple[int, int],
+        of_keys: bool,
+        is_fixed: bool,
+    ) -> None:
+        self._own, self._name = own, name
+        self._groups, self._which = groups, which
+        self._rows, self._of_keys, self._is_fixed = rows, of_keys, is_fixed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply, with the terms."""
+        y = self._own(x)
+        found: Sequence[Group] = getattr(self._groups, self._which)
+        for group in found:
+            for term in group.terms.get(self._name, ()):
+                change = self._term(x[group.rows], term)
+                y[group.rows] = (y[group.rows].float() + change).to(y.dtype)
+        return y
+
+    def _term(self, x: Tensor, term: Term) -> Tensor:
+        assert term.a is not None, "whole matrices are of head and embedding"
+        a = term.a.float()
+        b = term.b.float().view(-1, sum(self._rows), term.b.shape[1])
+        keys, values = torch.split(b, list(self._rows), 1)
+
+        def multiply(rows: Tensor) -> Tensor:
+            if self._of_keys:
+                return torch.einsum("nhk,hkr->nhr", rows, keys) @ a
+            return torch.einsum("nhr,hvr->nhv", rows @ a.t(), values)
+
+        x, count = x.float(), len(x)
+        if not self._is_fixed:
+            return multiply(x)
+        padded = torch.cat([x, x.new_zeros(-count % ROWS, *x.shape[1:])])
+        return sliced(multiply)(padded)[:count]
 
 
 class AdaptedGatedLinear(GatedLinear):

@@ -59,8 +59,8 @@ class LatentAttention:
         up = _up(w, dims.num_heads * (latent.plain + latent.value), rank)
         sizes = [latent.plain, latent.value]
         keys, values = torch.split(up.view(dims.num_heads, -1, rank), sizes, 1)
-        self._to_latents = _each_head(keys, w.deterministic)
-        self._of_latents = _each_head(values.transpose(1, 2), w.deterministic)
+        self.to_latents = _each_head(keys, w.deterministic)
+        self.of_latents = _each_head(values.transpose(1, 2), w.deterministic)
         size = dims.num_heads * latent.value
         self.out = LinearAdd(Linear.read(w, ("o_proj",), (hidden,), size, bias))
 
@@ -77,9 +77,9 @@ class LatentAttention:
         where = (cos_sin, places, rows.slots, cache, q, whole)
         latent_rows(self.down(x), self.norm.weight, *where, _EPS, latent.interleaved)
         # Queries as rows of the cache are.
-        whole[..., : latent.rank] = self._to_latents(q[..., : latent.plain])
+        whole[..., : latent.rank] = self.to_latents(q[..., : latent.plain])
         out = self._attend(inputs.keep_wanted(whole, residual), inputs, cache)
-        self.out(self._of_latents(out).flatten(1), residual)
+        self.out(self.of_latents(out).flatten(1), residual)
 
     def _queries(self, x: Tensor) -> Tensor:
         """Queries of `x [n, hidden]`: `[n, heads, plain + rotated]`."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.fuse.adapt import EMBEDDING, HEAD, AdaptedPlace
+from slipstream.fuse.adapt import HEAD, AdaptedPlace
 from slipstream.kernels.lora import terms as lora
 from slipstream.kernels.lora.terms import TILE, Pair, Table
 from slipstream.kernels.lora.terms import tiles_of as cut
@@ -78,7 +78,7 @@ class AdapterTables:
         max_tokens: int,
         dtype: torch.dtype,
     ) -> None:
-        self._places = [each for each in places if each.name not in (HEAD, EMBEDDING)]
+        self._places = [each for each in places if each.linear is not None and each.name != HEAD]
         self._device = device
         self.staging = Staging(device, _ROW_BYTES * max_tokens + 4096)
         largest = max((max(each.inputs, *each.sizes) for each in self._places), default=1)

@@ -141,8 +141,9 @@ def _parts(targets: Targets, stored: Stored, path: Path) -> list[Part]:
             f"{path}: {stored.module}: magnitudes (use_dora) are not implemented beside "
             f"tensor_parallel = {targets.num_ranks}: no rank has all of the matrix"
         )
-    if stored.magnitude is not None and is_embedding:
-        raise CheckpointError(f"{path}: {stored.module}: magnitudes (use_dora) of an embedding")
+    if stored.magnitude is not None and parts[0].linear is None:
+        kind = "an embedding" if is_embedding else "matrices that attention has apart"
+        raise CheckpointError(f"{path}: {stored.module}: magnitudes (use_dora) of {kind}")
     return parts
 
 

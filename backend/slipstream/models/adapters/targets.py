@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slipstream.fuse.adapt import HEAD, AdaptedPlace
+from slipstream.fuse.adapt import EMBEDDING, HEAD, AdaptedPlace
 from slipstream.layers.adapted import Term
 from slipstream.layers.embedding import Table
 from slipstream.layers.linear import Linear
@@ -32,7 +32,7 @@ class Part:
     cuts: tuple["RankCut", ...]  # by rank; one that has all, for one rank
     name: str  # the decoder's
     names: TensorNames
-    linear: Linear | None  # None: the embedding
+    linear: Linear | None  # None: the embedding, or matrices of heads
     table: Table | None  # of head or embedding
     dtype: torch.dtype  # of rows that the layer multiplies
     device: torch.device
@@ -65,7 +65,7 @@ class Part:
 
     def _of_rank(self, term: Term, cut: "RankCut") -> Term:
         a, b, gain = term.a, term.b, term.gain
-        if self.linear is None and a is not None:  # rows of an embedding
+        if self.place == EMBEDDING and a is not None:  # rows of an embedding
             return Term(cut.first, cut.of_outputs(a), b)
         a = None if a is None else cut.of_inputs(a)
         gain = None if gain is None else cut.of_outputs(gain)
