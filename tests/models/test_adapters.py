@@ -1,12 +1,16 @@
 """LoRA adapters against weights to which they are merged, alone and beside others in a batch."""
 
+import copy
 import random
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from fixtures.models.adapters import (
+    Pairs,
     draw_pairs,
+    expert_pairs,
     merged,
     scale_of,
     targets_of,
@@ -204,3 +208,51 @@ def test_matrices_of_latent_attention_and_of_a_shared_expert(case: str, tmp_path
     for pairs, row in zip([{}, *drawn, {}], rows, strict=True):
         with merged(model, pairs, scale_of(6)):
             check_against(model, row, TOLERANCE)
+
+
+def change_experts(model: torch.nn.Module, pairs: Pairs, scale: float) -> None:
+    """Add terms to the experts of transformers' model, which are one tensor a layer."""
+    for name, (a, b) in pairs.items():
+        found = re.search(r"layers\.(\d+).*experts\.(\d+)\.(\w+)_proj", name)
+        assert found is not None
+        layer, expert, kind = found.groups()
+        experts = model.model.layers[int(layer)].mlp.experts
+        whole = experts.down_proj if kind == "down" else experts.gate_up_proj
+        matrix = whole.data[int(expert)]
+        first = len(matrix) // 2 if kind == "up" else 0
+        matrix[first : first + len(b)] += scale * b @ a
+
+
+EXPERTS = ("mixtral", "qwen2_moe", "deepseek_v2 3", "mixtral fixed", "qwen3_moe fp8")
+
+
+@pytest.mark.parametrize("case", quick_of(EXPERTS, ("mixtral",)))
+def test_routed_experts(case: str, tmp_path: Path) -> None:
+    """As vLLM reads them, by expert: some of the experts, and some of their matrices."""
+    family, *rest = case.split()
+    drawn = DRAWN[family](random.Random(3)) if "3" in rest else {}
+    model = make_model(family, **(drawn | {"vocab_size": 1009}))
+    options = {"quantization": "fp8"} if "fp8" in rest else {}
+    runner = make_runner(save(model, tmp_path / "base"), deterministic="fixed" in rest, **options)
+    asked = [
+        ([0, 2, 3], 4, ("_proj",)),
+        ([1, 4, 5], 7, ("down_proj",)),
+        ([0, 1], 2, ("gate_proj",)),
+    ]
+    pairs = [expert_pairs(runner, *each) for each in asked]
+    numbers = [
+        load(runner, write_adapter(tmp_path / str(i), stored, asked[i][1]))
+        for i, (_, stored) in enumerate(pairs)
+    ]
+    rows = generate(runner, [0, *numbers, 0], chunk=11)
+    before = copy.deepcopy(model.state_dict())
+    plain = generate(runner, [0] * 5, chunk=11)
+    for row, own, (_, rank, _) in zip(rows[1:-1], (own for own, _ in pairs), asked, strict=True):
+        change_experts(model, own, scale_of(rank))
+        if "fp8" not in rest:
+            check_against(model, row, TOLERANCE)
+        model.load_state_dict(before)
+    for i in (0, 4):
+        assert rows[i].outputs == plain[i].outputs
+    changes = [(a.logits[0] - b.logits[0]).abs().max() for a, b in zip(rows, plain, strict=True)]
+    assert max(changes[1:-1]) > 1e-3 > max(changes[0], changes[-1])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fixtures.bridge.launching import wait_for
 from fixtures.engine.adapted import RANKS, House
-from fixtures.models.adapters import Pairs, draw_pairs, targets_of, write_adapter
+from fixtures.models.adapters import Pairs, draw_pairs, expert_pairs, targets_of, write_adapter
 from fixtures.models.checkpoints import (
     Driver,
     Generation,
@@ -117,7 +117,7 @@ def compare(
 @pytest.mark.parametrize("case", quick_of(CASES, {"llama, 4 ranks", "phi3, 2 ranks"}))
 def test_adapters_of_many_ranks_in_one_batch(case: str, tmp_path: Path) -> None:
     family, size = CASES[case]
-    model = make_model(family, **(DRAWN[family](random.Random(1)) if family in DRAWN else {}))
+    model = make_model(family, **(DRAWN[family](random.Random(1)) if "deepseek" in family else {}))
     compare(save(model, tmp_path / "base"), adapters_of(model, tmp_path), size)
 
 
@@ -127,6 +127,18 @@ def test_terms_by_tables_and_in_deterministic_mode(how: str, tmp_path: Path) -> 
     directories = adapters_of(model, tmp_path)[:-1]
     base = save(model, tmp_path / "base")
     compare(base, directories, 2, "tables" in how, deterministic="fixed" in how)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_routed_experts(family: str, tmp_path: Path) -> None:
+    base = save(make_model(family), tmp_path / "base")
+    runner = make_runner(base)
+    directories = []
+    for rank, experts in ((4, [0, 1, 2, 3]), (7, [1, 4, 5])):
+        _, stored = expert_pairs(runner, experts, rank, ("_proj",))
+        directories.append(write_adapter(tmp_path / str(rank), stored, rank))
+    compare(base, directories, 2)
 
 
 BASES = ("bnb-nf4", "bnb-int8", "gptq-v1-4-32", "awq-gemm-32", "modelopt-fp8", "modelopt-int4")

@@ -16,6 +16,7 @@ from slipstream.layers.adapted import (
     StepGroups,
     VirtualRows,
 )
+from slipstream.layers.adapted_experts import DOWN, GATE_UP, ExpertTerms
 from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import Decoder
 from slipstream.layers.embedding import Table
@@ -46,7 +47,7 @@ def adapt(
     decoder: Decoder, groups: StepGroups, vocab_size: int | None = None
 ) -> list[AdaptedPlace]:
     """Wrap the places of a decoder's blocks, in place; what a step without groups computes is the
-    same. Matrices of routed experts and of their router are not among them.
+    same. Routers, and experts that a checkpoint has in one tensor, are not among them.
     `vocab_size` is the whole model's, if ranks share it.
     """
     found: list[AdaptedPlace] = []
@@ -55,6 +56,8 @@ def adapt(
         is_last = number == len(decoder.blocks) - 1
         if isinstance(layer, LatentAttention):
             apart.append(_heads(layer, prefix, groups, is_last))
+        if isinstance(layer, Experts) and not layer.config.is_fused:
+            apart += _experts(layer, prefix, groups, is_last)
         if isinstance(layer, Experts) and layer.shared is not None:
             layer, prefix = layer.shared, f"{prefix}.shared_expert"
         if not isinstance(layer, Attention | LatentAttention | SharedExpert | TwoStepMLP):
@@ -96,6 +99,21 @@ def _heads(layer: LatentAttention, prefix: str, groups: StepGroups, is_last: boo
     which = "kept" if is_last else "tokens"
     layer.of_latents = AdaptedHeads(layer.of_latents, name, groups, which, rows, False, is_fixed)
     return AdaptedPlace(name, (name,), (layer.num_heads * sum(rows),), latent.rank)
+
+
+def _experts(layer: Experts, prefix: str, groups: StepGroups, is_last: bool) -> list[AdaptedPlace]:
+    """Make routed experts ready."""
+    layer.adapt = ExpertTerms(layer, prefix, groups, "kept" if is_last else "tokens")
+    count, inner, hidden = layer.down.values.shape[0], *reversed(layer.down.values.shape[1:])
+    found = []
+    for end, names, outputs, inputs in (
+        (GATE_UP, ("gate_proj", "up_proj"), inner, hidden),
+        (DOWN, ("down_proj",), hidden, inner),
+    ):
+        parts = tuple(f"{prefix}.experts.{i}.{name}" for i in range(count) for name in names)
+        sizes = (outputs,) * len(parts)
+        found.append(AdaptedPlace(f"{prefix}.{end}", parts, sizes, inputs))
+    return found
 
 
 def _ends(decoder: Decoder, groups: StepGroups, vocab_size: int) -> list[AdaptedPlace]:

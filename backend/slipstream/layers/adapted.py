@@ -238,9 +238,10 @@ class AdaptedLinear(Linear):
 class AdaptedHeads:
     """Matrices of heads on one side of latent attention: `[n, heads, a] -> [n, heads, b]`.
 
-    Those of both sides are of one layer, `kv_b_proj`, whose term has rows for keys, then for values,
-    of each head. What makes keys of latents multiplies queries, so its term does: `q B_h A`. What
-    makes values multiplies results: `x A^T B_h^T`. A sequence's latents are of its own adapter.
+    Those of both sides are of one layer, `kv_b_proj`, whose term has rows for keys, then for
+    values, of each head. What makes keys of latents multiplies queries, so its term does:
+    `q B_h A`. What makes values multiplies results: `x A^T B_h^T`. A sequence's latents are of its
+    own adapter.
 
     Args:
         own: what it is without adapters.

@@ -6,6 +6,8 @@ Everything happens on the device, with launches whose shapes depend on the numbe
 that CUDA graphs hold them. Weights of all experts are one tensor, `[e, 2i, h]` and `[e, h, i]`.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -64,6 +66,8 @@ class Experts:
             self.correction = w.tensor(name, config.routing.num_experts).float()
         self.gate_up = _matrix(w, ("gate_proj", "up_proj"), config, config.inner_size, hidden)
         self.down = _matrix(w, ("down_proj",), config, hidden, config.inner_size)
+        # What changes outputs of experts `[n * k, h]` of rows `[n, h]`, in place.
+        self.adapt: Callable[[Tensor, Routed, Tensor], None] | None = None
         self.shared: SharedExpert | None = None
         if config.shared_size:
             self.shared = SharedExpert(w.at("shared_expert"), hidden, config.shared_size)
@@ -72,7 +76,10 @@ class Experts:
         """`residual [n, h] += ` the experts of `norm(residual)`."""
         x = norm(residual.values)
         logits = self.router(x)
-        products = self.products(x, self.routed(logits))
+        routed = self.routed(logits)
+        products = self.products(x, routed)
+        if self.adapt is not None:
+            self.adapt(x, routed, products)
         shared = gate = None
         if self.shared is not None:
             shared = self.shared(x)

@@ -142,7 +142,7 @@ def _parts(targets: Targets, stored: Stored, path: Path) -> list[Part]:
             f"tensor_parallel = {targets.num_ranks}: no rank has all of the matrix"
         )
     if stored.magnitude is not None and parts[0].linear is None:
-        kind = "an embedding" if is_embedding else "matrices that attention has apart"
+        kind = "an embedding" if is_embedding else "matrices that are not multiplied alone"
         raise CheckpointError(f"{path}: {stored.module}: magnitudes (use_dora) of {kind}")
     return parts
 

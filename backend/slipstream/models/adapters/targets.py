@@ -1,5 +1,6 @@
 """The matrices of a decoder that adapters can change, by the checkpoint's names of modules."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -142,9 +143,25 @@ class Targets:
         The decoder is that of the rank of the names' cuts, if they have any.
         """
         self.num_ranks = 1 if names.cuts is None else names.cuts.size
-        self._parts: dict[str, list[Part]] = {}
-        self._by_name: dict[str, Part] = {}  # the decoder's
         self._optional = names.optional
+        self._given = places, names, dtype, device
+
+    @property
+    def _parts(self) -> dict[str, list[Part]]:
+        return self._found[0]
+
+    @property
+    def _by_name(self) -> dict[str, Part]:
+        return self._found[1]
+
+    @functools.cached_property
+    def _found(self) -> tuple[dict[str, list[Part]], dict[str, Part]]:
+        """All parts by the checkpoint's names and by the decoder's: a mixture has many, so they
+        are made when they are first asked for.
+        """
+        places, names, dtype, device = self._given
+        parts: dict[str, list[Part]] = {}
+        by_name: dict[str, Part] = {}
         for place in places:
             first = begin = 0  # outputs of the whole place, and of the rank's
             for name, count in zip(place.parts, place.sizes, strict=True):
@@ -155,9 +172,10 @@ class Targets:
                 part = Part(place.name, first, outputs, inputs, cuts, name, names, *own)
                 begin += count
                 stored = names.stored(f"{name}.weight").removesuffix(".weight")
-                self._parts.setdefault(stored, []).append(part)
-                self._by_name[name] = part
+                parts.setdefault(stored, []).append(part)
+                by_name[name] = part
                 first += outputs
+        return parts, by_name
 
     @staticmethod
     def _cuts(
