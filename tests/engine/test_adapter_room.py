@@ -1,5 +1,9 @@
 """A pool that is smaller than its adapters: none waits for ever, and others go on meanwhile."""
 
+import json
+from collections import Counter
+from pathlib import Path
+
 import pytest
 from fixtures.engine.checks import samplings
 from fixtures.engine.client import Client
@@ -12,7 +16,9 @@ from hypothesis.stateful import rule
 from slipstream.engine.adapter_room import MAX_PASSED
 from slipstream.engine.adapters import AdapterStore
 from slipstream.engine.engine import Engine
+from slipstream.engine.reports import RequestLog
 from slipstream.engine.scheduler import Limits
+from slipstream.engine.telemetry import Telemetry
 from slipstream_contract.errors import ContractError
 from slipstream_contract.sampling import SamplingParams
 
@@ -103,6 +109,19 @@ def test_others_go_on_while_an_adapter_is_loaded() -> None:
     crowd.client.drain()
     counts = crowd.engine.figures().counters
     assert (counts["adapter_loads"], counts["adapter_evictions"]) == (1, 0)
+
+
+def test_the_request_log_counts_by_adapter(tmp_path: Path) -> None:
+    crowd = Crowd(delay=1)
+    crowd.engine._request_log = RequestLog(tmp_path / "log", Telemetry())
+    for content in (3, 0, 6, 3):
+        crowd.submit(content, 2)
+    crowd.client.drain()
+    lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    names = Counter(line["lora_name"] for line in lines)
+    assert names == {"3": 2, "": 1, "6": 1}
+    digests = {line["lora_name"]: line["adapter"] for line in lines}
+    assert digests == {"3": f"{3:032x}", "": None, "6": f"{6:032x}"}
 
 
 def test_an_adapter_that_never_fits_is_refused_by_name_and_pages() -> None:

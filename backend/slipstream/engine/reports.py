@@ -93,6 +93,8 @@ def describe(request: Request, telemetry: Telemetry, now_ns: int) -> dict[str, o
         "time": moment.isoformat(timespec="milliseconds"),
         "id": request.message.request_id[:_MAX_ID],
         "model": request.message.model[:_MAX_ID],
+        "lora_name": request.message.adapter[:_MAX_ID],
+        "adapter": None if request.adapter is None else request.adapter.digest.hex(),
         "priority": request.message.priority,
         "num_input_tokens": sequences[0].num_prompt,
         "max_tokens": request.sampling.max_tokens,
