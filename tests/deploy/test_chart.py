@@ -13,6 +13,7 @@ from fixtures.deploy import chart
 from fixtures.deploy.chart import CHART, SMALLEST, merged, pod_templates, render, server_of
 from slipstream.bridge.families import engine_metrics
 from slipstream_client.cli import build_parser
+from slipstream_runtime.rendezvous import KEY_VARIABLE, Place, place_of
 from slipstream_serve import gateway, triton
 
 VERSIONS = ("1.29", "1.33", "1.37")
@@ -41,9 +42,9 @@ NVIDIA = {
 """As the values files of NVIDIA's chart for autoscaling are, empty keys included."""
 
 MULTI_NODE = {
-    "gpuPerNode": 8,
-    "tensorrtLLM": {"parallelism": {"tensor": 8, "pipeline": 2}},
-    "multiNode": {"workerCommand": ["join", "the ranks"]},
+    "gpuPerNode": 4,
+    "tensorrtLLM": {"parallelism": {"tensor": 4, "pipeline": 2}},
+    "multiNode": {"keySecret": "ranks"},
     "triton": {"resources": {"efa": 4}},
     "gpu": "NVIDIA-H100-80GB-HBM3",
 }
@@ -74,6 +75,26 @@ def test_all_that_it_renders_is_valid_in_each_version(case):
     for found in render(CASES[case]).values():
         for version in VERSIONS:
             chart.validate(found, version)
+
+
+def test_pods_of_other_nodes_run_the_ranks_that_a_leader_waits_for():
+    """The variables are those by which `slipstream rank` and the leader find their ranks."""
+    template = render(MULTI_NODE)["LeaderWorkerSet"]["spec"]["leaderWorkerTemplate"]
+    places = []
+    for index, role in enumerate(("leaderTemplate", "workerTemplate")):
+        container = template[role]["spec"]["containers"][0]
+        build_parser(container["args"][0]).parse_args(container["args"])
+        assert "--model-repository=/repository" in container["args"]
+        lws = {"$(LWS_LEADER_ADDRESS)": "leader", "$(LWS_WORKER_INDEX)": str(index)}
+        given = {
+            each["name"]: lws.get(each["value"], each["value"])
+            for each in container["env"]
+            if "value" in each
+        }
+        places.append(place_of(given, 8))
+        assert any(each["name"] == KEY_VARIABLE for each in container["env"])
+    assert places == [Place(0, 4, 8, "leader", 29500), Place(4, 4, 8, "leader", 29500)]
+    assert "preStop" not in str(template["workerTemplate"])
 
 
 def test_a_field_that_does_not_exist_is_found_by_the_check():
@@ -211,11 +232,15 @@ def test_the_committed_dashboard_and_alerts_are_in_it():
         ({"drainSeconds": 3}, "drainSeconds is 3, less than drainDelaySeconds, 5"),
         (
             {"gpuPerNode": 8, "model": {"tensorrtLlm": {"parallelism": {"tensor": 16}}}},
-            "16 ranks on nodes of 8 GPUs take 2 nodes: this release's engine runs on one",
+            "tensor x pipeline is 16, more than the engine's 8 ranks",
         ),
         (
-            merged(MULTI_NODE, {"tensorrtLLM": {"parallelism": {"tensor": 12, "pipeline": 1}}}),
-            "12, no multiple of gpuPerNode, 8",
+            {"gpuPerNode": 2, "model": {"tensorrtLlm": {"parallelism": {"tensor": 4}}}},
+            "tensor is 4, which gpuPerNode, 2, is no multiple of",
+        ),
+        (
+            merged(MULTI_NODE, {"tensorrtLLM": {"parallelism": {"tensor": 3, "pipeline": 2}}}),
+            "6, no multiple of gpuPerNode, 4",
         ),
         (
             {"autoscaling": {"enable": True, "replicas": {"minimum": 9}}},

@@ -27,6 +27,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- $tensor := int (max (int ($inner.tensor | default 1)) (int ($outer.tensor | default 1))) -}}
 {{- $pipeline := int (max (int ($inner.pipeline | default 1)) (int ($outer.pipeline | default 1))) -}}
 {{- $world := mul $tensor $pipeline -}}
+{{- if gt (int $world) 8 -}}
+{{- fail (printf "tensor x pipeline is %d, more than the engine's 8 ranks" (int $world)) -}}
+{{- end -}}
 {{- $perNode := int (.Values.gpuPerNode | default 0) -}}
 {{- $gpus := $world -}}
 {{- $nodes := 1 -}}
@@ -36,8 +39,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- $gpus = $perNode -}}
 {{- $nodes = div $world $perNode -}}
-{{- if not (.Values.multiNode | default dict).workerCommand -}}
-{{- fail (printf "%d ranks on nodes of %d GPUs take %d nodes: this release's engine runs on one; set multiNode.workerCommand if the image has a command that joins the ranks" (int $world) $perNode (int $nodes)) -}}
+{{- if ne (int (mod $perNode $tensor)) 0 -}}
+{{- fail (printf "tensor is %d, which gpuPerNode, %d, is no multiple of: GPUs that share every matrix must be on one node" $tensor $perNode) -}}
 {{- end -}}
 {{- end -}}
 {{- dict "tensor" $tensor "pipeline" $pipeline "gpus" (int $gpus) "nodes" (int $nodes) | toJson -}}

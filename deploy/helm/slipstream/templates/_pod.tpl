@@ -150,8 +150,16 @@ spec:
   image: {{ .Values.triton.image.name }}
   imagePullPolicy: {{ .Values.triton.image.imagePullPolicy | default "IfNotPresent" }}
   {{- if eq $role "worker" }}
+  {{- if (.Values.multiNode | default dict).workerCommand }}
   command:
     {{- toYaml .Values.multiNode.workerCommand | nindent 4 }}
+  {{- else }}
+  command: [/opt/slipstream/engine/bin/slipstream]
+  args:
+    - rank
+    - --model-repository=/repository
+    - --start-timeout={{ .Values.probes.startSeconds }}
+  {{- end }}
   {{- else }}
   command: [/opt/slipstream/engine/bin/slipstream]
   args:
@@ -210,6 +218,11 @@ spec:
     - {name: NNODES, value: {{ $p.nodes | quote }}}
     - {name: NODE_RANK, value: $(LWS_WORKER_INDEX)}
     - {name: NCCL_NVLS_ENABLE, value: "0"}
+    {{- with (.Values.multiNode | default dict).keySecret }}
+    - name: SLIPSTREAM_RANK_KEY
+      valueFrom:
+        secretKeyRef: {name: {{ . }}, key: key}
+    {{- end }}
     {{- end }}
     {{- with .Values.triton.environment }}
     {{- toYaml . | nindent 4 }}
