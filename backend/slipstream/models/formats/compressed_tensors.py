@@ -43,7 +43,10 @@ _BYTES = ("U8", "F8_E8M0")  # of exponents
 
 
 class GroupScheme(NamedTuple):
-    """What a group says of its weights; `at` reads the object, for refusals."""
+    """What a group says of its weights; `at` reads the object, for refusals.
+
+    `for_e4m3` says whether rows are to be rounded to e4m3, a scale for each.
+    """
 
     at: Reader
     bits: int
@@ -52,6 +55,7 @@ class GroupScheme(NamedTuple):
     strategy: str
     group: int | None
     block: tuple[int, int] | None
+    for_e4m3: bool
 
 
 class CompressedTensors(Format):
@@ -81,11 +85,14 @@ class CompressedTensors(Format):
             raise group.refusal("format", f"is not one of {', '.join(FORMATS)}")
         if group.child("output_activations").data:
             raise group.refusal("output_activations", "is not implemented")
-        scheme = self._scheme(group.child("weights")) if group.has("weights") else None
+        scheme = None
+        if group.has("weights"):
+            for_e4m3 = _is_e4m3_by_token(group.child("input_activations"))
+            scheme = self._scheme(group.child("weights"), for_e4m3)
         return listed(group, "targets"), scheme
 
     @staticmethod
-    def _scheme(at: Reader) -> GroupScheme:
+    def _scheme(at: Reader, for_e4m3: bool) -> GroupScheme:
         for key, value in at.data.items():
             if key not in _HARMLESS and value not in (None, False, {}, [], ""):
                 raise at.refusal(key, "is not implemented for weights")
@@ -111,7 +118,7 @@ class CompressedTensors(Format):
             raise at.refusal("strategy", f"is not one of {', '.join(known)}")
         bits, symmetric = at.whole("num_bits", 8, 8), at.flag("symmetric", default=True)
         sizes = None if block is None else (block[0], block[1])
-        return GroupScheme(at, bits, is_float, symmetric, strategy, group, sizes)
+        return GroupScheme(at, bits, is_float, symmetric, strategy, group, sizes, for_e4m3)
 
     def excludes(self, name: str) -> str:
         """Return `ignore` or `config_groups`, where they leave the module out."""
@@ -167,6 +174,13 @@ class CompressedTensors(Format):
             known = "I8 or F8_E4M3, or there is a weight_packed"
             raise module.refusal("weight", f"is {module.dtype('weight') or 'missing'}, not {known}")
         return read[module.dtype("weight")](module, scheme, outputs, inputs)
+
+
+def _is_e4m3_by_token(activations: Reader) -> bool:
+    """Return whether a group rounds its rows to e4m3, each by a scale of its own."""
+    data = activations.data
+    is_e4m3 = data.get("type") == "float" and data.get("num_bits") == 8
+    return is_e4m3 and data.get("strategy") == "token" and data.get("dynamic") is True
 
 
 def _check(scheme: GroupScheme, module: Module, bits: tuple[int, ...], is_float: bool) -> None:
@@ -257,8 +271,17 @@ def _of_integers(
             Kind.W8, codes.to(torch.int8), scales, group, inputs, zeros=kept, order=order
         )
     kept = None if zeros is None else without((zeros + 8).to(torch.uint8), 8)
-    four = halves(codes + 8)
-    return QuantMatrix(Kind.W4, four, scales, group, inputs, zeros=kept, order=order)
+    for_e4m3 = scheme.for_e4m3 and kept is None and order is None
+    return QuantMatrix(
+        Kind.W4,
+        halves(codes + 8),
+        scales,
+        group,
+        inputs,
+        zeros=kept,
+        order=order,
+        for_e4m3=for_e4m3,
+    )
 
 
 def ordered(module: Module, part: str, codes: Tensor, group: int) -> tuple[Tensor, Tensor | None]:
