@@ -25,7 +25,7 @@ class Recipe:
         activations: what they are rounded to, a scale for each token: "", "int8" or "e4m3".
         smooth: how scales move from activations into weights: "", "activations" or "weights".
         gptq: whether a column's error goes into the columns that are not rounded yet.
-        clips: whether ranges are searched; else a range holds all weights.
+        clips: whether ranges are searched; else a range is that of the weights.
         format: the writer's; see `formats.py`.
     """
 
@@ -47,8 +47,8 @@ class Recipe:
 
 _INT4 = Recipe("int", 4, "pack-quantized", GROUPS[0], symmetric=False, clips=True)
 RECIPES = {
-    "fp8": Recipe("e4m3", 8, "float-quantized", activations="e4m3"),
-    "fp8-block": Recipe("e4m3", 8, "fp8", BLOCK, activations="e4m3"),
+    "fp8": Recipe("e4m3", 8, "float-quantized", activations="e4m3", clips=True),
+    "fp8-block": Recipe("e4m3", 8, "fp8", BLOCK, activations="e4m3", clips=True),
     "int8": Recipe("int", 8, "pack-quantized"),
     "int8-sq": Recipe("int", 8, "int-quantized", activations="int8", smooth="activations"),
     "int4": _INT4,

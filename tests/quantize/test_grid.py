@@ -16,7 +16,7 @@ from torch import Tensor
 
 KINDS = {
     name: replace(RECIPES[name], group=RECIPES[name].group and 16)
-    for name in ("fp8", "int8", "int4", "w4a8", "nvfp4")
+    for name in ("fp8", "fp8-block", "int8", "int4", "w4a8", "nvfp4")
 }
 
 
@@ -70,18 +70,33 @@ def test_each_weight_becomes_the_nearest_number(name: str, seed: int) -> None:
     assert torch.allclose(off, nearest, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["int4", "w4a8", "nvfp4"])
+@pytest.mark.parametrize("name", ["int4", "w4a8", "nvfp4", "fp8", "fp8-block"])
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=10)
 def test_searched_ranges_are_never_worse(name: str, seed: int) -> None:
+    """By squares, or by cubes where a range can cut off weights."""
+    power = 2 if name.startswith("fp8") else 3
     grid, weight = grid_of(KINDS[name]), matrix(seed)
     whole, searched = grid.fit(weight, clips=False), grid.fit(weight)
     before, after = (
-        (weight - grid.values(grid.round(weight, fitted), fitted)).pow(2).sum()
+        (weight - grid.values(grid.round(weight, fitted), fitted)).abs().pow(power).sum()
         for fitted in (whole, searched)
     )
     assert after <= before
     assert not torch.equal(whole.scale, searched.scale)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-block"])
+@given(seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=10)
+def test_ranges_of_e4m3_leave_nothing_out(name: str, seed: int) -> None:
+    """A scale is the one that holds the largest weight, or less than twice it."""
+    grid, weight = grid_of(KINDS[name]), matrix(seed, n=40)
+    whole, searched = grid.fit(weight, clips=False).scale, grid.fit(weight).scale
+    assert ((searched >= whole) & (searched < 2 * whole)).all()
+    assert (searched[:16] != searched[16:32]).any()  # rows, and blocks of 16, choose for themselves
+    if name == "fp8-block":
+        assert torch.equal(searched[:15], searched[1:16])
 
 
 @given(seed=st.integers(0, 2**32 - 1))
