@@ -5,9 +5,9 @@ or e2m1. A range that leaves out the largest weights of a group can have less er
 holds all: the search takes the best of `STEPS` ranges (Lin et al., 2024; Frantar et al., 2023).
 Numbers of e4m3 need none left out: a scale up to twice as large moves them between weights.
 
-Where weights are cut off without a text, the search sums cubes of errors. Squares favour ranges that
-cut off more, and a few inputs are a hundred times the others: there a cut weight costs more than it
-saves.
+Where weights are cut off without a text, the search sums cubes of errors. Squares favour ranges
+that cut off more, and a few inputs are a hundred times the others: there a cut weight costs more
+than it saves.
 """
 
 from collections.abc import Callable
