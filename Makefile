@@ -76,8 +76,8 @@ test-gpu-smoke: install ## two cases of each of them, a kernel twice: minutes, b
 bench: install   ## the engine alone on the shared workloads (ARGS="--shape ... NAME ...")
 	@$(BIN)/python benchmarks/engine.py $(ARGS)
 
-bench-gpu: install ## the GPU table, beside vLLM where it is; ARGS="--tensor-parallel N": ranks; ends with one JSON line
-	@$(BIN)/python benchmarks/$(if $(findstring --tensor-parallel,$(ARGS)),tensor_parallel.py,step.py --tune) $(ARGS)
+bench-gpu: install ## the GPU table, beside vLLM where it is; ARGS="--tensor-parallel N" or "--pipeline-parallel M": ranks; ends with one JSON line
+	@$(BIN)/python benchmarks/$(if $(findstring -parallel,$(ARGS)),tensor_parallel.py,step.py --tune) $(ARGS)
 
 bench-cpu: install ## a CPU beside llama.cpp and transformers, same model, bits and threads (ARGS="--threads 2"); ends likewise
 	@$(BIN)/python benchmarks/cpu.py $(ARGS)

@@ -1,5 +1,7 @@
 """Measure a model on N ranks: `python benchmarks/tensor_parallel.py --tensor-parallel N`.
 
+With `--pipeline-parallel M` there are M stages of N ranks; then no sums are timed by themselves.
+
 Sums over ranks by size, checked bit for bit, beside NCCL, torch's symmetric memory and what the
 link alone takes; decode and prompts, beside one rank and vLLM where it can be imported; the share
 of time in which each GPU had no step; and a rank that is killed, with the time to the next token.
@@ -117,7 +119,7 @@ def ranks_of(args: argparse.Namespace, what: str, size: int, config: Path) -> It
 
 
 def write(args: argparse.Namespace, name: str, folder: Path, size: int) -> Path:
-    """Write the configuration of a model on `size` ranks; return its file."""
+    """Write the configuration of a model on one rank, or on all; return its file."""
     model, checkpoint = MODELS[name], folder / name
     write_config(model.shape, checkpoint)
     config = EngineConfig(
@@ -125,7 +127,8 @@ def write(args: argparse.Namespace, name: str, folder: Path, size: int) -> Path:
         device=args.device,
         load_format="random",
         quantization=model.quantization,
-        tensor_parallel=size,
+        tensor_parallel=args.tensor_parallel if size > 1 else 1,
+        pipeline_parallel=args.pipeline_parallel if size > 1 else 1,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_num_seqs=max(args.batches),
         kv_cache_tokens=max(args.batches) * (args.tokens + 256) + 8 * args.prompt,
@@ -168,6 +171,7 @@ def measure_peer(args: argparse.Namespace, name: str, folder: Path) -> dict[str,
     command = [
         *(sys.executable, str(HERE / "tensor_parallel_peer.py"), str(folder / name), str(output)),
         *("--tensor-parallel", str(args.tensor_parallel), "--tokens", str(args.tokens)),
+        *("--pipeline-parallel", str(args.pipeline_parallel)),
         *("--prompt", str(args.prompt), "--batches", *batches),
         *(["--fp8"] if MODELS[name].quantization == "fp8" else []),
     ]
@@ -178,9 +182,9 @@ def measure_peer(args: argparse.Namespace, name: str, folder: Path) -> dict[str,
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Measure all parts, in their order; a part that fails says so, and the next goes on."""
-    size, found = args.tensor_parallel, {}
+    size, found = args.tensor_parallel * args.pipeline_parallel, {}
     first = write(args, args.models[0], folder, size)
-    if "sums" in args.parts:
+    if "sums" in args.parts and args.pipeline_parallel == 1:
         with ranks_of(args, "sums", size, first) as ranks:
             found["sums"] = ranks.wait(args.limit)
         print(json.dumps({"sums": found["sums"]}), flush=True)
@@ -212,7 +216,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tensor-parallel", type=int, required=True, metavar="N")
+    parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N")
+    parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="M")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--models", nargs="+", choices=MODELS, help="default: 8b 70b-fp8, or tiny")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -224,6 +229,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=150.0, help="s that a part may take")
     parser.add_argument("--peer-path", help="where vLLM's packages lie, if not on the path")
     args = parser.parse_args()
+    if args.tensor_parallel * args.pipeline_parallel < 2:
+        parser.error("one rank alone: --tensor-parallel or --pipeline-parallel is to be above 1")
     is_cpu = args.device == "cpu"
     args.models = args.models or (["tiny"] if is_cpu else ["8b", "70b-fp8"])
     args.batches = args.batches or ([1, 4] if is_cpu else [1, 32, 128])
@@ -236,16 +243,18 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Return the exit code."""
     args = parse()
-    size = args.tensor_parallel
+    size = args.tensor_parallel * args.pipeline_parallel
     if args.device == "cuda" and torch.cuda.device_count() < size:
         seen = torch.cuda.device_count()
-        print(f"bench-gpu: --tensor-parallel {size}, but torch sees {seen} GPUs", file=sys.stderr)
+        print(f"bench-gpu: {size} ranks, but torch sees {seen} GPUs", file=sys.stderr)
         return 2
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
         found = measure(args, Path(folder))
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    head = {"tensor_parallel": size, "device": gpu, "seconds": round(time.perf_counter() - began)}
+    head: dict[str, Any] = {"tensor_parallel": args.tensor_parallel, "device": gpu}
+    head |= {"pipeline_parallel": args.pipeline_parallel}
+    head |= {"seconds": round(time.perf_counter() - began)}
     print(json.dumps(head | found))
     return int(has_failed(found))
 

@@ -14,6 +14,7 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--tensor-parallel", type=int, required=True)
+    parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--prompt", type=int, required=True)
     parser.add_argument("--batches", nargs="+", type=int, required=True)
@@ -31,6 +32,7 @@ def main() -> int:
         max_num_seqs=max(args.batches),
         max_model_len=8192,
         tensor_parallel_size=args.tensor_parallel,
+        pipeline_parallel_size=args.pipeline_parallel,
         enable_prefix_caching=False,
         generation_config="vllm",
         quantization="fp8" if args.fp8 else None,

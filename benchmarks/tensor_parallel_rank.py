@@ -206,7 +206,8 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
     if isinstance(runner, Follower):
         runner.follow()
         return found | {"idle": idle_share(notes)}
-    limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting)
+    bounds = config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting
+    limits = Limits(*bounds, num_stages=config.pipeline_parallel)
     engine = Engine(limits, runner, None, args.config.stem)
     target = EngineTarget(engine)
     gc.collect()

@@ -7,14 +7,17 @@ import time
 
 import pytest
 from fixtures.bridge.launching import Server, is_alive, wait_for
+from fixtures.models.checkpoints import edit_config
 from slipstream.config import EngineConfig
 
 
 @pytest.mark.rest
-def test_ranks_live_and_die_together(tmp_path, checkpoint, monkeypatch):
+@pytest.mark.parametrize("field", ["tensor_parallel", "pipeline_parallel"])
+def test_ranks_live_and_die_together(field, tmp_path, checkpoint, monkeypatch):
     """A rank that is killed, and one that is stopped, cost a start of all; none is left behind."""
     monkeypatch.setenv("SLIPSTREAM_PYTHON", sys.executable)
-    settings = {"load_format": "random", "device": "cpu", "tensor_parallel": 2}
+    edit_config(checkpoint, num_hidden_layers=2)
+    settings = {"load_format": "random", "device": "cpu", field: 2}
     server = Server(tmp_path / "run", EngineConfig(checkpoint=str(checkpoint), **settings))
     connection = server.connect()
     try:

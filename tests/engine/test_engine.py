@@ -29,10 +29,11 @@ def make(
     num_seqs: int = 64,
     num_tokens: int = 64,
     max_in_flight: int = 2,
+    num_stages: int = 1,
 ) -> tuple[Client, CountingRunner]:
     runner = CountingRunner(num_blocks, block_size, max_in_flight=max_in_flight)
     runner.max_tokens = num_tokens
-    limits = Limits(num_seqs, num_tokens, 1000)
+    limits = Limits(num_seqs, num_tokens, 1000, num_stages=num_stages)
     return Client(Engine(limits, runner, Words(), "counting")), runner
 
 
@@ -43,7 +44,7 @@ def make(
     st.integers(0, 12),
     st.integers(1, 6),
     st.integers(1, 40),
-    st.integers(1, 2),
+    st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 3)]),
 )
 def test_any_schedule_gives_the_tokens_of_the_definition(
     requests: list[tuple[list[int], SamplingParams]],
@@ -51,11 +52,11 @@ def test_any_schedule_gives_the_tokens_of_the_definition(
     spare_blocks: int,
     num_seqs: int,
     num_tokens: int,
-    max_in_flight: int,
+    steps: tuple[int, int],
 ) -> None:
     # The smallest pool that never ends a lone sequence early.
     num_blocks = -(-MAX_LEN // block_size) + spare_blocks
-    client, _ = make(num_blocks, block_size, num_seqs, num_tokens, max_in_flight)
+    client, _ = make(num_blocks, block_size, num_seqs, num_tokens, *steps)
     numbers = [client.submit(prompt, sampling) for prompt, sampling in requests]
     client.drain()
     for number, (prompt, sampling) in zip(numbers, requests, strict=True):
