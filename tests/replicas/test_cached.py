@@ -76,6 +76,32 @@ def test_a_router_finds_what_each_engine_would(works, prompt, salt):
     assert found == {n: each.num_known(prompt, salt) for n, each in engines.items()}
 
 
+def test_an_evicted_block_ends_what_is_found():
+    ids = list(range(40))
+    engine = Engine()
+    engine.compute(ids)
+    engine.publish(*engine.index.take_news())
+    engine.evict(3)
+    engine.publish(*engine.index.take_news())
+    assert num_cached({0: engine.seen}, packed(ids), "", b"") == {0: 3 * SIZE}
+    assert len(engine.seen) == 9
+    engine.seen.clear()
+    assert num_cached({0: engine.seen}, packed(ids), "", b"") == {0: 0}
+
+
+def test_a_prompt_that_is_sent_counts_until_it_is_settled():
+    ids = list(range(12))
+    engine = Engine()
+    assert engine.seen.expect(packed(ids), "", b"") == []  # it may not reuse any
+    engine.compute(list(range(20, 24)))
+    engine.publish(*engine.index.take_news())
+    both = [engine.seen.expect(packed(ids), "", b"") for _ in range(2)]
+    for digests in both:
+        assert num_cached({0: engine.seen}, packed(ids), "", b"") == {0: 12}
+        engine.seen.settle(digests)
+    assert num_cached({0: engine.seen}, packed(ids), "", b"") == {0: 0}
+
+
 def test_engines_that_keep_their_keys_are_found_too():
     ids = list(range(40))
     one, other = Engine(), Engine(bytes(32))

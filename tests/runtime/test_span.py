@@ -147,6 +147,7 @@ def test_a_host_needs_the_key_and_a_connection_the_token(monkeypatch):
     assert hosts.peers is not None
     hosts.inlets[0].open(hosts.peers.token)
     with socket.create_connection(("127.0.0.1", hosts.inlets[0].port)) as link:
+        link.settimeout(30)
         link.sendall(bytes(32) + b"\xff" * 12)
         with contextlib.suppress(ConnectionResetError):
             assert link.recv(1) == b""  # it is closed
