@@ -8,7 +8,7 @@ import pytest
 from fixtures.faults.asking import Ask
 from fixtures.faults.oracle import Oracle
 from fixtures.faults.planter import write_python
-from fixtures.server.support import CHECKPOINT, Client, compose, end, start
+from fixtures.server.support import CHECKPOINT, Client, compose, end, long_checkpoint, start
 from slipstream_serve.server import server_directory
 
 
@@ -53,4 +53,5 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not (server_directory() / "bin" / "tritonserver").is_file():
         pytest.skip("no tritonserver: make install")
     output = tmp_path_factory.mktemp("roomy") / "models"
-    return compose(CHECKPOINT, output, "--kv-cache-tokens", "262144", "--dtype", "float32")
+    checkpoint = long_checkpoint(output.parent / "checkpoint")
+    return compose(checkpoint, output, "--kv-cache-tokens", "262144", "--dtype", "float32")

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 from fixtures.faults.asking import Ask, ClosedError, CutError, asks, pieces
+from fixtures.faults.planter import plant, write_python
 from fixtures.server.support import CHECKPOINT, Client, RequestError, compose, end, start
 from slipstream_client.bench.messages import Record
 from slipstream_client.bench.transports import transport
@@ -26,6 +27,7 @@ from slipstream_serve.server import server_directory
 from slipstream_serve.triton import CONTROL_HEADER, Endpoints, ServeError, TritonServer
 
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model")
+PACE_S = 0.1  # so slow that all are there at once on any machine
 LOAD_S = 5.0  # of a model whose process starts slowly
 PATIENCE_S = 60.0
 
@@ -37,15 +39,24 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         pytest.skip("no tritonserver: make install")
     folder, usual = tmp_path_factory.mktemp("streams"), TritonServer._arguments
     one = "--http-thread-count=1"
+    write_python(folder / "python", orders_of(folder))
     options = ("--kv-cache-tokens", "8192", "--dtype", "float32")
     repository = compose(CHECKPOINT, folder / "models", *options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TritonServer, "_arguments", lambda *given: [*usual(*given), one])
+        patch.setenv("SLIPSTREAM_PYTHON", str(folder / "python"))
         server = start(repository, folder / "log", is_supervised=True)
     try:
         yield Client(server)
     finally:
         end(server)
+
+
+def orders_of(folder: Path) -> Path:
+    """Make the folder of orders to the engine."""
+    orders = folder / "orders"
+    orders.mkdir(exist_ok=True)
+    return orders
 
 
 def answers(client: Client, questions: list[Ask]) -> tuple[list[threading.Thread], dict[int, str]]:
@@ -120,8 +131,11 @@ def test_a_model_that_is_loaded_slowly_cuts_no_answer_short(
     assert len(questions) == 12
     want = None
     for is_loading in (False, True):
+        orders = orders_of(client.server.repository.parent)
+        plant(orders, "pace", seconds=PACE_S)
         threads, found = answers(client, questions)
         client.wait_running(len(questions))
+        plant(orders, "heal")
         if is_loading:
             assert load_slowly(client, "vllm_model", is_http=is_http) > 0.8 * LOAD_S
         for thread in threads:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from fixtures.faults.asking import MODELS, Ask, pieces
 from fixtures.server.serve_process import Serve, short_directory
-from fixtures.server.support import PROMPT, Client, RequestError, start
+from fixtures.server.support import LONG, PROMPT, Client, RequestError, start
 from slipstream_serve.triton import SHARED_MEMORY, Endpoints
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest, pytest.mark.beside]
@@ -26,7 +26,7 @@ class Streams:
     def __init__(self, client: Client, number: int, models: tuple[str, ...]) -> None:
         # A request of each model: its text so far is a prefix of the longest answer.
         kinds = [
-            Ask(model, PROMPT, 1, 1900, end_id=-1, is_http=is_http)
+            Ask(model, PROMPT, 1, LONG, end_id=-1, is_http=is_http)
             for model in models
             for is_http in (False, True)
         ]

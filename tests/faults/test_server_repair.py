@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from fixtures.faults.asking import Ask, asks, pieces
 from fixtures.faults.bounds import assert_promised
 from fixtures.faults.oracle import Oracle, Outcome
+from fixtures.faults.planter import write_python
 from fixtures.faults.supervised import Supervision, planted_server, supervised, wait_line
 from fixtures.server.metrics_page import Page, wait_for
 from fixtures.server.support import PROMPT, Client, RequestError
@@ -28,6 +30,7 @@ pytestmark = [pytest.mark.triton, pytest.mark.rest]
 MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model")
 STUBS = ("preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls", "vllm_model")
 PROMISED_S = {"noticed": 5.0, "served again": 15.0}  # measured less than 4 (docs/faults.md)
+PACE_S = 0.1  # so slow that all of a storm are there at once on any machine
 TOLD_S = 5.0  # by `slipstream health`
 # Of each time, whatever else the machine does.
 NOTICED_S, REPAIRED_S = 60.0, 120.0
@@ -42,8 +45,17 @@ def supervision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisio
     folder = tmp_path_factory.mktemp("supervised")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLIPSTREAM_SERVER", str(planted_server(folder / "server")))
+        patch.setenv("SLIPSTREAM_PYTHON", str(folder / "python"))
+        (folder / "orders").mkdir()
+        write_python(folder / "python", folder / "orders")
         with supervised(folder) as supervision:
             yield supervision
+
+
+@pytest.fixture(scope="module")
+def orders(client: Client) -> Path:
+    """Return the folder for orders to the engine."""
+    return client.server.repository.parent / "orders"
 
 
 @pytest.fixture(scope="module")
@@ -236,19 +248,21 @@ def test_nobody_asks_a_dead_process_while_its_repair_waits(
 
 
 def test_who_is_asked_of_another_model_is_not_harmed(
-    client: Client, supervision: Supervision, tmp_path
+    client: Client, supervision: Supervision, orders: Path
 ) -> None:
     """Requests of the dead process end with an error too, though Triton itself never ends them.
 
     Nor is who was given to the model's other process, which goes on while new ones are loaded.
     """
-    oracle = Oracle(client, tmp_path)
+    oracle = Oracle(client, orders)
     questions = asks(12, max_tokens=200)
     oracle.learn(questions)
+    oracle.plant("pace", seconds=PACE_S)
     pid = engine_pid(client)
     with supervision.on() as lines, oracle.storm(questions, running=12):
         killed_s = time.monotonic()
         os.kill(client.stub("tensorrt_llm_bls"), signal.SIGKILL)
+        oracle.plant("heal")
         found = wait_line(lines, r"repair \d+,")  # a probe may have been in its hands too
         told = re.search(r"loaded tensorrt_llm_bls again, (\d) requests hang", found)
         assert told, found
@@ -285,15 +299,17 @@ def check_repaired(oracle: Oracle, concerned: set[str], killed_s: float) -> None
     ],
 )
 def test_a_stage_that_dies_at_work(
-    client: Client, supervision: Supervision, tmp_path, model: str, concerned: set[str]
+    client: Client, supervision: Supervision, orders: Path, model: str, concerned: set[str]
 ) -> None:
-    oracle = Oracle(client, tmp_path)
+    oracle = Oracle(client, orders)
     questions = asks(10, max_tokens=100)
     oracle.learn(questions)
+    oracle.plant("pace", seconds=PACE_S)
     pid, num_stubs = engine_pid(client), len(client.stubs(model))
     with supervision.on() as lines, oracle.storm(questions, running=10):
         killed_s = time.monotonic()
         os.kill(client.stub(model), signal.SIGKILL)
+        oracle.plant("heal")
         wait_line(lines, f"process of model {model} ")
         if model == "tensorrt_llm":  # of the stages, another process may have had all the work
             wait_line(lines, "started tritonserver again")

@@ -9,10 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.gateway.served import DONE, MODEL, Gateway, Response, make_repository, serving
+from fixtures.gateway.served import (
+    DONE,
+    MODEL,
+    Gateway,
+    Response,
+    make_long_repository,
+    serving,
+)
+from fixtures.server.support import LONG
 from slipstream_gateway.settings import MAX_HEADER_BYTES
 
-LONG = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True}
+LASTING = {"prompt": "a", "max_tokens": LONG, "ignore_eos": True}
 
 
 def send(
@@ -64,41 +72,41 @@ def test_a_client_of_http_1_0_gets_bytes_until_the_connection_ends(gateway, is_s
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-def test_a_client_that_leaves_cancels_its_request(gateway: Gateway, is_streaming: bool):
-    before = gateway.figures().get('slipstream_gateway_ended_total{how="abandoned"}', 0)
-    clients = [send(gateway, {**LONG, "stream": is_streaming, "n": 2}) for _ in range(3)]
-    wait_open(gateway, 3)
+def test_a_client_that_leaves_cancels_its_request(long_gateway: Gateway, is_streaming: bool):
+    before = long_gateway.figures().get('slipstream_gateway_ended_total{how="abandoned"}', 0)
+    clients = [send(long_gateway, {**LASTING, "stream": is_streaming, "n": 2}) for _ in range(3)]
+    wait_open(long_gateway, 3)
     for client in clients:
         client.close()
-    gateway.wait_idle()
-    after = gateway.figures()['slipstream_gateway_ended_total{how="abandoned"}']
+    long_gateway.wait_idle()
+    after = long_gateway.figures()['slipstream_gateway_ended_total{how="abandoned"}']
     assert after == before + 3
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
 def test_a_client_that_leaves_with_requests_behind_cancels_the_one_that_runs(
-    gateway: Gateway, is_streaming: bool
+    long_gateway: Gateway, is_streaming: bool
 ):
     """The server's own flag of the end is that of the last request that came, which never ran."""
-    before = gateway.figures().get('slipstream_gateway_ended_total{how="abandoned"}', 0)
-    client = send(gateway, {**LONG, "stream": is_streaming})
-    wait_open(gateway, 1)
-    data = json.dumps({**LONG, "max_tokens": 1}).encode()
+    before = long_gateway.figures().get('slipstream_gateway_ended_total{how="abandoned"}', 0)
+    client = send(long_gateway, {**LASTING, "stream": is_streaming})
+    wait_open(long_gateway, 1)
+    data = json.dumps({**LASTING, "max_tokens": 1}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n" % len(data)
     client.sendall((head + data) * 2)
     time.sleep(0.2)
     client.close()
-    gateway.wait_idle(60)
-    after = gateway.figures()['slipstream_gateway_ended_total{how="abandoned"}']
+    long_gateway.wait_idle(60)
+    after = long_gateway.figures()['slipstream_gateway_ended_total{how="abandoned"}']
     assert after == before + 1
 
 
-def test_a_deadline_is_an_error_with_all_tokens_before_it(gateway: Gateway):
-    whole = gateway.complete(**LONG, timeout_ms=300)
+def test_a_deadline_is_an_error_with_all_tokens_before_it(long_gateway: Gateway):
+    whole = long_gateway.complete(**LASTING, timeout_ms=300)
     assert whole.status == 504
     assert "timeout_ms" in whole.error["message"] or "300" in whole.error["message"]
-    for timeout_ms in (400, 800, 1600, 3200):  # until it is enough for a token on a busy machine
-        streamed = gateway.complete(**LONG, timeout_ms=timeout_ms, stream=True)
+    for timeout_ms in (400 << doubled for doubled in range(7)):  # enough for a token on any machine
+        streamed = long_gateway.complete(**LASTING, timeout_ms=timeout_ms, stream=True)
         assert streamed.status == 200
         *chunks, error, last = streamed.events
         assert last == DONE
@@ -217,12 +225,14 @@ def test_a_slow_reader_gets_all_in_fewer_events(gateway: Gateway):
 
 
 @pytest.mark.rest
-def test_an_end_while_streams_run(gateway_repository: Path, tmp_path: Path):
+def test_an_end_while_streams_run(long_repository: Path, tmp_path: Path):
     """New requests get 503, running ones their time, and then an error that SDKs raise."""
     options = ("--drain", "1")
-    with serving(gateway_repository, tmp_path / "log", *options) as gateway:
-        long = [send(gateway, {**LONG, "stream": is_streaming}) for is_streaming in (True, False)]
-        short = send(gateway, {**LONG, "max_tokens": 2, "stream": True})
+    with serving(long_repository, tmp_path / "log", *options) as gateway:
+        long = [
+            send(gateway, {**LASTING, "stream": is_streaming}) for is_streaming in (True, False)
+        ]
+        short = send(gateway, {**LASTING, "max_tokens": 2, "stream": True})
         wait_open(gateway, 3)
         gateway.process.send_signal(signal.SIGTERM)
         assert read_events(short).events[-1] == DONE
@@ -234,11 +244,11 @@ def test_an_end_while_streams_run(gateway_repository: Path, tmp_path: Path):
 
 @pytest.mark.rest
 def test_a_full_engine_is_429_with_a_time(tmp_path: Path):
-    repository = make_repository(tmp_path, max_num_seqs=1, max_waiting=2)
+    repository = make_long_repository(tmp_path, max_num_seqs=1, max_waiting=2)
     with serving(repository, tmp_path / "log") as gateway:
         busy: list[socket.socket] = []
         for state, count in (("running", 1), ("waiting", 1), ("waiting", 2)):
-            busy.append(send(gateway, {**LONG, "stream": True}))
+            busy.append(send(gateway, {**LASTING, "stream": True}))
             wait_engine(gateway, state, count)  # else two wait at once, and a third is refused
         full = gateway.complete(prompt="a", max_tokens=1)
         assert full.status == 429
@@ -251,11 +261,11 @@ def test_a_full_engine_is_429_with_a_time(tmp_path: Path):
 
 
 @pytest.mark.rest
-def test_a_silent_stream_gets_comments(gateway_repository: Path, tmp_path: Path):
+def test_a_silent_stream_gets_comments(tmp_path: Path):
     """Status 200 comes with the first comment, before any token."""
-    repository = make_repository(tmp_path, max_num_seqs=1)
+    repository = make_long_repository(tmp_path, max_num_seqs=1)
     with serving(repository, tmp_path / "log", "--keep-alive", "0.5") as gateway:
-        first = send(gateway, {**LONG, "stream": True})
+        first = send(gateway, {**LASTING, "stream": True})
         wait_open(gateway, 1)
         second = send(gateway, {"prompt": "a", "max_tokens": 2, "stream": True})
         data = b""

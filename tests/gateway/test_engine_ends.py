@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fixtures.gateway.served import DONE, Gateway, serving, wait_ready
+from fixtures.server.support import LONG
 
 
 def engine_of(gateway: Gateway) -> int:
@@ -16,10 +17,10 @@ def engine_of(gateway: Gateway) -> int:
 
 
 @pytest.mark.rest
-def test_a_killed_engine(gateway_repository: Path, tmp_path: Path):
-    with serving(gateway_repository, tmp_path / "log") as gateway:
+def test_a_killed_engine(long_repository: Path, tmp_path: Path):
+    with serving(long_repository, tmp_path / "log") as gateway:
         connection = gateway.connect()
-        body = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        body = {"prompt": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
         connection.request("POST", "/v1/completions", json.dumps(body))
         response = connection.getresponse()
         assert response.readline().startswith(b"data: ")

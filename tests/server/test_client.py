@@ -11,7 +11,7 @@ import sys
 import textwrap
 
 import pytest
-from fixtures.server.support import PROMPT, TEXT_MODELS
+from fixtures.server.support import LONG, PROMPT, TEXT_MODELS
 from slipstream_client import (
     AsyncSlipstreamClient,
     Code,
@@ -48,6 +48,7 @@ HEALTH_KEYS = {
     "last_step_age_s",
     "faults",
     "is_draining",
+    "replicas",
 }
 
 
@@ -130,7 +131,7 @@ def test_sequences(sdk, model):
 @pytest.mark.parametrize("model", STREAMED)
 def test_leaving_a_stream_frees_its_blocks(sdk, idle, model):
     prompt = [5, 6, 7] if model == "tensorrt_llm" else PROMPT
-    parameters = {"max_tokens": 1000, "min_tokens": 1000, **greedy(model)}
+    parameters = {"max_tokens": LONG, "min_tokens": LONG, **greedy(model)}
     with idle.cancelling():
         for chunk in sdk.stream(prompt, model=model, **parameters):
             assert chunk.num_output_tokens
@@ -140,7 +141,7 @@ def test_leaving_a_stream_frees_its_blocks(sdk, idle, model):
 def test_one_cancel_leaves_the_other_stream_alone(sdk):
     expected = sdk.complete(PROMPT, max_tokens=100).text
     kept = sdk.stream(PROMPT, max_tokens=100)
-    with sdk.stream(PROMPT, max_tokens=1000, min_tokens=1000) as left:
+    with sdk.stream(PROMPT, max_tokens=LONG, min_tokens=LONG) as left:
         next(left)
     assert "".join(chunk.text for chunk in kept) == expected
 
@@ -157,9 +158,15 @@ def test_refusals_are_typed(sdk, model):
 
 @pytest.mark.parametrize("model", EVERY_TEXT_MODEL)
 def test_a_deadline_frees_the_blocks(sdk, idle, model):
-    parameters = {"max_tokens": 1000, "min_tokens": 1000, **greedy(model)}
+    parameters = {"max_tokens": LONG, "min_tokens": LONG, **greedy(model)}
     with idle.cancelling():
-        for timeout_s in (0.3, 1.0, 3.0, 9.0):  # a busy machine may not have begun by the first
+        for timeout_s in (
+            0.3,
+            1.0,
+            3.0,
+            9.0,
+            27.0,
+        ):  # a busy machine may not have begun by the first
             stream = sdk.stream(PROMPT, model=model, timeout_s=timeout_s, **parameters)
             chunks: list[object] = []
             with pytest.raises(RequestTimeoutError):
@@ -179,7 +186,7 @@ def test_async_streams_side_by_side(idle, sdk):
                 return "".join([chunk.text async for chunk in chunks])
 
             texts = await asyncio.gather(*(one(model) for model in EVERY_TEXT_MODEL * 4))
-            async for _ in client.stream(PROMPT, max_tokens=1000, min_tokens=1000):
+            async for _ in client.stream(PROMPT, max_tokens=LONG, min_tokens=LONG):
                 break
             assert set(await client.health()) == HEALTH_KEYS
             return texts
@@ -230,7 +237,7 @@ def test_complete_reads_a_prompt_and_stops_at_a_word(sdk, idle):
 
 
 def test_ctrl_c_on_complete_frees_the_blocks(idle):
-    process = command(idle, "complete", PROMPT, "--max-tokens", "1500")
+    process = command(idle, "complete", PROMPT, "--max-tokens", str(LONG))
     assert process.stdout is not None
     assert process.stdout.read(1)
     idle.wait_running(1)
@@ -259,7 +266,7 @@ def test_chat_in_plain_words(idle):
 
 
 def test_ctrl_c_in_a_chat_cancels_the_answer_alone(idle):
-    process = command(idle, "chat", "--max-tokens", "1400", stdin=subprocess.PIPE)
+    process = command(idle, "chat", "--max-tokens", str(LONG), stdin=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write("import this\n")
     process.stdin.flush()

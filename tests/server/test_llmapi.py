@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
-from fixtures.server.support import CHECKPOINT, PROMPT, Client, RequestError, serving
+from fixtures.server.support import (
+    KV_CACHE_TOKENS,
+    LONG,
+    PROMPT,
+    Client,
+    RequestError,
+    long_checkpoint,
+    serving,
+)
 from slipstream_client.cli import main
 from slipstream_serve.server import server_directory
 from tritonclient.utils import InferenceServerException
@@ -31,8 +39,9 @@ def client(tmp_path_factory) -> Iterator[Client]:
     if not (server_directory() / "bin" / "tritonserver").is_file():
         pytest.skip("no tritonserver: make install")
     folder = tmp_path_factory.mktemp("llmapi")
-    paths = ["--checkpoint", str(CHECKPOINT), "--output", str(folder / "models")]
-    options = ["--kv-cache-tokens", "2048", "--dtype", "float32"]
+    checkpoint = long_checkpoint(folder / "checkpoint")
+    paths = ["--checkpoint", str(checkpoint), "--output", str(folder / "models")]
+    options = ["--kv-cache-tokens", str(KV_CACHE_TOKENS), "--dtype", "float32"]
     options += ["--request-log", str(folder / "requests.jsonl")]
     options += [option for each in CONTRACTS for option in ("--contract", each)]
     assert main(["compose", *paths, *options]) == 0
@@ -163,7 +172,7 @@ def test_nvidias_test_of_cancels_runs_as_it_is(asked) -> None:
 @pytest.mark.parametrize("by", ["stop", "cancel"])
 def test_a_running_request_ends(asked, client, by) -> None:
     reason = tensor("return_finish_reason", np.array([True]))
-    call = asked.send([*generation(PROMPT, 1800), reason], "long")
+    call = asked.send([*generation(PROMPT, LONG), reason], "long")
     client.wait_running(1)
     if by == "cancel":
         with client.cancelling():
@@ -200,7 +209,7 @@ def test_a_stream_has_the_whole_text_so_far(idle, expected) -> None:
 def test_a_client_that_leaves_a_stream_ends_it(idle) -> None:
     arrays = {
         "text_input": np.array([PROMPT.encode()], object),
-        "sampling_param_max_tokens": np.array([1800], np.int32),
+        "sampling_param_max_tokens": np.array([LONG], np.int32),
         "streaming": np.array([True]),
     }
     with idle.cancelling():

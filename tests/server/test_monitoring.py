@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from fixtures.server.metrics_page import Page, wait_for
-from fixtures.server.support import PROMPT, Client, RequestError
+from fixtures.server.support import PROMPT, Client, RequestError, lasting
 from slipstream_serve.server import repository_root
 
 yaml = pytest.importorskip("yaml")
@@ -252,7 +252,7 @@ def load_a_little(client: Client) -> None:
         thread.start()
     with contextlib.suppress(RequestError):
         client.stream("tensorrt_llm_bls", text_input=PROMPT, max_tokens=3, top_p=7.0)
-    left = client.iterate("tensorrt_llm_bls", text_input=PROMPT, max_tokens=600, stream=True)
+    left = client.iterate("tensorrt_llm_bls", **lasting("tensorrt_llm_bls"))
     next(left)
     left.close()
     for thread in threads:

@@ -19,7 +19,18 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from fixtures.server.metrics_page import wait_for as wait_for_page
-from fixtures.server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving, text
+from fixtures.server.support import (
+    CHECKPOINT,
+    KV_CACHE_TOKENS,
+    LONG,
+    PROMPT,
+    Client,
+    RequestError,
+    compose,
+    long_checkpoint,
+    serving,
+    text,
+)
 from slipstream_client.codec import request_of
 from slipstream_serve.serve import _EngineLog
 from tritonclient.grpc import service_pb2_grpc
@@ -51,16 +62,18 @@ QUEUES = """dynamic_batching {
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Iterator[Client]:
-    """A few sequences at a time, a few wait, and the cache holds the longest prompt and no more."""
+    """A few sequences at a time, and a few wait."""
     folder = tmp_path_factory.mktemp("small")
     bounds = {
         "max-num-seqs": MAX_SEQS,
         "max-waiting": MAX_WAITING,
         "max-waiting-tokens": MAX_WAITING_TOKENS,
-        "kv-cache-tokens": 2048,
+        "kv-cache-tokens": KV_CACHE_TOKENS,
     }
     options = [word for name, value in bounds.items() for word in (f"--{name}", str(value))]
-    repository = compose(CHECKPOINT, folder / "models", *options, "--dtype", "float32")
+    repository = compose(
+        long_checkpoint(folder / "checkpoint"), folder / "models", *options, "--dtype", "float32"
+    )
     with serving(repository, folder / "server.log") as client:
         yield client
 
@@ -122,9 +135,9 @@ def wait_for(client: Client, is_so: Callable[[dict[str, int]], bool]) -> None:
 
 def test_too_many_requests_are_refused_at_once_everywhere(small):
     with contextlib.ExitStack() as stack:
-        stack.enter_context(streams(small, MAX_SEQS, 1500))  # none of them ends meanwhile
+        stack.enter_context(streams(small, MAX_SEQS, LONG))  # none of them ends meanwhile
         wait_for(small, lambda state: state["running"] == MAX_SEQS)
-        stack.enter_context(streams(small, MAX_WAITING, 1500))
+        stack.enter_context(streams(small, MAX_WAITING, LONG))
         wait_for(small, lambda state: state["waiting"] >= MAX_WAITING)
         for model in MODELS:
             for protocol in ("grpc", "http stream", "http"):
@@ -146,9 +159,9 @@ def test_an_ensemble_is_refused_by_its_first_step(small):
         return page.get(name, **labels) if labels in page.labels(name) else 0.0
 
     before, deadline = refused(), time.monotonic() + 60
-    with streams(small, MAX_SEQS, 1500):
+    with streams(small, MAX_SEQS, LONG):
         wait_for(small, lambda state: state["running"] == MAX_SEQS)
-        with streams(small, MAX_WAITING, 1500):
+        with streams(small, MAX_WAITING, LONG):
             wait_for(small, lambda state: state["waiting"] >= MAX_WAITING)
             while refused() == before:  # it is told once a second
                 assert time.monotonic() < deadline
@@ -162,10 +175,10 @@ def test_an_ensemble_is_refused_by_its_first_step(small):
 @pytest.mark.rest
 def test_too_many_tokens_are_refused_at_once_everywhere(small):
     with contextlib.ExitStack() as stack:
-        # Of 1,001 tokens each, one runs in a cache of 2,048, and 16 may wait.
-        stack.enter_context(streams(small, 1, 900, num_prompt=1001))
-        wait_for(small, lambda state: state["running"] == 1)
-        stack.enter_context(streams(small, 17, 900, num_prompt=1001))
+        stack.enter_context(streams(small, MAX_SEQS, LONG))
+        wait_for(small, lambda state: state["running"] == MAX_SEQS)
+        # Of 1,001 tokens each, 16 may wait.
+        stack.enter_context(streams(small, 16, LONG, num_prompt=1001))
         wait_for(small, lambda state: state["waiting"] >= 16)
         for model in MODELS:
             for protocol in ("grpc", "http stream", "http"):
@@ -188,22 +201,31 @@ def test_serve_says_the_bounds_when_it_is_ready(small):
     assert f"at most {MAX_WAITING} requests with {MAX_WAITING_TOKENS:,} tokens wait" in log.banner
 
 
+@pytest.fixture
+def tenth(tmp_path) -> Iterator[Client]:
+    """A few sequences at a time, and the cache holds two of them."""
+    options = ["--max-num-seqs", str(MAX_SEQS), "--kv-cache-tokens", "2048", "--dtype", "float32"]
+    repository = compose(CHECKPOINT, tmp_path / "models", *options)
+    with serving(repository, tmp_path / "server.log") as client:
+        yield client
+
+
 @pytest.mark.slow  # a small soak, in test_soak.py, has as small a cache
-def test_a_cache_of_a_tenth_of_what_is_asked_for(small):
+def test_a_cache_of_a_tenth_of_what_is_asked_for(tenth):
     """2,048 tokens for 20 requests of 1,030: everything completes, as if alone."""
 
     def ask(number: int) -> list[int]:
         asked = asking("tensorrt_llm", 200, num_prompt=830, first=1000 + number)
-        responses = small.iterate("tensorrt_llm", timeout_s=120, **asked)
+        responses = tenth.iterate("tensorrt_llm", timeout_s=120, **asked)
         return [int(i) for response in responses for i in response["output_ids"].ravel()]
 
     wanted = [ask(number) for number in range(MAX_WAITING)]
-    before = preemptions(small)
+    before = preemptions(tenth)
     with ThreadPoolExecutor(MAX_WAITING) as pool:
         answers = list(pool.map(ask, range(MAX_WAITING)))
     assert answers == wanted
-    small.wait_idle(60)
-    assert 0 < preemptions(small) - before <= 3 * len(answers)
+    tenth.wait_idle(60)
+    assert 0 < preemptions(tenth) - before <= 3 * len(answers)
 
 
 @pytest.fixture

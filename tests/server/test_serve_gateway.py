@@ -15,6 +15,7 @@ import pytest
 from fixtures.gateway.served import Gateway
 from fixtures.server.listening import listening
 from fixtures.server.serve_process import Serve, short_directory
+from fixtures.server.support import LONG
 
 pytestmark = [pytest.mark.triton, pytest.mark.beside]
 
@@ -98,7 +99,7 @@ class Stream:
     def __init__(self, gateway: Gateway) -> None:
         self._socket = gateway.socket()
         self.data = b""
-        body = b'{"prompt":"a","max_tokens":1900,"ignore_eos":true,"stream":true}'
+        body = b'{"prompt":"a","max_tokens":%d,"ignore_eos":true,"stream":true}' % LONG
         head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
         self._socket.sendall(head.encode() + body)
         self._ended = threading.Event()

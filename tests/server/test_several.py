@@ -13,7 +13,15 @@ import pytest
 from fixtures.server.metrics_page import Page, settled, wait_for
 from fixtures.server.serve_process import Serve, short_directory
 from fixtures.server.several import FOUR_TIMES, write_several
-from fixtures.server.support import PROMPT, Client, RequestError, serving, text
+from fixtures.server.support import (
+    CONTEXT,
+    PROMPT,
+    Client,
+    RequestError,
+    lasting,
+    serving,
+    text,
+)
 from slipstream_client.cli import main
 from slipstream_runtime.processes import is_running
 from slipstream_serve.server import server_directory
@@ -22,7 +30,7 @@ from tritonclient.utils import InferenceServerException
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest, pytest.mark.beside]
 
-LONG = {"text_input": PROMPT, "max_tokens": 400, "stream": True, "end_id": -1}
+SOME = {"text_input": PROMPT, "max_tokens": 400, "stream": True, "end_id": -1}
 EACH = ("", "chat_")
 
 
@@ -96,7 +104,7 @@ def test_each_engine_serves_and_so_do_the_models_of_others(two):
 def test_health_tells_the_engines_apart(two, capsys):
     plain, chat = health(two), health(two, "chat_")
     assert plain["engine_pid"] != chat["engine_pid"]
-    assert (plain["kv_blocks_total"], chat["kv_blocks_total"]) == (128, 128)  # of 32, of 16
+    assert (plain["kv_blocks_total"], chat["kv_blocks_total"]) == (3584, 7168)  # of 32, of 16
     assert (plain["about"]["deployment"], chat["about"]["deployment"]) == ("ensemble", "chat")
     assert (plain["about"]["memory_share"], chat["about"]["memory_share"]) == (0.75, 0.25)
     port = str(two.server.endpoints.grpc_port)
@@ -114,7 +122,7 @@ def test_metrics_tell_the_engines_apart(two):
     assert sorted(map(str, before.labels("slipstream_steps_total"))) == ["{'engine': 'chat'}", "{}"]
     chat = before.get("slipstream_output_tokens_total", engine="chat")
     plain = before.get("slipstream_output_tokens_total") - chat
-    two.stream("chat", **LONG | {"max_tokens": 50})
+    two.stream("chat", **SOME | {"max_tokens": 50})
     wanted = chat + 50
     page = wait_for(url, lambda p: p.get("slipstream_output_tokens_total", engine="chat") >= wanted)
     assert page.get("slipstream_output_tokens_total") == wanted + plain
@@ -133,7 +141,7 @@ def test_the_list_of_models(two, several, capsys):
     assert (chat["architecture"], chat["dtype"], chat["context"]) == (
         "LlamaForCausalLM",
         "float32",
-        2048,
+        CONTEXT,
     )
     assert (chat["share"], plain["share"]) == (0.25, 0.75)
     assert chat["engine"] == "cpu, 0 running, 0 waiting"
@@ -147,9 +155,12 @@ def test_the_list_of_models(two, several, capsys):
 @pytest.mark.parametrize("killed", EACH)
 def test_a_crash_of_one_engine_touches_no_stream_of_the_other(two, killed):
     names = ("ensemble", "chat") if killed else ("chat", "ensemble")
-    expected = text(two.stream(names[0], **LONG))
+    expected = text(two.stream(names[0], **SOME))
     pid = health(two, killed)["engine_pid"]
-    stream, doomed = Background(two, names[0], **LONG), Background(two, names[1], **LONG)
+    stream, doomed = (
+        Background(two, names[0], **SOME),
+        Background(two, names[1], **lasting(names[1])),
+    )
     stream.wait_for(3)
     doomed.wait_for(3)
     os.kill(pid, signal.SIGKILL)
@@ -157,7 +168,7 @@ def test_a_crash_of_one_engine_touches_no_stream_of_the_other(two, killed):
         doomed.text()
     assert stream.text() == expected
     assert health(two, killed)["engine_pid"] != pid
-    assert text(two.stream(names[1], **LONG)) == expected
+    assert text(two.stream(names[1], **SOME)) == expected
 
 
 # --- loaded and unloaded -------------------------------------------------------------------------
@@ -195,7 +206,7 @@ def engines(serve: Serve) -> list[str]:
 def is_served(client: Client, model: str) -> bool:
     """Whether it is now; a connection to a server that has ended fails once more."""
     with contextlib.suppress(RequestError, InferenceServerException):
-        return bool(client.stream(model, **LONG | {"max_tokens": 1}))
+        return bool(client.stream(model, **SOME | {"max_tokens": 1}))
     return False
 
 
@@ -210,15 +221,15 @@ def test_models_go_and_come_while_others_stream(serve, several, capsys):
     client = client_of(serve, several)
     assert control(several, serve, capsys)[0]["engine"] == "not loaded"
     assert len(engines(serve)) == 1
-    expected = text(client.stream("ensemble", **LONG))
-    stream = Background(client, "ensemble", **LONG)
+    expected = text(client.stream("ensemble", **SOME))
+    stream = Background(client, "ensemble", **SOME)
     stream.wait_for(3)
     rows = control(several, serve, capsys, "--load", "chat")
     assert rows[0]["engine"].startswith("cpu, 0 running")
     assert stream.text() == expected
-    assert text(client.stream("chat", **LONG)) == expected
+    assert text(client.stream("chat", **SOME)) == expected
     first = rows[0]["engine_pid"]
-    stream = Background(client, "ensemble", **LONG)
+    stream = Background(client, "ensemble", **SOME)
     stream.wait_for(3)
     assert control(several, serve, capsys, "--unload", "chat")[0]["engine"] == "not loaded"
     wait_until(lambda: not is_running(first))
@@ -229,7 +240,7 @@ def test_models_go_and_come_while_others_stream(serve, several, capsys):
     assert {"engine": "chat"} not in page.labels("slipstream_running_sequences")
     again = control(several, serve, capsys, "--load", "chat")[0]["engine_pid"]
     assert again != first
-    assert text(client.stream("chat", **LONG)) == expected
+    assert text(client.stream("chat", **SOME)) == expected
     assert len(engines(serve)) == 2
     status, _ = client.post("doubled/infer", FOUR_TIMES)
     assert status != 200  # it was never loaded
@@ -241,15 +252,15 @@ def test_a_repair_brings_back_what_was_loaded_and_no_more(serve, several, capsys
     control(several, serve, capsys, "--unload", "ensemble")
     wait_until(lambda: len(engines(serve)) == 1)
     time.sleep(3)  # what was unloaded is not taken for dead
-    expected = text(client.stream("chat", **LONG))
+    expected = text(client.stream("chat", **SOME))
     os.kill(serve.pid("chat_preprocessing_0_0"), signal.SIGKILL)
     line = serve.wait_line("repair 1")
     assert "chat_preprocessing" in line
-    assert text(client.stream("chat", **LONG)) == expected
+    assert text(client.stream("chat", **SOME)) == expected
     os.kill(serve.pid("bin/tritonserver"), signal.SIGKILL)
     serve.wait_line("repair 2")
     wait_until(lambda: is_served(client, "chat"))
-    assert text(client.stream("chat", **LONG)) == expected
+    assert text(client.stream("chat", **SOME)) == expected
     states = [row["engine"] for row in control(several, serve, capsys)]
     assert states[1] == "not loaded"
     url = f"http://127.0.0.1:{serve.ports[2]}/metrics"
