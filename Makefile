@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu bench-cpu guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots sanitize-cpu perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields pairs attention compose-check figures draft clean loc
+.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu bench-cpu bench-cpu-served test-cpu-forms guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots sanitize-cpu perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields pairs attention compose-check figures draft clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -82,6 +82,9 @@ bench-gpu: install ## the GPU table, beside vLLM where it is; ARGS="--tensor-par
 bench-cpu: install ## a CPU beside llama.cpp and transformers, same model, bits and threads (ARGS="--threads 2"); ends likewise
 	@$(BIN)/python benchmarks/cpu.py $(ARGS)
 
+bench-cpu-served: install ## its streams through tritonserver beside the engine alone (ARGS="--streams 1 8 32"); ends likewise
+	@$(BIN)/python benchmarks/cpu_served.py $(ARGS)
+
 guided-bench: install ## ARGS="FOLDER" of JSON schemas, as JSONSchemaBench's: accepted, refused, invalid, mask times
 	@$(BIN)/python benchmarks/guided.py $(ARGS)
 
@@ -107,10 +110,18 @@ browser: install ## a headless Chromium for the tests of the page: on PATH, or D
 screenshots: install ## the pictures of docs/images: the chat page with the model of `make chat` (ARGS="--url ...")
 	@$(BIN)/python load/screenshots.py $(ARGS)
 
+# `none` is torch's path, as without a compiler; the best form is what `make test` runs.
+CPU_FORMS ?= none avx2 avx512
+test-cpu-forms: install ## the quick tests of what a CPU computes, with each lesser instruction set, and without our kernels
+	@status=0; for form in $(CPU_FORMS); do \
+	  echo "SLIPSTREAM_CPU_ISA=$$form"; \
+	  SLIPSTREAM_CPU_ISA=$$form $(PYTEST) --tier quick $(BESIDE) tests/kernels tests/fuse tests/models tests/runner tests/engine $(PYTEST_ARGS) || status=1; \
+	done; exit $$status
+
 sanitize-cpu: install ## the tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@SLIPSTREAM_CPU_FLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" \
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
-	$(PYTEST) -s -p no:cacheprovider tests/kernels/test_cpu_gemm.py tests/kernels/test_cpu_attention.py tests/fuse/test_whole_blocks.py $(PYTEST_ARGS)
+	$(PYTEST) -s -p no:cacheprovider tests/kernels/test_cpu_gemm.py tests/kernels/test_cpu_attention.py tests/kernels/test_cpu_sample.py tests/fuse/test_whole_blocks.py $(PYTEST_ARGS)
 
 perf: install    ## perf_analyzer on the default repository; report in benchmarks/out/
 	@$(BIN)/python load/run_perf.py $(PERF_ARGS)

@@ -30,7 +30,8 @@ _SOURCES: dict[str, tuple[str, ...]] = {  # with what each may use
 _FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno", "-ffp-contract=off"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-ignored-attributes"),
-    *("-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"),  # the first: GCC's own headers
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),  # in GCC's own headers
+    "-Wno-unknown-warning-option",
 )
 _MACHINES = ("x86_64", "AMD64")
 _JOBS = 4
