@@ -5,9 +5,9 @@ or e2m1. A range that leaves out the largest weights of a group can have less er
 holds all: the search takes the best of `STEPS` ranges (Lin et al., 2024; Frantar et al., 2023).
 Numbers of e4m3 need none left out: a scale up to twice as large moves them between weights.
 
-Where weights are cut off without a text, the search sums cubes of errors. Squares favour ranges
-that cut off more, and a few inputs are a hundred times the others: there a cut weight costs more
-than it saves.
+Where no text decides, the search of integers sums cubes of errors. Squares favour ranges that cut
+off more, and a few inputs are a hundred times the others: there a cut weight costs more than it
+saves. Groups of e2m1 are small, and squares serve them better.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from slipstream_quantize.recipe import Recipe
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 STEPS, SMALLEST_RANGE = 24, 0.5  # ranges from all of a group's down to this part of it
 E4M3_STEPS = 8  # of a power of two
-_POWERS = {"e4m3": 2}  # of errors that are summed without a text; of other kinds 3
+_POWERS = {"int": 3}  # of errors that are summed without a text; of other kinds 2
 _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # neighbours of E2M1
 _MOST_CORRELATED = 256  # inputs of a group whose correlations the search weighs
 
@@ -175,7 +175,7 @@ class Grid:
         scale, zero = fitted.scale[..., None], fitted.zero[..., None]
         off = self.snap(grouped, scale, zero).sub_(zero).mul_(scale).sub_(grouped)
         if parts is None:
-            errors = off.abs_().pow_(_POWERS.get(self.recipe.kind, 3)).sum(-1)
+            errors = off.abs_().pow_(_POWERS.get(self.recipe.kind, 2)).sum(-1)
             return self._over_blocks(errors, torch.sum) if self.recipe.format == "fp8" else errors
         if parts.ndim == 2:
             return (off.pow(2) * parts).sum(-1)

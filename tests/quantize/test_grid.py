@@ -74,8 +74,8 @@ def test_each_weight_becomes_the_nearest_number(name: str, seed: int) -> None:
 @given(seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=10)
 def test_searched_ranges_are_never_worse(name: str, seed: int) -> None:
-    """By squares, or by cubes where a range can cut off weights."""
-    power = 2 if name.startswith("fp8") else 3
+    """By squares, or by cubes of integers' errors."""
+    power = 3 if KINDS[name].kind == "int" else 2
     grid, weight = grid_of(KINDS[name]), matrix(seed)
     whole, searched = grid.fit(weight, clips=False), grid.fit(weight)
     before, after = (
