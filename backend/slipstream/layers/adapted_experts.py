@@ -37,7 +37,7 @@ class ExpertTerms:
     def __call__(self, x: Tensor, routed: Routed, products: Tensor) -> None:
         """Change the experts' outputs, `[n * k, hidden]`, of rows `x [n, hidden]`, in place."""
         found: Sequence[Group] = getattr(self._groups, self._which)
-        pairs = products.view(len(x), routed.top_k, -1)
+        pairs = products.view(len(x), routed.top_k, products.shape[-1])
         for group in found:
             ups, downs = (group.terms.get(place, ()) for place in self._places)
             if not ups and not downs:
