@@ -30,3 +30,19 @@ def test_steps_in_flight_have_no_sequence_twice_and_even_shares(
     for batch in runner.batches:
         assert all(row.source < 0 for row in batch.rows)
         assert batch.num_decodes <= -(-num_streams // num_stages)
+
+
+def test_no_step_is_launched_behind_one_that_failed() -> None:
+    runner = CountingRunner(400, 4, max_in_flight=4)
+    client = Client(Engine(Limits(64, 4, num_stages=4), runner, Words()))
+    client.submit(list(range(36)), greedy(3))  # its chunks follow each other
+    client.step()
+    num_ahead = len(runner.in_flight)
+    runner.error = ValueError("planted")
+    client.step()
+    num_launched = len(runner.batches)
+    for _ in range(num_ahead - 1):
+        client.step()
+        assert len(runner.batches) == num_launched
+    client.drain()
+    assert len(runner.batches) > num_launched

@@ -329,9 +329,10 @@ class Engine:
 
         After a failed launch no further step is launched, and a bisected group runs alone.
         """
-        while len(self._flights) < self._runner.max_in_flight:
+        flights = self._flights
+        while len(flights) < self._runner.max_in_flight and not (flights and flights[-1].error):
             only = self._bisection.current()
-            if only is not None and self._flights:
+            if only is not None and flights:
                 return
             decided_ns = self._clock()
             batch = self._schedule(only)
@@ -343,13 +344,12 @@ class Engine:
                 continue  # preempted for others: the group's turn is over
             try:
                 launched = self._runner.launch(batch)
-                self._flights.append(_StepInFlight(batch, launched, None))
+                flights.append(_StepInFlight(batch, launched, None))
                 self._launch_lead.launched(decided_ns)
                 if batch.has_masks and self._guides is not None and self._guides.num_active:
                     self._guides.launched(batch, launched)
             except Exception as error:
-                self._flights.append(_StepInFlight(batch, None, error))
-                return
+                flights.append(_StepInFlight(batch, None, error))
 
     def _schedule(self, only: tuple[frozenset[int], int] | None) -> Batch | None:
         """Return the next batch; if all sequences wait for blocks from host memory, wait for some.
