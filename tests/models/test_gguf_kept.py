@@ -11,6 +11,7 @@ from fixtures.models.gguf_files import SIZES, random_blocks, unpacked, write_ggu
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError
 from slipstream.fuse.rewrite import places
+from slipstream.kernels.cpu.native import library
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.gemm.packing import dense
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Target
@@ -91,6 +92,8 @@ def test_packed_weights_are_those_of_a_cpu(
 def test_rows_of_the_embedding_are_dequantised_as_they_are_looked_up(
     kind: str, tied: bool, tmp_path: Path
 ) -> None:
+    if tied and library() is None:
+        pytest.skip("torch multiplies with all of a tied embedding")
     sizes = SIZES | {"tie_word_embeddings": tied}
     path = write_gguf(make_model("llama", **sizes), "llama", tmp_path / "model.gguf", kind)
     directory = unpacked(path, tmp_path / "checkpoint")
