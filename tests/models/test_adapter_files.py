@@ -216,3 +216,15 @@ def test_fused_rows_are_cut_where_the_converter_joins_them(runner: ModelRunner) 
     b = torch.cat([term.b for term in terms]).half()
     swapped = torch.from_numpy(up_gate[64:]).view(2, 48, 2).flip(0).reshape(96, 2)
     assert torch.equal(b, swapped)
+
+
+def test_the_head_has_its_names_of_files_and_of_transformers(tmp_path: Path) -> None:
+    runner = make_runner(save(make_model("gpt_neox"), tmp_path / "base"))
+    pair = (torch.randn(2, 128), torch.randn(1009, 2))
+    found = []
+    for name in ("lm_head", "embed_out"):
+        write_adapter(tmp_path / name, {name: pair}, 2)
+        found.append(runner.adapters.read(str(tmp_path / name)))
+    first, second = (each.terms["lm_head"][0] for each in found)
+    assert torch.equal(first.b, second.b)
+    assert all(each.changes_head for each in found)

@@ -78,6 +78,20 @@ def test_rows_stand_anywhere_beside_other_adapters_in_one_batch(
             assert torch.allclose(logits, expected(model, table, tokens), atol=TOLERANCE)
 
 
+def test_rows_are_as_wide_as_an_embedding_that_is_projected(tmp_path: Path) -> None:
+    model = make_model("opt", word_embed_proj_dim=48)
+    runner = make_runner(save(model, tmp_path / "base"))
+    table = draw_table(4, 48)
+    number = runner.adapters.add(runner.adapters.read(str(write_prompt(tmp_path / "x", table))))
+    row = Generation([*range(VOCABULARY, VOCABULARY + 4), 5, 6], 1, adapter=number)
+    driver = Driver(runner, keep_logits=True)
+    while not row.is_finished:
+        driver.step([row], 64)
+    assert torch.allclose(row.logits[0], expected(model, table, row.prompt), atol=TOLERANCE)
+    with pytest.raises(CheckpointError, match=r"\[4, 128\], not \[1 or more, 48\]"):
+        runner.adapters.read(str(write_prompt(tmp_path / "bad", draw_table(4))))
+
+
 def test_what_is_no_table_is_refused_by_name(tmp_path: Path) -> None:
     runner = make_runner(save(make_model(), tmp_path / "base"))
     table = draw_table(4)

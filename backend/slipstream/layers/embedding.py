@@ -80,7 +80,7 @@ class VirtualTokens(Protocol):
         """Return the ids `[n] i64` with others, of the vocabulary, in place of such."""
 
     def __call__(self, token_ids: Tensor, rows: Tensor) -> Tensor:
-        """Return the rows `[n, hidden]` of ids, those of virtual tokens replaced."""
+        """Return the rows `[n, width]` of ids, those of virtual tokens replaced."""
 
 
 class Embedding:
@@ -111,10 +111,10 @@ class Embedding:
         rows = self.lookup(real)
         if self._scale != 1.0:
             rows = rows * self._scale
+        if self.virtual is not None:  # as wide as the table's rows
+            rows = self.virtual(token_ids, rows)
         if self._project is not None:
             rows = self._project(rows)
-        if self.virtual is not None:
-            rows = self.virtual(token_ids, rows)
         if self._positions is not None:
             rows = rows + functional.embedding(positions, self._positions)
         return rows if self._norm is None else self._norm(rows)

@@ -109,10 +109,10 @@ def of_table(
 
     `tag` is in the digest beside the rows.
     """
-    if table.ndim != 2 or not len(table) or table.shape[1] != targets.hidden_size:
+    if table.ndim != 2 or not len(table) or table.shape[1] != targets.embedding_size:
         raise CheckpointError(
-            f"{where}: the rows are {list(table.shape)}, not [1 or more, {targets.hidden_size}], "
-            "as wide as the model's hidden states"
+            f"{where}: the rows are {list(table.shape)}, "
+            f"not [1 or more, {targets.embedding_size}], as wide as the model's embedding"
         )
     rows = table.to(dtype).contiguous()
     terms = {VIRTUAL: [Term(0, None, rows)]}

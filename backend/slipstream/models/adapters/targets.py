@@ -192,9 +192,9 @@ class Targets:
         return tuple(found)
 
     @property
-    def hidden_size(self) -> int:
-        """Width of the rows of the embedding."""
-        return self._by_name[HEAD].inputs
+    def embedding_size(self) -> int:
+        """Width of the rows of the embedding, which need not be that of the states."""
+        return self._by_name[EMBEDDING].inputs
 
     def all(self) -> Iterator[Part]:
         """Yield all parts."""
@@ -225,4 +225,5 @@ class Targets:
         for name in (module, module.replace(_WRAPPED, "", 1), f"{self._optional}{module}"):
             if found := self._parts.get(name):
                 return found
-        return []
+        # transformers 5 names the head so where files have another name (GPT-NeoX, `embed_out`).
+        return [self._by_name[HEAD]] if module == HEAD else []
