@@ -90,6 +90,7 @@ def test_adapters_come_and_go_by_messages(house: House) -> None:
         (lambda: connection.load_adapter("x", "..", 60), "not below adapter_root"),
         (lambda: connection.load_adapter("x", "three", 60), "no such directory"),
         (lambda: connection.load_adapter("", "one", 60), "name is ''"),
+        (lambda: connection.load_adapter("x,y", "one", 60), "name is 'x,y', which has a comma"),
         (lambda: connection.load_adapter("checkpoint", "one", 60), "which is the model"),
         (lambda: connection.unload_adapter("second", 60), "'second' is not loaded"),
         (lambda: connection.unload_adapter("", 60), "name is empty"),

@@ -302,6 +302,8 @@ class AdapterStore:
             raise ContractError(
                 f"the adapter's name is {clip(name)}, not 1 to {MAX_NAME} printable characters"
             )
+        if "," in name:  # separates names in lora_requests_info
+            raise ContractError(f"the adapter's name is {clip(name)}, which has a comma")
         if name == self._base:
             raise ContractError(f"the adapter's name is {clip(name)}, which is the model's")
 
