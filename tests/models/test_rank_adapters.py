@@ -151,6 +151,14 @@ def test_a_base_that_comes_quantised(name: str, tmp_path: Path) -> None:
     compare(tmp_path / "model", adapters_of(model, tmp_path)[:-1], 2)
 
 
+@pytest.mark.rest
+def test_a_base_that_is_quantised_when_it_is_loaded(tmp_path: Path) -> None:
+    """Ranks have the base's numbers by `int4`; `int8` and `fp8` have scales of each rank's part."""
+    model = make_model("llama")
+    base = save(model, tmp_path / "base")
+    compare(base, adapters_of(model, tmp_path), 2, quantization="int4")
+
+
 def test_a_rank_keeps_its_part_alone(tmp_path: Path) -> None:
     model = make_model("llama", num_key_value_heads=4)
     directory = write_adapter(tmp_path / "a", draw_pairs(model, ["q_proj", "o_proj"], 8), 8)
