@@ -7,11 +7,19 @@ from pathlib import Path
 
 import pytest
 from fixtures.bridge.launching import wait_for
-from fixtures.server.support import CHECKPOINT, PROMPT, Client, compose, serving
+from fixtures.server.support import (
+    KV_CACHE_TOKENS,
+    PROMPT,
+    Client,
+    compose,
+    lasting,
+    long_checkpoint,
+    serving,
+)
 from slipstream_serve.server import server_directory
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]
-OPTIONS = ("--dtype", "float32", "--kv-cache-tokens", "4096")
+OPTIONS = ("--dtype", "float32", "--kv-cache-tokens", str(KV_CACHE_TOKENS))
 BODY = {"text_input": PROMPT, "max_tokens": 24, "temperature": 0.0}
 
 
@@ -29,7 +37,13 @@ def test_the_same_text_and_a_rank_that_is_killed(client: Client, tmp_path: Path)
     if not (server_directory() / "bin" / "tritonserver").is_file():
         pytest.skip("no tritonserver: make install")
     want = client.generate("ensemble", **BODY)["text_output"]
-    repository = compose(CHECKPOINT, tmp_path / "models", *OPTIONS, "--tensor-parallel", "2")
+    repository = compose(
+        long_checkpoint(tmp_path / "checkpoint"),
+        tmp_path / "models",
+        *OPTIONS,
+        "--tensor-parallel",
+        "2",
+    )
     with serving(repository, tmp_path / "log") as ranked:
         events = ranked.events("ensemble", stream=True, **BODY)
         assert PROMPT + "".join(event["text_output"] for event in events) == want
@@ -38,7 +52,7 @@ def test_the_same_text_and_a_rank_that_is_killed(client: Client, tmp_path: Path)
         load = [
             threading.Thread(
                 target=lambda: answers.append(
-                    ranked.post("ensemble/generate", BODY | {"max_tokens": 400})
+                    ranked.post("ensemble/generate", lasting("ensemble") | {"stream": False})
                 )
             )
             for _ in range(4)

@@ -259,6 +259,15 @@ def ended(client: Client) -> list[dict[str, object]]:
     return [json.loads(line) for line in log.read_text().splitlines()]
 
 
+def wait_ended(client: Client, number: int) -> list[dict[str, object]]:
+    """Wait until the log has that many requests: a line may come after its client's answer."""
+    begin = time.monotonic()
+    while len(lines := ended(client)) < number:
+        assert time.monotonic() - begin < 60, lines
+        time.sleep(0.01)
+    return lines
+
+
 def ask(client: Client, protocol: str, model: str, name: str, priority: int) -> threading.Thread:
     """A request of that id, which waits."""
 
@@ -306,7 +315,7 @@ def test_the_higher_priority_is_admitted_first(narrow, model, protocol):
     running.close()
     for thread in threads:
         thread.join(60)
-    _, first, second = ended(narrow)[num_before:]
+    _, first, second = wait_ended(narrow, num_before + 3)[num_before:]
     # Or it is the turn of the one that has waited longest, whatever its priority.
     is_turn_of_oldest = num_admitted % OLDEST_EVERY == OLDEST_EVERY - 1
     want = [("low", 9), ("high", 0)] if is_turn_of_oldest else [("high", 0), ("low", 9)]
