@@ -19,7 +19,7 @@ from fixtures.faults.asking import Ask, asks, pieces
 from fixtures.faults.bounds import assert_promised
 from fixtures.faults.supervised import Supervision, supervised, wait_line
 from fixtures.server.sixty_ask import call
-from fixtures.server.support import PROMPT, Client
+from fixtures.server.support import LONG, PROMPT, Client
 from slipstream_serve.server import server_directory
 from slipstream_serve.triton import TritonServer
 
@@ -143,7 +143,7 @@ def test_no_stream_of_others_ends(
     supervision: Supervision, client: Client, send: Callable[[Client], None]
 ) -> None:
     """A stream of each model and protocol runs before the bodies and goes on after them."""
-    streams = [Stream(client, ask) for ask in asks(8, 1900)]
+    streams = [Stream(client, ask) for ask in asks(8, LONG)]
     pid = client.server.pid
     with supervision.on() as lines:
         for stream in streams:

@@ -19,7 +19,7 @@ from fixtures.faults.oracle import Oracle, Outcome
 from fixtures.faults.planter import write_python
 from fixtures.faults.supervised import Supervision, planted_server, supervised, wait_line
 from fixtures.server.metrics_page import Page, wait_for
-from fixtures.server.support import PROMPT, Client, RequestError
+from fixtures.server.support import LONG, PROMPT, Client, RequestError, lasting
 from slipstream_serve.pulse import MODEL_PERIOD_S
 from slipstream_serve.server import server_directory
 from slipstream_serve.supervise import OTHERS_S
@@ -324,7 +324,7 @@ def test_an_acknowledgement_that_dies_with_its_process_is_an_error(
     client: Client, supervision: Supervision, *, is_watched: bool
 ) -> None:
     """The server has all of the response by then, so of itself it says nothing."""
-    ask = Ask("ensemble", PROMPT, 1, max_tokens=1000, is_http=is_watched, end_id=-1)
+    ask = Ask("ensemble", PROMPT, 1, max_tokens=LONG, is_http=is_watched, end_id=-1)
 
     def lose() -> None:
         answer = pieces(client, ask, 60)
@@ -350,9 +350,7 @@ def test_a_server_that_is_dead_or_stands_still_is_started_again(
     pid = engine_pid(client)
     for number in (signal.SIGKILL, signal.SIGSTOP):
         with supervision.on() as lines:
-            stream = client.iterate(
-                "ensemble", text_input=PROMPT, max_tokens=1200, end_id=-1, stream=True
-            )
+            stream = client.iterate("ensemble", **lasting("ensemble"))
             next(stream)
             begin = time.monotonic()
             os.kill(client.server.pid, number)

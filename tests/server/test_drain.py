@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from fixtures.server.serve_process import Serve, short_directory
 from slipstream_client import cli
-from slipstream_runtime import draining
+from slipstream_runtime import draining, inflight
 from slipstream_runtime.directory import Runtime
 from slipstream_serve.triton import Endpoints
 
@@ -90,6 +90,15 @@ class Drained:
         url = ("--grpc-port", str(self.serve.ports[1]))
         return self.command("health", *url, "--timeout", "10", *words)
 
+    def wait_in_flight(self, number: int) -> None:
+        """Wait until so many requests are in flight, the ensemble's in the hands of its engine."""
+        deadline = time.monotonic() + 60
+        while draining.num_in_flight(self.runtime) != number or not any(
+            map(inflight.count, self.runtime.directory.glob("in-flight-tensorrt_llm-*"))
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
     def engine_pid(self) -> int:
         path = "/v2/models/slipstream_health/infer"
         status, text = self.ask(self.serve.ports[0], path, {"inputs": []})
@@ -129,10 +138,9 @@ def test_a_draining_server_ends_what_runs_and_refuses_what_is_new(repository: Pa
 
 def _check_bounded(server: Drained, capfd) -> None:
     pid = server.engine_pid()
-    streams = [server.openai_stream(), server.triton_stream()]
-    for stream in streams:
-        stream.wait_token()
-    with stopped(pid):
+    with stopped(pid):  # so that neither has ended, however fast the engine is
+        streams = [server.openai_stream(), server.triton_stream()]
+        server.wait_in_flight(2)
         assert server.drain("--delay", "0", "--timeout", "0.5") == 1
         assert "2 requests still run after 0.5 s" in capfd.readouterr().err
     assert server.drain("--delay", "0", "--timeout", "60") == 0
