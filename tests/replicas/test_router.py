@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from fixtures.bridge.launching import wait_for
@@ -15,6 +16,10 @@ LONG = 1_000_000  # tokens: it does not end while a test runs
 
 def sent(client: Client) -> list[int]:
     return [each.num_requests for each in client.replicas]
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[1])
 
 
 def test_a_stream_is_cancelled_where_it_runs_and_its_id_is_unique_over_all(server, client):
@@ -47,13 +52,18 @@ def test_an_engine_that_dies_costs_what_it_had_begun_and_the_other_serves_on(ser
         client.submit(number, prompt, LONG)
         wait_for(lambda number=number: client.tokens[number])
     killed, other = [each.engine_pid for each in client.replicas]
-    with stopped(killed, other):
-        for number, prompt in prompts.items():
-            client.submit(200 + number, prompt)
-        wait_for(lambda: sum(sent(client)) % 2 >= 0 and min(sent(client)) > 0)
-        os.kill(killed, signal.SIGKILL)
-    wait_for(lambda: all(client.is_over(200 + number) for number in prompts))
-    assert {number: client.tokens[200 + number] for number in prompts} == want
+    before = sent(client)
+    with stopped(parent_of(killed)):  # its supervisor, which cannot restart it
+        with stopped(killed, other):
+            for number, prompt in prompts.items():
+                client.submit(200 + number, prompt)
+            wait_for(lambda: sum(sent(client)) == sum(before) + len(prompts))
+            assert sent(client)[0] > before[0]  # some have to move
+            os.kill(killed, signal.SIGKILL)
+        wait_for(lambda: all(client.is_over(200 + number) for number in prompts), 60)
+        assert {number: client.tokens[200 + number] for number in prompts} == want
+        assert client.replicas[0].num_restarts == restarts[0] + 1
+        assert not client.replicas[0].is_up
     wait_for(lambda: client.is_over(100) or client.is_over(101))
     [lost] = [number for number in streams if client.is_over(number)]
     assert client.rejected[lost].code == Code.UNAVAILABLE
