@@ -23,9 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 from slipstream import __version__, launch, wire
+from slipstream.core.prefix import PrefixIndex
 from slipstream.engine.adapters import AdapterStore
 from slipstream.engine.loop import EngineLoop, read_config
+from slipstream.engine.loop import main as run_loop
+from slipstream.replicas.process import make as make_router
 from slipstream_contract.vocab import TokenBytes
 from slipstream_runtime.admission import Load
 from slipstream_runtime.waking import wake_at_once
@@ -33,8 +37,9 @@ from slipstream_runtime.waking import wake_at_once
 LETTERS = (string.ascii_letters + string.digits).encode()
 MODEL = "paced"
 _CONTEXT = 1 << 30
-_NO_BOUND = 1 << 62
-_MODULES = ("slipstream.launch", "slipstream.engine.loop")
+_NO_BOUND = 1 << 48  # those of several add up
+_ROUTER = "slipstream.replicas.process"
+_MODULES = ("slipstream.launch", "slipstream.engine.loop", _ROUTER)
 
 
 def expected_bytes(seed: int, count: int) -> bytes:
@@ -69,6 +74,7 @@ class PacedEngine:
         assert len(letter_ids) == len(LETTERS)
         self.num_steps = 0
         self.adapters = AdapterStore()
+        self.prefixes = PrefixIndex(1)  # of no block
         self._letter_ids = letter_ids
         self._step_s = step_s
         self._journal = journal.open("ab", buffering=0)
@@ -171,6 +177,10 @@ class PacedEngine:
             number, MODEL, os.getpid(), 1, 1, running, 0, 0.0, self.num_steps, 0, list(bridges)
         )
 
+    def figures(self, num_dropped: int = 0) -> wire.Figures:
+        """No metrics."""
+        return wire.Figures({}, {}, {}, {})
+
     def _advance(self, sequence: _Sequence, made_ns: int) -> wire.Tokens:
         if sequence.max_tokens == 0:
             return self._last(sequence, [], wire.FinishReason.CANCELLED, made_ns)
@@ -186,9 +196,8 @@ class PacedEngine:
     def _last(
         self, sequence: _Sequence, token_ids: list[int], reason: wire.FinishReason, now_ns: int
     ) -> wire.Tokens:
-        finished = wire.Finished(
-            reason, sequence.num_input_tokens, sequence.num_tokens, sequence.perf
-        )
+        perf = msgspec.structs.replace(sequence.perf, last_token_ns=time.monotonic_ns())
+        finished = wire.Finished(reason, sequence.num_input_tokens, sequence.num_tokens, perf)
         told = (sequence.request, sequence.index, token_ids, [])
         return wire.Tokens(*told, finished=finished, start=sequence.num_tokens - len(token_ids))
 
@@ -222,10 +231,12 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def run(options: argparse.Namespace, module: str, arguments: list[str]) -> int:
-    """In place of `python -m module arguments`: the usual supervisor, or the source."""
+    """In place of `python -m module arguments`: the usual supervisor or router, or the source."""
     if module == "slipstream.launch":
         sys.executable = options.python  # the supervisor starts the engine from it
         return launch.main(arguments)
+    if module == _ROUTER:  # as it is; its engines are this source
+        return run_loop(arguments, make=make_router)
     parser = argparse.ArgumentParser(prog=module)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--socket", required=True)
