@@ -83,13 +83,13 @@ def test_one_that_needs_the_whole_pool_is_passed_so_often_and_no_more(
     big = crowd.submit(BIG, 1)
     passed, plain = 0, set[int]()
     for _ in range(120):
-        own = crowd.submit(0, 2)
+        own, is_first = crowd.submit(0, 2), crowd.store.room._first == 1
         new = step()
         assert own in new, "a request of no adapter waits for one"
         plain.add(own)
         if big in new or crowd.client.streams[big, 0].last is not None:
             break
-        passed += len(new - plain) * (crowd.store.room._first == 1)
+        passed += len(new - plain) * is_first
     else:
         raise AssertionError("it waits for ever")
     assert passed <= MAX_PASSED + PAGES  # those that are reserved start, too

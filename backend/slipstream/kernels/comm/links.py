@@ -5,6 +5,7 @@ says how many are handed over: so a rank that waits in vain can name the other, 
 leaves none waiting.
 """
 
+import socket
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
@@ -67,6 +68,21 @@ class _Told:
         self._memory.await_handed(self._before, self._num_taken)
 
 
+def _store_at(address: str) -> TCPStore:
+    """Return a store that listens on one address; of itself it would listen on all."""
+    listening = socket.create_server((address, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        None,
+        True,
+        timeout=_START,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
 class HostLinks:
     """Links between CPUs, by gloo; all ranks make them at the same time.
 
@@ -80,9 +96,7 @@ class HostLinks:
         self._told, self._ring = _Told(memory, ring), ring
         store = None
         if memory.rank == 0:
-            store = TCPStore(
-                memory.address(0), 0, None, True, timeout=_START, wait_for_workers=False
-            )
+            store = _store_at(memory.address(0))
         port = int(memory.gather(b"0" if store is None else str(store.port).encode())[0])
         if store is None:
             store = TCPStore(memory.address(0), port, None, False, timeout=_START)
