@@ -113,7 +113,9 @@ def test_a_storm_of_adapters_in_a_small_pool_says_what_each_says_alone(tmp_path:
     house.asker.drain()
     assert {n: house.asker.answers[n, 0].token_ids for n in wanted} == wanted
     counts = house.asker.engine.figures().counters
-    assert counts["adapter_loads"] > counts["adapter_evictions"] > 9
+    # Of those that came, two are there at the end, and two were removed.
+    least = len({chosen[place] for place in range(len(chosen)) if place % 7 != 6}) - 4
+    assert counts["adapter_loads"] > counts["adapter_evictions"] >= least > 2
 
 
 def test_an_adapter_that_never_fits_is_refused_with_its_size_and_the_pools(tmp_path: Path) -> None:
