@@ -155,8 +155,4 @@ def drafting(tmp_path_factory) -> Iterator[House]:
     "case", quick_of(CASES, CASES[::60]), ids=["-".join((model, *names)) for model, names in CASES]
 )
 def test_drafts_change_nothing(house: House, drafting: House, case) -> None:
-    model, names = case
-    body = body_of(model, names)
-    expected = answers.read(model, names, house.ask(model, body))
-    answer = answers.read(model, names, drafting.ask(model, body))
-    assert (answer.texts, answer.num_tokens) == (expected.texts, expected.num_tokens)
+    answers.same(*case, house.ask, drafting.ask)

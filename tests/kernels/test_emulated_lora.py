@@ -20,28 +20,13 @@ def rows_of(count: int) -> tuple[Tensor, Tensor]:
     return y, x
 
 
-def run(
-    made: Adapted,
-    y: Tensor,
-    x: Tensor,
-    numbers: list[int],
-    norm: lora.RowScale | None = None,
-    is_fixed: bool = False,
-) -> Tensor:
-    """Call the kernels, where `Adapted.run` calls the oracles."""
-    table = made.table(numbers)
-    where = table.groups, table.rows
-    t = lora.shrink.launcher(x, *where, 1, table.width, norm, is_fixed)
-    return lora.expand.launcher(y.clone(), *where, t, 1, SHAPE.sizes)
-
-
 def test_terms_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a norm, by parts of the inputs; rows without an adapter keep their bits."""
     emulate(monkeypatch)
-    made = Adapted(SHAPE, BF16, "cpu")
+    made = Adapted(SHAPE, BF16, "cpu", by_launchers=True)
     y, x = rows_of(len(NUMBERS))
     norm = lora.RowScale(rows_of(1)[1][0], 1e-5, True)
-    found = run(made, y, 7 * x, NUMBERS, norm)
+    found = made.run(y, 7 * x, NUMBERS, norm)
     wanted = made.by_torch(y, rms_norm(7 * x, *norm), NUMBERS)
     assert ((found.float() - wanted).abs() / (1 + wanted.abs())).max() < 2 * EPSILON
     others = [n == 0 for n in NUMBERS]
@@ -50,11 +35,11 @@ def test_terms_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bits_of_a_row_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
-    made = Adapted(SHAPE, BF16, "cpu")
+    made = Adapted(SHAPE, BF16, "cpu", by_launchers=True)
     y, x = rows_of(len(NUMBERS))
-    found = run(made, y, x, NUMBERS, is_fixed=True)
+    found = made.run(y, x, NUMBERS, is_fixed=True)
     wanted = made.by_torch(y, x, NUMBERS)
     assert ((found.float() - wanted).abs() / (1 + wanted.abs())).max() < EPSILON
     for row in (9, 10, 26):
         here = slice(row, row + 1)
-        assert torch.equal(run(made, y[here], x[here], [NUMBERS[row]], is_fixed=True), found[here])
+        assert torch.equal(made.run(y[here], x[here], [NUMBERS[row]], is_fixed=True), found[here])

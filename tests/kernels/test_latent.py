@@ -39,7 +39,7 @@ def test_the_kernel(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPat
 
 
 def test_bits_depend_on_position_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a token that is decoded, or in a chunk with others, beside other sequences."""
+    """A decoded token, or one in a chunk with others, has the same bits beside other sequences."""
     emulate(monkeypatch)
     chunk = latent_call(LatentCase(16, [70, 75], [3, 10]), BF16)
     together = latent_attention.launcher(*chunk)

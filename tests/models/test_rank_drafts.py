@@ -93,7 +93,7 @@ SUMS = {"llama": 2, "gptj": 1, "falcon": 1, "gpt_neox": 1, "cohere": 1, "codegen
     quick_of([f"{name}{how}" for name in SUMS for how in ("", " fixed")], {"llama", "gptj fixed"}),
 )
 def test_sums_over_ranks_of_a_block(case: str, tmp_path: Path, monkeypatch) -> None:
-    """One where attention and MLP are added to the same sum."""
+    """Blocks that add attention and MLP to the same sum make one sum over ranks."""
     family, _, how = case.partition(" ")
     directory = save(make_model(family), tmp_path)
     with ranks_of(directory, 2, deterministic=bool(how)) as leader:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream import wire
 from slipstream.core.prefix import PrefixIndex
-from slipstream.replicas.cached import CachedPrefixes, num_cached
+from slipstream.replicas.cached import CachedPrefixes, PromptDigests, num_cached
 from slipstream_contract.ids import TokenIds
 
 SIZE = 4
@@ -72,7 +72,9 @@ def test_a_router_finds_what_each_engine_would(works, prompt, salt):
             if len(work) % 2:  # else all at once
                 engines[number].publish(*engines[number].index.take_news())
         engines[number].publish(*engines[number].index.take_news())
-    found = num_cached({n: each.seen for n, each in engines.items()}, packed(prompt), salt, b"")
+    found = num_cached(
+        {n: each.seen for n, each in engines.items()}, PromptDigests(packed(prompt), salt, b"")
+    )
     assert found == {n: each.num_known(prompt, salt) for n, each in engines.items()}
 
 
@@ -83,23 +85,23 @@ def test_an_evicted_block_ends_what_is_found():
     engine.publish(*engine.index.take_news())
     engine.evict(3)
     engine.publish(*engine.index.take_news())
-    assert num_cached({0: engine.seen}, packed(ids), "", b"") == {0: 3 * SIZE}
+    assert num_cached({0: engine.seen}, PromptDigests(packed(ids), "", b"")) == {0: 3 * SIZE}
     assert len(engine.seen) == 9
     engine.seen.clear()
-    assert num_cached({0: engine.seen}, packed(ids), "", b"") == {0: 0}
+    assert num_cached({0: engine.seen}, PromptDigests(packed(ids), "", b"")) == {0: 0}
 
 
 def test_a_prompt_that_is_sent_counts_until_it_is_settled():
     ids = list(range(12))
     engine = Engine()
-    assert engine.seen.expect(packed(ids), "", b"") == []  # it may not reuse any
+    assert engine.seen.expect(PromptDigests(packed(ids), "", b"")) == []  # it may not reuse any
     engine.compute(list(range(20, 24)))
     engine.publish(*engine.index.take_news())
-    both = [engine.seen.expect(packed(ids), "", b"") for _ in range(2)]
+    both = [engine.seen.expect(PromptDigests(packed(ids), "", b"")) for _ in range(2)]
     for digests in both:
-        assert num_cached({0: engine.seen}, packed(ids), "", b"") == {0: 12}
+        assert num_cached({0: engine.seen}, PromptDigests(packed(ids), "", b"")) == {0: 12}
         engine.seen.settle(digests)
-    assert num_cached({0: engine.seen}, packed(ids), "", b"") == {0: 0}
+    assert num_cached({0: engine.seen}, PromptDigests(packed(ids), "", b"")) == {0: 0}
 
 
 def test_engines_that_keep_their_keys_are_found_too():
@@ -111,8 +113,8 @@ def test_engines_that_keep_their_keys_are_found_too():
         each.publish(*each.index.take_news())
     assert one.index.key != other.index.key
     seen = {0: one.seen, 1: other.seen, 2: CachedPrefixes()}
-    assert num_cached(seen, packed(ids), "", b"") == {0: 40, 1: 12, 2: 0}
-    assert num_cached(seen, packed(ids), "", b"adapter") == {0: 0, 1: 0, 2: 0}
+    assert num_cached(seen, PromptDigests(packed(ids), "", b"")) == {0: 40, 1: 12, 2: 0}
+    assert num_cached(seen, PromptDigests(packed(ids), "", b"adapter")) == {0: 0, 1: 0, 2: 0}
 
 
 def test_an_index_that_holds_something_keeps_its_key():

@@ -55,7 +55,7 @@ def test_more_work_never_wins_a_request(found, num_prompt):
 
 @given(st.integers(2, 8), st.integers(1, 4000), st.integers(1, 300))
 def test_a_prefix_that_all_have_in_common_overloads_no_replica(count, num_prompt, num_requests):
-    """One replica alone has the prompt: it is never behind by more than what it saves, twice."""
+    """The replica that alone has a prompt is never behind by more than twice what it saves."""
     queued = [0] * count
     for _ in range(num_requests):
         found = {

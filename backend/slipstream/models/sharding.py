@@ -23,17 +23,22 @@ from slipstream.models.model_config import ModelConfig
 _WIDTHS = 64
 
 
+def check_is_ours(asked: str, config: EngineConfig, model: ModelConfig) -> None:
+    """Raise `ConfigError`, which begins with `asked`, for a class of transformers."""
+    if model.build is not None:
+        raise ConfigError(
+            f"{asked} does not go with backend_model = {config.backend_model!r} for "
+            f"{model.architecture}: classes of transformers are not split"
+        )
+
+
 def check_ranks(config: EngineConfig, model: ModelConfig) -> None:
     """Raise `ConfigError` if ranks cannot share the model: field, value and limit."""
     size = config.tensor_parallel
     if size == 1:
         return
     asked = f"tensor_parallel = {size}"
-    if model.build is not None:
-        raise ConfigError(
-            f"{asked} does not go with backend_model = {config.backend_model!r} for "
-            f"{model.architecture}: classes of transformers are not split"
-        )
+    check_is_ours(asked, config, model)
     heads = model.dims.num_heads
     if heads % size:
         raise ConfigError(f"{asked}: num_attention_heads = {heads} is no multiple of it")

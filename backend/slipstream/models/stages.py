@@ -18,11 +18,10 @@ from slipstream.models.axes import LayerRange
 from slipstream.models.decoder import build_any
 from slipstream.models.fileless import SizeSource
 from slipstream.models.model_config import ModelConfig
+from slipstream.models.sharding import check_is_ours
 from slipstream.models.source import Weights
 
 _ENDS = ("lm_head.weight", "model.embed_tokens.weight")  # the first that a model has is its head
-
-
 _Cut = tuple[int, int, tuple[int, ...]]
 
 
@@ -40,11 +39,7 @@ def check_stages(config: EngineConfig, model: ModelConfig) -> None:
     if count == 1:
         return
     asked = f"pipeline_parallel = {count}"
-    if model.build is not None:
-        raise ConfigError(
-            f"{asked} does not go with backend_model = {config.backend_model!r} for "
-            f"{model.architecture}: classes of transformers are not split"
-        )
+    check_is_ours(asked, config, model)
     if config.speculation in DEVICE_DRAFTERS:
         raise ConfigError(
             f"{asked} does not go with speculation = {config.speculation!r}: drafters on the "

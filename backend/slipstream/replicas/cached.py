@@ -9,6 +9,35 @@ from slipstream.core.prefix import DigestChain
 _PIECE = 8  # blocks that are digested at a time: a prompt that nobody knows costs no more
 
 
+class PromptDigests:
+    """Digests of a prompt's whole blocks, each made once, when it is first asked for.
+
+    Args:
+        packed: the prompt's ids, 4 bytes each.
+        salt: of the request.
+        adapter: the digest of its adapter; empty: none.
+    """
+
+    def __init__(self, packed: bytes, salt: str = "", adapter: bytes = b"") -> None:
+        self._packed, self._salt, self._adapter = packed, salt, adapter
+        self._chains: dict[tuple[bytes, int], DigestChain] = {}
+
+    def of(self, key: bytes, block_size: int, first: int = 0, count: int = 1 << 62) -> list[bytes]:
+        """Return the digests of `count` blocks from `first` on, or of as many as there are.
+
+        Replicas share a key as a rule; those that do not cost a chain of digests each.
+        """
+        chain = self._chains.get((key, block_size))
+        if chain is None:
+            chain = DigestChain(block_size, key, self._salt, {}, self._adapter)
+            self._chains[key, block_size] = chain
+        size, known = 4 * block_size, len(chain.digests) - 1
+        end = min(first + count, len(self._packed) // size)
+        if end > known:
+            chain.extend(self._packed[known * size : end * size])
+        return chain.digests[1 + first : 1 + end]
+
+
 class CachedPrefixes:
     """The digests of one replica's whole blocks, and of those that it is about to compute.
 
@@ -30,15 +59,11 @@ class CachedPrefixes:
         """Return whether a block is there, or will be."""
         return digest in self._digests or digest in self._expected
 
-    def expect(self, packed: bytes, salt: str, adapter: bytes) -> list[bytes]:
+    def expect(self, prompt: PromptDigests) -> list[bytes]:
         """Note the whole blocks of a prompt that is sent there; return them for `settle`."""
-        if not self._is_reused:
-            return []
-        chain = DigestChain(self.block_size, self.key, salt, {}, adapter)
-        size = 4 * self.block_size
-        chain.extend(packed[: len(packed) // size * size])
-        self._expected.update(chain.digests[1:])
-        return chain.digests[1:]
+        digests = prompt.of(self.key, self.block_size) if self._is_reused else []
+        self._expected.update(digests)
+        return digests
 
     def settle(self, digests: list[bytes]) -> None:
         """Note that a prompt is computed, and published, or never will be."""
@@ -64,33 +89,17 @@ class CachedPrefixes:
         self._expected.clear()
 
 
-def num_cached(
-    replicas: Mapping[int, CachedPrefixes], packed: bytes, salt: str, adapter: bytes
-) -> dict[int, int]:
-    """Return how many of a prompt's first tokens each replica has, in whole blocks.
+def num_cached(replicas: Mapping[int, CachedPrefixes], prompt: PromptDigests) -> dict[int, int]:
+    """Return how many of a prompt's first tokens each replica has, in whole blocks."""
+    return {number: _num_cached(each, prompt) for number, each in replicas.items()}
 
-    `packed` has the prompt's ids, 4 bytes each; `adapter`: the digest of its adapter; empty: none.
-    Replicas share a key as a rule; those that do not cost a chain of digests each.
-    """
-    found = dict.fromkeys(replicas, 0)
-    groups: dict[tuple[bytes, int], list[int]] = {}
-    for number, cached in replicas.items():
-        if len(cached):
-            groups.setdefault((cached.key, cached.block_size), []).append(number)
-    for (key, block_size), members in groups.items():
-        chain = DigestChain(block_size, key, salt, {}, adapter)
-        size = 4 * block_size
-        num_blocks = len(packed) // size
-        open_to, at = set(members), 0
-        while open_to and at < num_blocks:
-            end = min(num_blocks, at + _PIECE)
-            chain.extend(packed[at * size : end * size])
-            for number in list(open_to):
-                holds = replicas[number].holds
-                digests = chain.digests[at + 1 : end + 1]
-                known = next((i for i, each in enumerate(digests) if not holds(each)), end - at)
-                found[number] = (at + known) * block_size
-                if known < end - at:
-                    open_to.remove(number)
-            at = end
-    return found
+
+def _num_cached(cached: CachedPrefixes, prompt: PromptDigests) -> int:
+    at = 0
+    while len(cached):
+        digests = prompt.of(cached.key, cached.block_size, at, _PIECE)
+        known = next((i for i, each in enumerate(digests) if not cached.holds(each)), len(digests))
+        at += known
+        if known < _PIECE:
+            break
+    return at * cached.block_size

@@ -24,7 +24,7 @@ from slipstream import wire
 from slipstream.core.prefix import PrefixIndex
 from slipstream.engine.request_ids import RequestIds
 from slipstream.replicas.adapters import RoutedAdapters
-from slipstream.replicas.cached import num_cached
+from slipstream.replicas.cached import PromptDigests, num_cached
 from slipstream.replicas.placing import Place
 from slipstream.replicas.policy import choose
 from slipstream.replicas.replica import Replica
@@ -210,7 +210,7 @@ class Router:
             found = self._choose(routed, open_to)
             if found is None:
                 raise ContractError(_DOWN, Code.UNAVAILABLE, "engine_down")
-            replica, num_known, digest = found
+            replica, num_known, prompt = found
             number = next(self._numbers)
             try:
                 replica.connection.send(msgspec.structs.replace(routed.message, request=number))
@@ -224,16 +224,15 @@ class Router:
             replica.num_held += routed.num_held
             replica.num_sent += 1
             self._routed[number] = routed
-            if digest is not None:
-                packed, salt = routed.message.token_ids.tobytes(), routed.message.cache_salt
-                routed.expected = replica.cached.expect(packed, salt, digest)
+            if prompt is not None:
+                routed.expected = replica.cached.expect(prompt)
             return
 
     def _choose(
         self, routed: Routed, replicas: dict[int, Replica]
-    ) -> tuple[Replica, int, bytes | None] | None:
-        """Return the replica for a request, how much of its prompt that one has cached, and what
-        its digests begin with; None: they are not known here.
+    ) -> tuple[Replica, int, PromptDigests | None] | None:
+        """Return the replica for a request, how much of its prompt that one has cached, and the
+        prompt's digests; None: they are not known here.
         """
         message = routed.message
         num_prompt = len(message.token_ids)
@@ -246,19 +245,17 @@ class Router:
             able = {n: each for n, each in replicas.items() if digests[n] is not None}
             replicas = able or replicas
             digest = next((found for found in digests.values() if found is not None), b"")
-        known: dict[int, int] = {}
-        is_known = task is None and message.table is None
-        if is_known:
-            packed = message.token_ids.tobytes()
-            caches = {number: each.cached for number, each in replicas.items()}
-            known = num_cached(caches, packed, message.cache_salt, digest)
+        known, prompt = dict[int, int](), None
+        if task is None and message.table is None:
+            prompt = PromptDigests(message.token_ids.tobytes(), message.cache_salt, digest)
+            known = num_cached({n: each.cached for n, each in replicas.items()}, prompt)
         views = {n: each.view(known.get(n, 0), num_prompt) for n, each in replicas.items()}
         chosen = choose(views, num_prompt)
         if chosen is None:
             return None
         if task is not None:
             self._tasks[task] = chosen
-        return replicas[chosen], known.get(chosen, 0), digest if is_known else None
+        return replicas[chosen], known.get(chosen, 0), prompt
 
     # --- `Owner`, in the connections' threads --------------------------------------------------
 

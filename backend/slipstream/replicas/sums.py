@@ -65,7 +65,7 @@ def sum_statuses(statuses: Sequence[wire.Status]) -> wire.Status:
     )
 
 
-class Totals:
+class ReplicaTotals:
     """What one replica's engines have counted, one after the other."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Gatherer:
     def __init__(self, replicas: Sequence[Replica]) -> None:
         assert set(_SAME) <= set(GAUGES)
         self._replicas = replicas
-        self._totals = {each.number: Totals() for each in replicas}
+        self._totals = {each.number: ReplicaTotals() for each in replicas}
         self._samples: dict[str, list[float]] = defaultdict(list)
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
