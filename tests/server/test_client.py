@@ -84,7 +84,6 @@ def test_every_model_completes_and_streams_the_same(sdk):
         texts |= {completion.text, "".join(chunk.text for chunk in chunks)}
         assert completion.num_output_tokens == (sum(c.num_output_tokens for c in chunks),)
         assert completion.num_input_tokens == chunks[0].num_input_tokens
-        assert len(chunks) > 3
     assert len(texts) == 1
     assert texts != {""}
 

@@ -149,7 +149,6 @@ def _check_bounded(server: Drained, capfd) -> None:
         assert not stream.is_alive()
     _check_whole(streams[0])
     said = "".join(str(piece["text_output"]) for piece in streams[1].pieces)
-    assert len(streams[1].pieces) > 3
     assert len(said) > TOKENS  # characters, of whole streams alone
 
 

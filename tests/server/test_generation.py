@@ -55,7 +55,6 @@ def test_the_same_text_over_every_protocol(idle, expected, model):
     assert text(idle.stream(model, **body, exclude_input_in_output=True)) == want
     assert idle.generate(model, **body, exclude_input_in_output=True)["text_output"] == want
     events = idle.events(model, **body, stream=True)
-    assert len(events) > 3
     assert "".join(event["text_output"] for event in events) == want
 
 
