@@ -30,14 +30,15 @@ def test_what_was_asked_for_and_nothing_else() -> None:
 
 def test_copies_that_are_under_way_are_not_waited_for() -> None:
     upload = Upload(torch.cuda.current_stream())
-    much = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)  # 20 ms, at least
+    much = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)  # 20 ms a copy, at least
     there = torch.empty_like(much, device="cuda")
     source = torch.ones(ROOM, dtype=torch.uint8, pin_memory=True)
     destination = torch.zeros(ROOM, dtype=torch.uint8, device="cuda")
     other, copied = torch.cuda.Stream(), torch.cuda.Event()
     torch.cuda.synchronize()
     with torch.cuda.stream(other):
-        there.copy_(much, non_blocking=True)
+        for _ in range(20):
+            there.copy_(much, non_blocking=True)
         copied.record()
     upload(destination.data_ptr(), source.data_ptr(), ROOM)
     torch.cuda.current_stream().synchronize()

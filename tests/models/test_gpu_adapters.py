@@ -53,8 +53,9 @@ def test_logits_are_those_of_merged_weights(dtype: str, is_fixed: bool, tmp_path
         apart = (torch.stack(row.logits) - truth).abs().max()
         assert apart < TOLERANCES[dtype], (rank, float(apart))
         for logits, token, log_prob in zip(row.logits, row.outputs, row.log_probs, strict=True):
-            # Eager logits beside what the graph sampled from.
-            assert abs(float(logits.log_softmax(-1)[token]) - log_prob) < 1e-2
+            # Eager logits beside those of the step, whose padded shape may have other kernels.
+            apart = abs(float(logits.log_softmax(-1)[token]) - log_prob)
+            assert apart < max(1e-2, 0.1 * TOLERANCES[dtype])
     assert runner._graphs is not None
     assert bool(runner._graphs._adapted) == by_tables
 
