@@ -1,5 +1,7 @@
 """Sums over peer memory: the CUDA source, on GPUs emulated together, against the oracle."""
 
+import threading
+
 import pytest
 import torch
 from fixtures.kernels.emulation import emulate, on_gpus
@@ -27,13 +29,13 @@ CASES = {
 
 
 class Gpus:
-    """GPUs that have met `BEFORE` times, by their memory."""
+    """GPUs with `BEFORE` calls, by their memory; the last that met was the call `met`."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, met: int = BEFORE) -> None:
         self.late = torch.zeros(2, dtype=torch.int32)
         self.memory = [torch.zeros(MEMORY_BYTES // 4, dtype=torch.int32) for _ in range(size)]
         for each in self.memory:
-            each[: 2 * GRID * MAX_RANKS] = BEFORE
+            each[: 2 * GRID * MAX_RANKS] = met
         bases = tuple(each.data_ptr() for each in self.memory)
         limit = torch.tensor([300 * 10**9])
         epochs = [torch.full((GRID,), BEFORE, dtype=torch.int32) for _ in range(size)]
@@ -64,6 +66,25 @@ def test_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         wanted = total(list(x), before if adds else None)
         assert all(torch.equal(found, wanted) for found in on_gpus(size, call))
+
+
+@pytest.mark.parametrize("met", [2**31 - 100, 1])
+def test_a_flag_of_any_age_lets_nobody_pass(met: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 2^31 calls without a meeting an old flag is the larger number."""
+    emulate(monkeypatch)
+    gpus, x, width = Gpus(2, met), drawn(2, 5000), 5000
+    first = threading.Event()
+
+    def call(rank: int) -> Tensor:
+        out = torch.zeros(width, dtype=BF16)
+        if rank == 1:
+            first.wait()
+        else:
+            threading.Timer(0.05, first.set).start()  # sooner or later: the result is the same
+        sum_into(gpus.peers[rank], "two_shot", x[rank], None, out)
+        return out
+
+    assert all(torch.equal(found, total(list(x))) for found in on_gpus(2, call))
 
 
 def test_a_sum_and_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,11 +48,11 @@ DEVICE u64 base_of(const Peers& peers, int rank) {
   return found;
 }
 
-// The epoch of this call, for all threads of a CTA, which all call it first. 0 is what memory has at start, so it is
-// left out; with it 1, so that turns go on by turns.
+// 0 is what memory has at start, so it is left out; with it 1, so that turns go on by turns.
+DEVICE u32 epoch_behind(u32 epoch) { return epoch + 1 == 0 ? 2 : epoch + 1; }
+// The epoch of this call, for all threads of a CTA, which all call it first.
 DEVICE u32 next_epoch(const Peers& peers) {
-  u32 epoch = load_fresh<1>(peers.epochs + blockIdx.x).at[0] + 1;
-  epoch = epoch == 0 ? 2 : epoch;
+  const u32 epoch = epoch_behind(load_fresh<1>(peers.epochs + blockIdx.x).at[0]);
   __syncthreads();
   if (threadIdx.x == 0) peers.epochs[blockIdx.x] = epoch;
   return epoch;
@@ -111,7 +111,9 @@ DEVICE u64 room_of(u64 base, u32 epoch, int which) { return base + ROOMS_AT + (i
 DEVICE u32* flag_of(u64 base, int phase, int from) {
   return reinterpret_cast<u32*>(base) + (phase * GRID + int(blockIdx.x)) * MAX_RANKS + from;
 }
-// What the CTA's threads wrote before is visible behind it to CTA b of every rank.
+// What the CTA's threads wrote before is visible behind it to CTA b of every rank. A peer is in this call or in the next,
+// as that one ends only after it has heard from all. A flag may be as old as the last call that met, by any number of
+// calls without a meeting: so a flag counts if it is of one of these two calls, not if it is the larger number.
 DEVICE void meet(const Peers& peers, int phase, u32 epoch) {
   __syncthreads();
   const int other = int(threadIdx.x);
@@ -123,7 +125,7 @@ DEVICE void meet(const Peers& peers, int phase, u32 epoch) {
     u32 found;
     while (true) {
       asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(own) : "memory");
-      if (int(found - epoch) >= 0) break;  // or already in the next call
+      if (found == epoch || found == epoch_behind(epoch)) break;
       patience.spin(peers, other, epoch);
     }
   }
