@@ -81,6 +81,7 @@ def _retry_ms(needed: int, ms_each: float) -> int:
 
 
 _FIELDS = struct.Struct("<qqqqqqddqqq")  # time.monotonic_ns(), then a `Load`
+_MOST = 2**63 - 1  # of a field
 _SUM = struct.Struct("<I")
 _SIZE = _FIELDS.size + _SUM.size
 
@@ -104,8 +105,12 @@ class LoadFile:
         self._map = map_if_possible(path, _SIZE, loss)
 
     def publish(self, load: Load, is_idle: bool = False) -> None:
-        """Write the load. That of an idle engine counts as outdated: it refuses nothing."""
-        fields = _FIELDS.pack(0 if is_idle else time.monotonic_ns(), *load)
+        """Write the load, its counts as far as 63 bits hold them.
+
+        That of an idle engine counts as outdated: it refuses nothing.
+        """
+        values = [min(value, _MOST) if type(value) is int else value for value in load]
+        fields = _FIELDS.pack(0 if is_idle else time.monotonic_ns(), *values)
         self._map[:] = fields + _SUM.pack(zlib.crc32(fields))
 
     def read(self) -> Load | None:

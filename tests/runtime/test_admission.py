@@ -52,6 +52,14 @@ def test_another_process_reads_what_was_published(tmp_path: Path) -> None:
     assert (caught.value.code, caught.value.reason) == (Code.UNAVAILABLE, "max_waiting")
 
 
+@pytest.mark.usefixtures("patient")
+def test_counts_beyond_63_bits_are_published_as_the_most_that_fit(tmp_path: Path) -> None:
+    most = 2**63 - 1
+    sums = FULL._replace(max_tokens=2 * most, num_tokens=most + 1, ms_per_token=1e300)
+    wanted = FULL._replace(max_tokens=most, num_tokens=most, ms_per_token=1e300)
+    assert published(LoadFile(tmp_path / "load"), sums) == wanted
+
+
 def test_an_outdated_load_refuses_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
