@@ -88,13 +88,19 @@ def measure(target: Target, row: Row, repeat: int) -> Iterator[float]:
 
 
 def best_of_two(
-    target: Target, batches: Sequence[int], tokens: int, prompt: int
+    target: Target, batches: Sequence[int], tokens: int, prompt: int, requests: int
 ) -> dict[str, float]:
-    """Return the better of two runs: ms a token by batch, and tokens a second of four prompts."""
+    """Return the better of two runs: ms a token by batch, and tokens a second of four prompts.
+
+    Then, run once, tokens a second of so many requests, offered at the same time, with prompts of
+    up to half of `prompt` tokens.
+    """
     found: dict[str, float] = {}
     for batch in batches:
         runs = [run(target, workloads.decode(batch, tokens)) for _ in range(2)]
         found[f"decode_{batch}_ms"] = round(min(each.itl_ms or 0.0 for each in runs), 3)
     prompts = workloads.prefill(4, prompt)
     found["prompt_tok_s"] = round(max(run(target, prompts).input_tok_s for _ in range(2)))
+    mixed = workloads.mixed(requests, tokens, prompt // 2)
+    found[f"requests_{requests}_tok_s"] = round(run(target, mixed).output_tok_s)
     return found

@@ -108,12 +108,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
     },
-    "tiny": _LLAMA
+    "tiny": _LLAMA  # eight ranks can divide its heads, four stages its layers
     | {
         "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
         "head_dim": 64,
         "intermediate_size": 256,
         "tie_word_embeddings": True,

@@ -3,10 +3,10 @@
 With `--pipeline-parallel M` there are M stages of N ranks; then no sums are timed by themselves.
 
 Sums over ranks by size, checked bit for bit, beside NCCL, torch's symmetric memory and what the
-link alone takes; decode and prompts, beside one rank and vLLM where it can be imported; the share
-of time in which each GPU had no step; and a rank that is killed, with the time to the next token.
-Weights are random, made on the device. Ends with one JSON line. On CPUs (`--device cpu`) the same
-runs with a tiny shape.
+link alone takes; decode, prompts and many requests at once, beside one rank and vLLM where it can
+be imported; the share of time in which each GPU had no step; and a rank that is killed, with the
+time to the next token. Weights are random, made on the device. Ends with one JSON line. On CPUs
+(`--device cpu`) the same runs with a tiny shape, and sums stand beside gloo's.
 """
 
 import argparse
@@ -64,6 +64,7 @@ class Ranks:
                 *("--config", str(config), "--output", str(output), "--device", args.device),
                 *("--rank", str(rank), "--size", str(size), "--ranks", str(self.descriptor)),
                 *("--tokens", str(args.tokens), "--prompt", str(args.prompt)),
+                *("--requests", str(args.requests)),
                 *("--batches", *map(str, args.batches), "--sizes", *map(str, args.sizes)),
             ]
             pipe = subprocess.PIPE if rank == 0 else None
@@ -121,6 +122,7 @@ def ranks_of(args: argparse.Namespace, what: str, size: int, config: Path) -> It
 def write(args: argparse.Namespace, name: str, folder: Path, size: int) -> Path:
     """Write the configuration of a model on one rank, or on all; return its file."""
     model, checkpoint = MODELS[name], folder / name
+    longest = max(256, args.prompt // 2) + args.tokens
     write_config(model.shape, checkpoint)
     config = EngineConfig(
         checkpoint=str(checkpoint),
@@ -131,7 +133,7 @@ def write(args: argparse.Namespace, name: str, folder: Path, size: int) -> Path:
         pipeline_parallel=args.pipeline_parallel if size > 1 else 1,
         max_num_batched_tokens=args.max_num_batched_tokens,
         max_num_seqs=max(args.batches),
-        kv_cache_tokens=max(args.batches) * (args.tokens + 256) + 8 * args.prompt,
+        kv_cache_tokens=max(args.batches) * longest + 8 * args.prompt,
         kv_cache_reuse=False,
         stuck_after_s=60,
     )
@@ -172,7 +174,8 @@ def measure_peer(args: argparse.Namespace, name: str, folder: Path) -> dict[str,
         *(sys.executable, str(HERE / "tensor_parallel_peer.py"), str(folder / name), str(output)),
         *("--tensor-parallel", str(args.tensor_parallel), "--tokens", str(args.tokens)),
         *("--pipeline-parallel", str(args.pipeline_parallel)),
-        *("--prompt", str(args.prompt), "--batches", *batches),
+        *("--prompt", str(args.prompt), "--requests", str(args.requests)),
+        *("--batches", *batches),
         *(["--fp8"] if MODELS[name].quantization == "fp8" else []),
     ]
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -224,6 +227,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batches", nargs="+", type=int, help="default: 1 32 128, or 1 4")
     parser.add_argument("--tokens", type=int, help="of an answer (default: 128, or 8)")
     parser.add_argument("--prompt", type=int, help="tokens of a long one (default: 2048, or 64)")
+    parser.add_argument("--requests", type=int, default=512, help="at once (%(default)d)")
     parser.add_argument("--sizes", nargs="+", type=int, help="bytes of sums")
     parser.add_argument("--max-num-batched-tokens", type=int, default=4096)
     parser.add_argument("--limit", type=float, default=150.0, help="s that a part may take")
@@ -236,7 +240,7 @@ def parse() -> argparse.Namespace:
     args.batches = args.batches or ([1, 4] if is_cpu else [1, 32, 128])
     args.tokens = args.tokens or (8 if is_cpu else 128)
     args.prompt = args.prompt or (64 if is_cpu else 2048)
-    args.sizes = args.sizes or (SIZES[:4] if is_cpu else SIZES)
+    args.sizes = args.sizes or SIZES
     return args
 
 

@@ -17,6 +17,7 @@ def main() -> int:
     parser.add_argument("--pipeline-parallel", type=int, default=1)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--prompt", type=int, required=True)
+    parser.add_argument("--requests", type=int, required=True)
     parser.add_argument("--batches", nargs="+", type=int, required=True)
     parser.add_argument("--fp8", action="store_true")
     args = parser.parse_args()
@@ -39,7 +40,8 @@ def main() -> int:
     )
     target, found = peer.PeerTarget(llm), peer.facts(llm)
     driving.run(target, workloads.decode(1, 2))
-    found |= driving.best_of_two(target, args.batches, args.tokens, args.prompt)
+    sizes = args.tokens, args.prompt, args.requests
+    found |= driving.best_of_two(target, args.batches, *sizes)
     args.output.write_text(json.dumps(found))
     return 0
 

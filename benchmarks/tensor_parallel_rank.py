@@ -80,6 +80,15 @@ def symmetric(rank: int, size: int, folder: Path) -> Callable[[torch.Tensor], An
         return None
 
 
+def gloo(rank: int, size: int, folder: Path) -> Callable[[torch.Tensor], None]:
+    """Return gloo's sum in place, over the loopback."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    return lambda x: dist.all_reduce(x)
+
+
 def copy_rate(rank: int, size: int) -> float:
     """Return bytes a second of a copy from a peer's memory."""
     other = torch.device("cuda", (rank + 1) % size)
@@ -129,6 +138,8 @@ def measure_sums(args: argparse.Namespace) -> list[dict[str, Any]]:
         word = torch.zeros(8, dtype=torch.bfloat16, device=device)
         least_us = time_sums(lambda: ranks.sum(word), is_cuda)
         made = symmetric(args.rank, args.size, args.config.parent)
+    else:
+        beside = gloo(args.rank, args.size, args.config.parent)
     rows = []
     for size in args.sizes:
         generator = torch.Generator().manual_seed(size + args.rank)
@@ -136,7 +147,10 @@ def measure_sums(args: argparse.Namespace) -> list[dict[str, Any]]:
         x = x.view(-1, min(_HIDDEN, size // 2))
         row: dict[str, Any] = {"bytes": size, "is_right": check(ranks, host, x)}
         row["us"] = round(time_sums(lambda x=x: ranks.sum(x), is_cuda), 2)
-        if is_cuda:
+        if not is_cuda:
+            other = x.clone()
+            row["gloo_us"] = round(time_sums(lambda other=other: beside(other), is_cuda), 2)
+        else:
             row["link_us"] = round(least_us + 1e6 * size * (args.size - 1) / rate, 2)
             out = torch.empty_like(x)
             if (nccl := ranks.nccl) is not None:
@@ -217,7 +231,8 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
     if args.what == "serve":
         while True:
             driving.run(target, workloads.decode(8, 64))
-    found |= driving.best_of_two(target, args.batches, args.tokens, args.prompt)
+    sizes = args.tokens, args.prompt, args.requests
+    found |= driving.best_of_two(target, args.batches, *sizes)
     driving.run(target, workloads.decode(args.batches[-1], args.tokens + 8))
     found["idle"] = idle_share(notes)
     if args.size > 1:
@@ -232,7 +247,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
-    for name in ("--rank", "--size", "--ranks", "--tokens", "--prompt"):
+    for name in ("--rank", "--size", "--ranks", "--tokens", "--prompt", "--requests"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--batches", nargs="+", type=int, required=True)
     parser.add_argument("--sizes", nargs="+", type=int, required=True)

@@ -35,10 +35,10 @@ def prefill(num_prompts: int = 16, length: int = 2048) -> Workload:
     return Workload("prefill", _prompts(np.random.default_rng(1), [length] * num_prompts), 1)
 
 
-def mixed(num_requests: int = 512, max_tokens: int = 256) -> Workload:
-    """Prompts of 128 to 1,024 tokens, all offered at the start."""
+def mixed(num_requests: int = 512, max_tokens: int = 256, longest: int = 1024) -> Workload:
+    """Prompts of an eighth of `longest` tokens to as many, all offered at the start."""
     rng = np.random.default_rng(0)
-    lengths = rng.integers(128, 1025, num_requests).tolist()
+    lengths = rng.integers(longest // 8, longest + 1, num_requests).tolist()
     return Workload("mixed", _prompts(rng, lengths), max_tokens)
 
 
