@@ -67,15 +67,24 @@ struct Rows {
   }
 };
 
-// `1 / rms` of a row, by a warp.
-DEVICE float row_scale(const T* row, int inputs, float eps) {
+// The warp's share of a row's sum of squares: all warps together read the row, as the latency of one would be in the way.
+DEVICE float squares(const T* row, int inputs) {
   float sum = 0.0f;
-  for (int k = threadIdx.x % 32 * 8; k < inputs; k += 256) {
+#pragma unroll 2
+  for (int k = int(threadIdx.x) * 8; k < inputs; k += WARPS * 256) {
     const Pack<T, 8> pack = load_fresh<8>(row + k);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum = fmaf(to_float(pack.at[i]), to_float(pack.at[i]), sum);
   }
-  return 1.0f / sqrtf(warp_sum(sum) / float(inputs) + eps);
+  return warp_sum(sum);
+}
+
+// `1 / rms` of a row, from the sums of its warps.
+DEVICE float row_scale(const float (&of_warps)[WARPS], int inputs, float eps) {
+  float sum = of_warps[0];
+#pragma unroll
+  for (int i = 1; i < WARPS; ++i) sum += of_warps[i];
+  return 1.0f / sqrtf(sum / float(inputs) + eps);
 }
 
 DEVICE const u32* words(const Pack<T, 8>& pack) { return reinterpret_cast<const u32*>(&pack); }
@@ -144,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(256)
   wait_for_previous();
   start_next();  // after the wait: what starts now may read groups and terms before its own
   __shared__ float totals[WARPS][ROWS * RANKS];
-  __shared__ float scales[ROWS];
+  __shared__ float of_warps[ROWS][WARPS];  // sums of squares
   const Group group(groups, blockIdx.x);
   if (group.terms == nullptr) return;
   int num_tiles = 0;
@@ -153,10 +162,10 @@ extern "C" __global__ void __launch_bounds__(256)
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (weight != nullptr) {
-    for (int row = warp; row < group.count; row += WARPS) {
-      const int number = load_fresh<1>(list + group.begin + row).at[0];
-      const float scale = row_scale(x + number * stride, int(inputs), eps);
-      if (lane == 0) scales[row] = scale;
+#pragma unroll 4
+    for (int row = 0; row < group.count; ++row) {
+      const float sum = squares(x + load_fresh<1>(list + group.begin + row).at[0] * stride, int(inputs));
+      if (lane == 0) of_warps[row][warp] = sum;
     }
     __syncthreads();
   }
@@ -168,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const int row = lane / 4 + 8 * n;
     const bool is_there = row < group.count;
     rows.at[n] = is_there ? x + load_fresh<1>(list + group.begin + row).at[0] * stride : nullptr;
-    rows.scale[n] = is_there && weight != nullptr ? scales[row] : UNUSED;
+    rows.scale[n] = is_there && weight != nullptr ? row_scale(of_warps[row], int(inputs), eps) : UNUSED;
   }
   const int begin = int(blockIdx.y * share), limit = begin + int(share);
   const int end = limit < int(inputs) ? limit : int(inputs);
@@ -198,7 +207,7 @@ DEVICE float element(u32 pair, int index) { return to_float(T{u16(index == 0 ? p
 DEVICE Pack<float, 4> read_sum(const float* row, bool is_there, i64 splits, i64 distance) {
   Pack<float, 4> sum = {};
   if (!is_there) return sum;
-#pragma unroll 2
+#pragma unroll 4
   for (int split = 0; split < int(splits); ++split) {
     const Pack<float, 4> pack = load_fresh<4>(row + split * distance);
 #pragma unroll

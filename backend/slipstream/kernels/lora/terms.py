@@ -19,7 +19,7 @@ from slipstream.kernels.runtime.op import op
 TILE = 16  # rows of a group at most; ranks are filled up to a multiple of it
 PARTS = 3  # matrices that a place may have stacked
 WORDS = 4  # of a term: where the addresses of its tiles are, 0, its rank, its first column of t
-SHARE = 2048  # inputs of a split
+SHARE = 1024  # inputs of a split: what the warps of a block load at once
 FEW_ROWS = 256  # that are split, and whose norm `shrink` computes
 _OUTPUTS = 256  # of a CTA that expands
 _CTAS = 264  # that fill a GPU, about
