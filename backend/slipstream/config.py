@@ -16,6 +16,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "int8", "int4")
 LOAD_FORMATS = ("safetensors", "random")
 BACKEND_MODELS = ("auto", "slipstream", "transformers")
 DEVICE_DRAFTERS = ("draft", "medusa", "eagle3")  # that need weights
+IDLE_TUNING = ("on", "off")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 SPECULATIONS = ("none", "lookup", "suffix", "auto", "forced", "synthetic", *DEVICE_DRAFTERS)
 MAX_TARGET_ITL = 60_000  # ms
@@ -294,6 +295,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "those that take more than 32 steps of the streams",
         ),
     ] = None
+
+    idle_tuning: Annotated[
+        str,
+        _field(
+            "on: an engine of one GPU measures kernels for its GEMMs while it has no requests, as "
+            "slipstream tune does, and goes on with the fastest; not in the deterministic mode, "
+            "nor with a memory share; off: it does not"
+        ),
+    ] = "on"
 
     @property
     def num_ranks(self) -> int:

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import quant
-from slipstream.config import BACKEND_MODELS, DTYPES, KV_CACHE_DTYPES, SPECULATIONS, help_of
+from slipstream.config import (
+    BACKEND_MODELS,
+    DTYPES,
+    IDLE_TUNING,
+    KV_CACHE_DTYPES,
+    SPECULATIONS,
+    help_of,
+)
 from slipstream_contract.deployment import DEFAULT
 from slipstream_contract.errors import clip
 from slipstream_contract.log_probs import MODES
@@ -152,6 +159,7 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
     for name, choices in (
         ("dtype", DTYPES),
         ("backend_model", BACKEND_MODELS),
+        ("idle_tuning", IDLE_TUNING),
         ("quantization", quant.names()),
         ("speculation", SPECULATIONS),
         ("kv_cache_dtype", KV_CACHE_DTYPES),
@@ -222,7 +230,7 @@ def run(args: argparse.Namespace) -> int:
         for path in convert_tokenizer(args.checkpoint):
             print(f"wrote {path}")
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
-    more = ("backend_model", "speculation", "logprobs_mode", *_DRAFTS)
+    more = ("backend_model", "idle_tuning", "speculation", "logprobs_mode", *_DRAFTS)
     edits = ("thinking_end", "guide_in_thinking", "logits_processors", "adapters", "adapter_root")
     others = (
         "kv_cache_host_bytes",

@@ -2,105 +2,22 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import zmq
-from fixtures.engine.counting import CountingRunner
 from fixtures.engine.hashed import VOCAB_SIZE, Words, expected
+from fixtures.engine.house import GREEDY, House, build
 from slipstream import __version__, wire
 from slipstream.engine import loop
-from slipstream.engine.engine import Engine
-from slipstream.engine.loop import EngineLoop
-from slipstream.engine.scheduler import Limits
 from slipstream_contract.errors import ContractError
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 from slipstream_runtime import admission
 from slipstream_runtime.admission import LoadFile, path_of
 
-GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 LONG = SamplingParams(max_tokens=30, temperature=0.0)
 ENDLESS = SamplingParams(max_tokens=4000, temperature=0.0)  # ends only if something ends it
-
-
-class House:
-    """An engine loop that the test turns, and bridges in the same thread."""
-
-    def __init__(self, address: str, max_model_len: int) -> None:
-        self.address = address
-        self.num_blocks = max_model_len // 2
-        self.runner = CountingRunner(self.num_blocks, 4, max_model_len)
-        self.engine = Engine(Limits(8, 64, 16), self.runner, Words(), "counting")
-        welcome = wire.Welcome(wire.PROTOCOL, __version__, "counting", 1, VOCAB_SIZE, max_model_len)
-        self.loop = EngineLoop(self.engine, welcome, address)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-
-    def bridge(self, name: str = "model", greet: bool = True) -> "Bridge":
-        bridge = Bridge(self)
-        if greet:
-            bridge.say(wire.Hello(wire.PROTOCOL, __version__, name))
-            assert isinstance(bridge.hear(), wire.Welcome)
-        return bridge
-
-    def turn(self, times: int = 1) -> None:
-        for _ in range(times):
-            self.loop.turn(20)
-            self.engine.check_integrity()
-
-    def turn_until(self, is_done: Callable[[], bool]) -> None:
-        """Turn with time for the socket, and fewer times than `ENDLESS` has tokens."""
-        for _ in range(1000):
-            if is_done():
-                return
-            time.sleep(0.01)
-            self.turn()
-        raise AssertionError("not done")
-
-    def is_idle(self) -> bool:
-        return not self.engine.has_work
-
-
-class Bridge:
-    def __init__(self, house: House) -> None:
-        self.house = house
-        self.socket = house.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.connect(house.address)
-
-    def say(self, message: wire.ToEngine) -> None:
-        self.socket.send(wire.encode(message))
-
-    def hear(self) -> wire.BridgeMessage:
-        """Turn the loop until the next message comes; return it."""
-        for _ in range(2000):
-            if self.socket.poll(2):
-                return wire.decode_bridge(self.socket.recv())
-            self.house.turn()
-        raise AssertionError("no answer")
-
-    def ask(self) -> wire.Status:
-        """Return the next Status, skipping other messages."""
-        self.say(wire.Ping(77))
-        while True:
-            message = self.hear()
-            if isinstance(message, wire.Status) and message.number == 77:
-                return message
-
-    def complete(self, request: int, prompt: list[int], sampling: SamplingParams = GREEDY) -> None:
-        self.say(wire.Submit(request, pack(prompt), sampling, 1))
-        tokens: list[int] = []
-        while True:
-            message = self.hear()
-            assert isinstance(message, wire.StepOutputs), message
-            for part in message.tokens:
-                assert part.request == request
-                tokens += part.token_ids
-                if part.finished is not None:
-                    text = b"".join(map(Words().raw, tokens))
-                    assert (text, part.finished.reason) == expected(prompt, sampling)
-                    return
 
 
 @pytest.fixture
@@ -112,13 +29,6 @@ def house(tmp_path: Path) -> Iterator[House]:
 def roomy(tmp_path: Path) -> Iterator[House]:
     """A runner with a context so long that no test reaches its end."""
     yield from build(tmp_path, 5000)
-
-
-def build(tmp_path: Path, max_model_len: int) -> Iterator[House]:
-    house = House(f"ipc://{tmp_path}/engine", max_model_len)
-    yield house
-    house.loop.close()
-    house.context.destroy(0)
 
 
 def test_hello_tokens_and_status(house: House) -> None:

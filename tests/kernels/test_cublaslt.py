@@ -1,7 +1,9 @@
 """The product's reference, which algorithm is taken for what lies where, and the search for it."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -223,22 +225,26 @@ class FakeTrial(search._Trial):
         shape = type("Shape", (), {"rows": rows})
         self._problem, self._operands = type("Problem", (), {"shape": shape}), operands
         self._hot = [algorithm(i).blob for i in hot]
-        self._alone = (b"", 0.0)  # the last kernel, and how long it has run
+        self._last = (b"", 0.0)  # the last kernel, and how long it has run
         self._seconds = {}
         self._known = {algorithm(i).blob: value for i, value in seconds.items()}
         self._broken = [algorithm(i).blob for i in broken]
         self._clock = 0.0
         self.launches: dict[int, int] = {}
+        self.is_running = False
+        self.pieces: list[float] = []  # seconds
+        self.proofs: list[tuple[int, int]] = []
+        self.broken_rows = {rows, rows - 8}
 
     def _launch(self, plan: object, count: int) -> None:
         blob = plan[1].blob  # type: ignore[index]
         self.launches[blob[0]] = self.launches.get(blob[0], 0) + count
         if self._known[blob] < 0:
             raise KernelError("it does not start")
-        last, alone = self._alone
+        last, alone = self._last
         alone = alone if last == blob else 0.0
         seconds = self._known[blob] * count * (2 if blob in self._hot and alone > 0.02 else 1)
-        self._alone = (blob, alone + seconds)
+        self._last = (blob, alone + seconds)
         self._clock += seconds
 
     def _elapsed(self, work: Callable[[], None]) -> float:
@@ -249,9 +255,30 @@ class FakeTrial(search._Trial):
     def _captured(self, plan: object, count: int) -> object:
         return type("Graph", (), {"replay": lambda _: self._launch(plan, count)})()
 
-    def _output(self, algorithm: Algorithm) -> torch.Tensor:
-        wrong = 0.001 if algorithm.blob in self._broken else 0.0
-        return torch.ones(4) + wrong * torch.tensor([1.0, 0, 0, 0])
+    @contextmanager
+    def _piece(self) -> Iterator[None]:
+        assert not self.is_running
+        begin, self.is_running = self._clock, True
+        yield
+        self.is_running = False
+        self.pieces.append(self._clock - begin)
+
+    def _agree(self, default: Algorithm, algorithm: Algorithm, weight: object, rows: int) -> bool:
+        self.proofs.append((algorithm.blob[0], rows))
+        return algorithm.blob not in self._broken or rows not in self.broken_rows
+
+
+T = TypeVar("T")
+
+
+def finished(pieces: Iterator[None] | Generator[None, None, T]) -> T | None:
+    """Run all pieces; return what the last one returns."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            result: T | None = end.value
+            return result
 
 
 def algorithm(number: int) -> Algorithm:
@@ -266,7 +293,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("plans")
 def test_slow_kernels_run_twice_and_no_more() -> None:
     trial = FakeTrial({1: 1e-4, 2: 5e-3, 3: 9e-5, 4: -1, 5: 1.9e-4})
-    trial.time(map(algorithm, (1, 2, 3, 4, 5, 3)))
+    finished(trial.time(map(algorithm, (1, 2, 3, 4, 5, 3))))
     assert trial.launches == {1: 7, 2: 2, 3: 7, 4: 1, 5: 7}
     assert trial.best(9) == [algorithm(i) for i in (3, 1, 5, 2)]
 
@@ -286,8 +313,8 @@ def test_the_fastest_that_is_right_wins(
     seconds: dict[int, float], broken: tuple[int, ...], winner: int
 ) -> None:
     trial = FakeTrial(seconds, broken)
-    trial.time(map(algorithm, seconds))
-    found = trial.finish(algorithm(1))
+    finished(trial.time(map(algorithm, seconds)))
+    found = finished(trial.finish(algorithm(1)))
     assert found.algorithm == algorithm(winner)
     assert found.seconds == pytest.approx(seconds[winner])
     assert found.default_seconds == pytest.approx(1e-4)
@@ -297,8 +324,8 @@ def test_the_fastest_that_is_right_wins(
 @pytest.mark.parametrize(("rows", "winner"), [(1023, 2), (1024, 3), (4096, 3)])
 def test_of_many_rows_the_fastest_under_load_wins(rows: int, winner: int) -> None:
     trial = FakeTrial({1: 1e-4, 2: 8e-5, 3: 9e-5}, rows=rows, hot=(2,))
-    trial.time(map(algorithm, (1, 2, 3)))
-    found = trial.finish(algorithm(1))
+    finished(trial.time(map(algorithm, (1, 2, 3))))
+    found = finished(trial.finish(algorithm(1)))
     assert found.algorithm == algorithm(winner)
     assert found.seconds == pytest.approx({2: 8e-5, 3: 9e-5}[winner])
 
@@ -306,9 +333,9 @@ def test_of_many_rows_the_fastest_under_load_wins(rows: int, winner: int) -> Non
 @pytest.mark.usefixtures("plans")
 def test_a_default_that_does_not_start() -> None:
     trial = FakeTrial({1: -1, 2: 1e-4})
-    trial.time(map(algorithm, (1, 2)))
+    finished(trial.time(map(algorithm, (1, 2))))
     with pytest.raises(KernelError, match="does not run"):
-        trial.finish(algorithm(1))
+        finished(trial.finish(algorithm(1)))
 
 
 def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,3 +344,30 @@ def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert search.describe(GUESS) == "64x16 cluster 1x2 option 2 swizzle 3"
     values |= {"tile": 9999, "splits": 4, "cluster": 51}
     assert search.describe(GUESS) == "tile 9999 cluster #51 option 2 swizzle 3 split 4"
+
+
+@pytest.mark.usefixtures("plans")
+@pytest.mark.parametrize("rows", [64, 1024])
+def test_pieces_are_short_and_stand_alone(rows: int) -> None:
+    """A kernel is launched twice at least; all else fits into some milliseconds."""
+    known = {i: i * 2e-4 for i in range(1, 12)}
+    trial = FakeTrial(known, rows=rows)
+    pieces = trial.time(map(algorithm, known))
+    for _ in pieces:
+        assert not trial.is_running
+    found = finished(trial.finish(algorithm(3)))
+    assert found is not None
+    assert found.algorithm == algorithm(1)
+    assert max(trial.pieces) <= 5e-3
+    assert trial.pieces[10] == pytest.approx(2 * known[11])
+
+
+@pytest.mark.usefixtures("plans")
+def test_what_differs_in_fewer_rows_is_not_taken() -> None:
+    trial = FakeTrial({1: 1e-4, 2: 8e-5, 3: 9e-5}, broken=(2,), rows=64)
+    trial.broken_rows = {56}
+    finished(trial.time(map(algorithm, (1, 2, 3))))
+    found = finished(trial.finish(algorithm(1)))
+    assert found is not None
+    assert found.algorithm == algorithm(3)
+    assert trial.proofs == [(2, 64), (2, 56), (3, 64), (3, 56), (3, 64), (3, 56)]

@@ -173,11 +173,11 @@ def save(operands: search.Operands, rows: int, algorithm: bytes) -> None:
 def test_tuned(dtype: torch.dtype, adds: bool) -> None:
     """What the search finds is right, is what then runs, and repeats its bits."""
     judge = Judge(f"tuned {dtype}{' to add' if adds else ''}")
-    operands = search.Operands(4096, 2048, dtype, 128, adds)
-    weight = operands.weights[0]
+    operands = search.Operands.random(4096, 2048, dtype, adds)
+    weight, rows_of_x, before = operands.weights[0], operands.x(128), operands.out(128)
 
     def product(n: int) -> torch.Tensor:
-        return matmul(operands.x[:n], weight, operands.before[:n].clone(), adds)
+        return matmul(rows_of_x[:n], weight, before[:n].clone(), adds)
 
     guessed = product(128)
     for rows in (16, 64, 128):
@@ -186,26 +186,27 @@ def test_tuned(dtype: torch.dtype, adds: bool) -> None:
         assert found.seconds <= found.default_seconds
         save(operands, rows, found.algorithm.blob)
         for n in (rows - 5, rows):
-            x = operands.x[:n]
+            x = rows_of_x[:n]
             exact = x.double() @ weight.double().t()
             naive = exact.bfloat16()
             if adds:
-                exact, naive = exact + operands.before[:n].double(), naive + operands.before[:n]
+                exact, naive = exact + before[:n].double(), naive + before[:n]
             judge.close(f"{n}", product(n), exact, naive)
             judge.repeats(f"{n}", lambda n=n: product(n))
-            plan = cublaslt.plan_of(x, weight, operands.out[:n], adds)
+            plan = cublaslt.plan_of(x, weight, before[:n].clone(), adds)
             judge.true(f"{n} runs the choice", plan.algorithm.blob == found.algorithm.blob)
             judge.true(f"{n} has the default's bits", same_bits(product(n), guessed[:n]))
     judge.verdict()
 
 
 def test_a_choice_that_cannot_run_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    operands = search.Operands(4096, 2048, torch.bfloat16, 64)
+    operands = search.Operands.random(4096, 2048, torch.bfloat16)
+    x = operands.x(64)
     found = search.search(operands, 64)
     save(operands, 64, found.algorithm.changed(tile=9999))
-    out = matmul(operands.x, operands.weights[0])
+    out = matmul(x, operands.weights[0])
     assert "tune again" in caplog.text
-    exact, naive = exact_and_naive(operands.x, operands.weights[0])
+    exact, naive = exact_and_naive(x, operands.weights[0])
     judge = Judge("default instead")
     judge.close("64", out, exact, naive)
     judge.verdict()

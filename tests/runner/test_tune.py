@@ -14,7 +14,6 @@ import pytest
 import torch
 from fixtures.models.checkpoints import FAMILIES, make_model, save
 from slipstream.config import EngineConfig
-from slipstream.kernels.gemm import op as gemm_op
 from slipstream.kernels.gemm import search, tuning
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape
 from slipstream.kernels.gemm.tuning import Choices, Machine, Product
@@ -94,29 +93,24 @@ def test_matrices_are_those_of_the_model(
 def test_fp8_leaves_the_head_alone(checkpoint: Path) -> None:
     config = EngineConfig(checkpoint=str(checkpoint), device="cpu", quantization="fp8")
     weights = weights_of(config, read_config(checkpoint), torch.bfloat16, KNOWN["sm_90a"])
-    assert not any(tune._adds(weight) for weight in weights)  # scales come between
+    assert not any(tune.adds_in_product(weight) for weight in weights)  # scales come between
     types = {weight.name: weight.dtype for weight in weights}
     assert types.pop("head") == torch.bfloat16
     assert set(types.values()) == {torch.float8_e4m3fn}
 
 
 class FakeOperands:
-    def __init__(
-        self, inputs: int, outputs: int, dtype: torch.dtype, max_rows: int, adds: bool
-    ) -> None:
+    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, adds: bool) -> None:
         self.sizes = (inputs, outputs, dtype, dtype, (inputs, inputs, outputs), 16, adds)
-        self.max_rows = max_rows
-        self.x = torch.empty(max_rows, inputs, dtype=dtype)
-        self.weights = [torch.empty(outputs, inputs, dtype=dtype)]
+
+    random = classmethod(lambda cls, *sizes: cls(*sizes))
 
     def shape(self, rows: int) -> GemmShape:
-        assert rows <= self.max_rows
         return GemmShape(rows, *self.sizes)
 
 
 def set_target(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    for module in (gemm_op, tune):
-        monkeypatch.setattr(module, "target_of", lambda device: target)
+    monkeypatch.setattr(tune, "target_of", lambda device: target)
 
 
 @pytest.fixture

@@ -9,6 +9,14 @@ from collections import deque
 
 from slipstream.core.sequence import Sequence, SequenceStatus
 
+# Exceptions after which every call to a CUDA context fails alike, or ranks are at different steps.
+_STICKY = {"AcceleratorError", "CUDARuntimeError", "CUDADriverError", "RankError"}
+
+
+def is_of_device(error: Exception) -> bool:
+    """Whether the device itself has failed, and is beyond repair."""
+    return bool(_STICKY & {kind.__name__ for kind in type(error).__mro__})
+
 
 class Bisection:
     """Groups of sequences, each of which runs by itself until one of its steps succeeds."""

@@ -24,7 +24,7 @@ from slipstream.core.stop import Ending, RawBytes
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.adapters import AdapterStore
 from slipstream.engine.answers import add_sequences, add_wanted, make_request, most_running
-from slipstream.engine.bisect import Bisection
+from slipstream.engine.bisect import Bisection, is_of_device
 from slipstream.engine.deadlines import Deadlines, overdue
 from slipstream.engine.device_drafts import DeviceDrafts
 from slipstream.engine.gauges import Gauges
@@ -42,8 +42,6 @@ from slipstream.wire import CancelCause, Figures, FinishReason, Rejected, Status
 _log = logging.getLogger(__name__)
 
 _MAX_FAILED = 8  # requests that fail with no step between that succeeds: the device is broken
-# Exceptions after which every call to a CUDA context fails alike, or ranks are at different steps.
-_STICKY = {"AcceleratorError", "CUDARuntimeError", "CUDADriverError", "RankError"}
 
 
 class LaunchedStep(MaskTaker, Protocol):
@@ -400,8 +398,7 @@ class Engine:
         are right, and a client that sends its request again can be served by the next engine.
         """
         _log.error("a step of %d rows failed", len(batch.rows), exc_info=error)
-        names = {kind.__name__ for kind in type(error).__mro__}
-        if names & _STICKY:
+        if is_of_device(error):
             self.fatal = error
             return
         for flight in self._flights:
@@ -412,6 +409,7 @@ class Engine:
         owners = self._scheduler.roll_back()
         if not owners:
             return
+        names = {kind.__name__ for kind in type(error).__mro__}
         is_short_of_memory = "OutOfMemoryError" in names
         culprit = self._bisection.fail(owners, batch.num_tokens, is_short_of_memory)
         if culprit is None:

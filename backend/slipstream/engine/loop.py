@@ -35,6 +35,7 @@ from slipstream import __version__, wire
 from slipstream.config import EngineConfig
 from slipstream.core.laps import Laps, process_age
 from slipstream.engine import drafter_choice
+from slipstream.engine.chores import Chores
 from slipstream.engine.engine import Engine
 from slipstream.engine.keepers import Keepers
 from slipstream.engine.reports import RequestLog, StatusLine
@@ -58,10 +59,13 @@ _SILENCE_S = 5.0  # bridges ping every second; one silent for longer is probed
 class EngineLoop:
     """A ROUTER socket around an `Engine`: accepts bridges, and sends each bridge its own tokens."""
 
-    def __init__(self, engine: Served, welcome: wire.Welcome, address: str) -> None:
+    def __init__(
+        self, engine: Served, welcome: wire.Welcome, address: str, chores: Chores | None = None
+    ) -> None:
         self.num_dropped = 0  # frames that were not messages, out of turn, or not applicable
         self.num_unknown = 0  # cancels of requests that are not there
         self._engine = engine
+        self._chores = chores or Chores(iter(()))
         engine.adapters.when_changed = self._publish_adapters
         self._welcome = welcome
         self._bridges: dict[bytes, wire.Hello] = {}  # connected bridges
@@ -91,8 +95,8 @@ class EngineLoop:
         try:
             while os.getppid() == self._parent:
                 self.turn(_IDLE_MS)
-                if self._engine.fatal is not None:
-                    _log.error("the runner is beyond repair: %s", self._engine.fatal)
+                if (fatal := self._engine.fatal or self._chores.fatal) is not None:
+                    _log.error("the runner is beyond repair: %s", fatal)
                     linger_ms = 1000
                     return 1
                 if self._keepers.are_gone_for_good and not self._engine.has_work:
@@ -100,6 +104,7 @@ class EngineLoop:
                     return UNUSED
             return 0
         finally:
+            self._chores.close()
             self._context.destroy(linger_ms)
 
     def turn(self, idle_ms: int) -> None:
@@ -108,6 +113,7 @@ class EngineLoop:
         if self._engine.adapters.is_loading:
             idle_ms = min(idle_ms, _LOADING_MS)
             self._engine.adapters.poll()
+            self._chores.put_off()
         self._engine.adapters.take_watched()
         if self._await_work(idle_ms):
             self._receive()
@@ -117,6 +123,7 @@ class EngineLoop:
                 self._receive()
             self._publish_load()
         if self._engine.has_work:
+            self._chores.put_off()
             outputs = self._engine.step()
             for bridge, rejected in self._engine.take_rejected():
                 if bridge in self._bridges:
@@ -134,11 +141,18 @@ class EngineLoop:
             self._probe(now - _SILENCE_S)
 
     def _await_work(self, idle_ms: int) -> bool:
-        """Wait up to `idle_ms` until there is something to do; return whether there is."""
-        return self._engine.has_work or bool(self._socket.poll(idle_ms))
+        """Wait up to `idle_ms` until there is something to do; return whether there is.
+
+        If there is nothing, a piece of the chores may run.
+        """
+        if self._engine.has_work or self._socket.poll(self._chores.wait_ms(idle_ms)):
+            return True
+        self._chores.run()
+        return False
 
     def close(self) -> None:
         """Close the socket, for callers that use `turn` instead of `run`."""
+        self._chores.close()
         self._context.destroy(0)
 
     # --- messages ------------------------------------------------------------------------------
@@ -382,7 +396,7 @@ def load(
         plan.device.type,
         edit_context.thinking is not None,
     )
-    loop = EngineLoop(engine, welcome, address)
+    loop = EngineLoop(engine, welcome, address, Chores(runner.chores(plan)))
     num_slots = 0 if runner.transfers is None else runner.transfers.num_slots
     _log.info("%s", plan.banner(runner.num_blocks, num_slots))
     laps.log(_log, "process ready")

@@ -12,12 +12,12 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.runtime.collection import without_collection
 from slipstream.layers.sliced import ROWS
 from slipstream.runner.plan import Plan
 from slipstream.runner.step_arrays import Layout, StepShape
@@ -35,6 +35,8 @@ _MIXED_TOKENS = (
 _MIXED_DECODES = (8, 32, 64, 96, 128, 160, 192, 224, 256)
 MAX_CHUNK_ROWS = 8  # of a step
 _log = logging.getLogger(__name__)
+# From a shape to a step without rows: its inputs lie in place; a call launches it.
+Prepare = Callable[[StepShape], Callable[[], Tensor]]
 
 
 def row_buckets(max_num_seqs: int) -> list[int]:
@@ -163,19 +165,6 @@ class Buckets:
         return StepShape(*sizes, self._has_drafts)
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Stop the garbage collector: what it frees, say an old graph, makes a capture invalid."""
-    was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 class _Bytes:
     """Device memory that something else owns."""
 
@@ -239,7 +228,8 @@ class Graphs:
         self, shape: StepShape, prepare: Callable[[StepShape], Callable[[], Tensor]]
     ) -> None:
         begin = time.perf_counter()
-        with _no_collection():
+        gc.collect()
+        with without_collection():
             self._adapted[shape] = self._made(shape, prepare(shape), "thread_local")
         seconds = time.perf_counter() - begin
         _log.info("CUDA graph of %s with adapters captured in %.2f s", shape, seconds)
@@ -252,12 +242,28 @@ class Graphs:
                 launches the step's kernels on the current stream, and returns the logits.
         """
         begin = time.perf_counter()
-        with _no_collection():
+        gc.collect()
+        with without_collection():
             for shape in self._buckets.shapes:
                 self._graphs[shape] = self._made(shape, prepare(shape), "global")
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
         _log.info("%d CUDA graphs captured in %.2f s", len(self._graphs), seconds)
+
+    def recaptured(
+        self, prepare: Prepare, prepare_adapted: Prepare, is_stale: Callable[[StepShape], bool]
+    ) -> Iterator[None]:
+        """Capture graphs of stale shapes anew, each by a `next`; no step may be in flight.
+
+        Where memory is too short the old graph stays.
+        """
+        for graphs, make in ((self._graphs, prepare), (self._adapted, prepare_adapted)):
+            stale = [shape for shape, graph in graphs.items() if graph and is_stale(shape)]
+            for shape in stale:
+                with torch.inference_mode(), without_collection():
+                    graphs[shape] = self._made(shape, make(shape), "thread_local") or graphs[shape]
+                torch.cuda.synchronize()
+                yield
 
     def _made(self, shape: StepShape, step: Callable[[], Tensor], mode: str) -> Captured | None:
         """Capture the graph of a step; None: memory is too short."""

@@ -87,12 +87,19 @@ def weights_of(
     decoder = _built(config, model, dtype, target)
     if not isinstance(decoder, Decoder):  # its matrices are not ours
         return []
+    found = tensors_of(decoder, dtype)
+    return [replace(weight, count=len(tensors)) for weight, tensors in found.items()]
+
+
+def tensors_of(decoder: Decoder, dtype: torch.dtype) -> dict[Weight, list[Tensor | None]]:
+    """Return the values of a decoder's matrices; None of a scheme with a form of its own."""
     norm = _norm_kind(decoder)
-    found: dict[Weight, int] = {}
+    found: dict[Weight, list[Tensor | None]] = {}
     for name, place in places(decoder):
-        weight = _weight(name, place, dtype, norm)
-        found[weight] = found.get(weight, 0) + 1
-    return [replace(weight, count=count) for weight, count in found.items()]
+        weights = place.linear.weights
+        values = weights.values if isinstance(weights, Matrix) else None
+        found.setdefault(_weight(name, place, dtype, norm), []).append(values)
+    return found
 
 
 def weight_bytes(

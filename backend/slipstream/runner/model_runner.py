@@ -1,7 +1,7 @@
 """Executes a `Batch` on the device: stage inputs, run the model, sample. Knows no request."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.residual import Residual
 from slipstream.layers.streaming import Streaming
 from slipstream.models.decoder import build_any
+from slipstream.runner import idle_tuning
 from slipstream.runner.adapter_rows import NONE, adapters_of
 from slipstream.runner.adapters import Active, Adapters
 from slipstream.runner.cache_dtype import log_scales
@@ -96,7 +97,7 @@ class ModelRunner:
         has_graphs = plan.attention.has_graphs and plan.model.build is None  # classes have none yet
         if has_graphs and plan.config.cuda_graphs:
             self._graphs = Graphs(buckets)
-            self._graphs.capture(self._prepare)
+            self._graphs.capture(self.padding)
             laps.lap("graphs")
         laps.log(_log, "runner")
 
@@ -114,7 +115,7 @@ class ModelRunner:
         )
         with jit.compile_ahead():
             for shape in [*buckets.shapes, alone, mixed]:
-                self._prepare(shape)()
+                self.padding(shape)()
             self._prepare_prompt()()
             self._warm_drafts(mixed)
             self._copy_blocks(Batch((), 0, copies=((0, 0),)))
@@ -122,8 +123,8 @@ class ModelRunner:
         largest = max(buckets.shapes, key=lambda shape: shape.num_tokens)
         left = left_on_gpu(
             plan.device,
-            lambda: [self._prepare(mixed)(), self._prepare_prompt()(), self._warm_drafts(mixed)],
-            [lambda: self._prepare(alone)(), lambda: self._prepare(largest)()],
+            lambda: [self.padding(mixed)(), self._prepare_prompt()(), self._warm_drafts(mixed)],
+            [lambda: self.padding(alone)(), lambda: self.padding(largest)()],
         )
         laps.lap("largest step")
         return left
@@ -241,8 +242,7 @@ class ModelRunner:
         shape = exact if found is None else found[0]
         arrays = self._builder.build(batch, shape, 0, 0)
         self._group.announce(batch, shape, arrays)
-        of_tokens = adapters_of(batch, shape)
-        with self.adapters.step(self.adapters.of(batch), of_tokens, shape, arrays):
+        with self.adapters.step(self.adapters.of(batch), adapters_of(batch, shape), shape, arrays):
             return self._forward(shape, self._stage(arrays))[arrays.samples].float()
 
     # --- a step --------------------------------------------------------------------------------
@@ -315,14 +315,15 @@ class ModelRunner:
         for cache in self._in_blocks:
             copy_blocks(pairs, cache)
 
-    def _prepare(self, shape: StepShape) -> Callable[[], Tensor]:
-        """Stage a step of nothing but padding; return what launches it."""
+    def padding(self, shape: StepShape) -> Callable[[], Tensor]:
+        """Stage a step of nothing but padding; return what launches it; no other runs meanwhile."""
         inputs = self._stage(self._builder.padding(shape))
         return lambda: self._step(shape, inputs)
 
-    def padding(self, shape: StepShape) -> Callable[[], object]:
-        """Return what runs a step of nothing but padding, to be timed; no other runs meanwhile."""
-        return self._prepare(shape)
+    def chores(self, plan: Plan) -> Iterator[None]:
+        """Return what an idle engine does, a piece at a time: measure GEMMs (`idle_tuning.py`)."""
+        prepares = self.padding, self._prepare_adapted
+        return idle_tuning.chores(plan, self._model, self._graphs, *prepares)
 
     def _prepare_adapted(self, shape: StepShape) -> Callable[[], Tensor]:
         """Stage a step of padding whose rows may have adapters; return what launches it."""
@@ -383,8 +384,7 @@ class ModelRunner:
     def _prepare_prompt(self) -> Callable[[], object]:
         """Return what makes the values of the largest piece of a prompt."""
         batch, count = largest_piece(self.vocab_size, self._dtype.itemsize)
-        shape, device = (count, self._hidden_size), self._tables.device
-        hidden = torch.zeros(shape, dtype=self._dtype, device=device)
+        hidden = self._tables.new_zeros((count, self._hidden_size), dtype=self._dtype)
         given = self._model.logits, self._dtype, self.vocab_size, self._is_sliced
         return lambda: Beside().make_prompts(batch, hidden, *given)
 

@@ -14,6 +14,7 @@ from slipstream import quant
 from slipstream.config import (
     BACKEND_MODELS,
     BLOCK_SIZES,
+    IDLE_TUNING,
     LOAD_FORMATS,
     MAX_TARGET_ITL,
     MIN_STUCK_AFTER_S,
@@ -372,6 +373,7 @@ def _check_fields(config: EngineConfig) -> None:
     for field, choices in (
         ("load_format", LOAD_FORMATS),
         ("backend_model", BACKEND_MODELS),
+        ("idle_tuning", IDLE_TUNING),
         ("quantization", quant.names()),
         ("speculation", SPECULATIONS),
     ):

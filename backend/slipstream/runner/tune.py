@@ -21,7 +21,7 @@ from slipstream.errors import ConfigError, StartError
 from slipstream.kernels.gemm import search, tuning
 from slipstream.kernels.gemm.cublaslt import DTYPES
 from slipstream.kernels.gemm.linear import choose
-from slipstream.kernels.gemm.op import PLAIN, spec_of
+from slipstream.kernels.gemm.op import ALIGNED, E4M3
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import Target, target_of
 from slipstream.runner.graphs import row_buckets
@@ -81,7 +81,7 @@ def _matrices(plan: Plan) -> list[Weight]:
     return [weight for weight in found if weight.outputs]
 
 
-def _adds(matrix: Weight) -> bool:
+def adds_in_product(matrix: Weight) -> bool:
     """Whether cuBLASLt adds the bias or residual; a product in e4m3 is scaled first."""
     return matrix.adds and matrix.dense_dtype == matrix.model_dtype
 
@@ -94,22 +94,42 @@ def _keeps_packed(matrix: Weight, rows: int, target: Target) -> bool:
 def _tune(matrix: Weight, rows: list[int], target: Target) -> Iterable[tuning.Choice]:
     """Search for numbers of rows with which cuBLASLt multiplies: packed weights in 16 bits then."""
     sizes = (matrix.inputs, matrix.outputs)
-    operands = search.Operands(*sizes, matrix.dense_dtype, max(rows), _adds(matrix))
+    operands = search.Operands.random(*sizes, matrix.dense_dtype, adds_in_product(matrix))
     for num_rows in rows:
         if matrix.packing is not None and _keeps_packed(matrix, num_rows, target):
             continue
-        spec = spec_of(operands.x[:num_rows], operands.weights[0], PLAIN)
-        if choose(spec).gemm.name != "cublaslt":
-            continue
-        found = search.search(operands, num_rows)
-        yield tuning.Choice(
-            product=tuning.Product.of(operands.shape(num_rows)),
-            rows=num_rows,
-            algorithm=found.algorithm.blob.hex(),
-            kernel=search.describe(found.algorithm),
-            microseconds=round(found.seconds * 1e6, 3),
-            default_microseconds=round(found.default_seconds * 1e6, 3),
-        )
+        if runs_by_cublaslt(matrix, num_rows, target):
+            yield choice_of(operands, num_rows, search.search(operands, num_rows))
+
+
+def choice_of(operands: search.Operands, rows: int, found: search.Found) -> tuning.Choice:
+    """Return what is kept of a search."""
+    return tuning.Choice(
+        product=tuning.Product.of(operands.shape(rows)),
+        rows=rows,
+        algorithm=found.algorithm.blob.hex(),
+        kernel=search.describe(found.algorithm),
+        microseconds=round(found.seconds * 1e6, 3),
+        default_microseconds=round(found.default_seconds * 1e6, 3),
+    )
+
+
+def runs_by_cublaslt(matrix: Weight, rows: int, target: Target) -> bool:
+    """Whether the product alone, of values as a GEMM multiplies them, is cuBLASLt's."""
+    dtype = matrix.dense_dtype
+    plain = matrix.spec(rows, target)._replace(
+        x=dtype,
+        weight=dtype,
+        out=torch.bfloat16 if dtype == E4M3 else dtype,
+        norm="",
+        scales="",
+        bias=False,
+        gate="",
+        residual=False,
+        x_pitch=matrix.inputs * dtype.itemsize % ALIGNED == 0,
+        packing=None,
+    )
+    return choose(plain).gemm.name == "cublaslt"
 
 
 def _line(matrix: Weight, choice: tuning.Choice) -> str:

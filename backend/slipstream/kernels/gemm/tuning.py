@@ -84,6 +84,11 @@ class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return blob
 
 
+def reach(rows: int) -> int:
+    """Return the most rows whose choice is taken for fewer: for so many."""
+    return rows + max(16, rows // 8)
+
+
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int
     machine: Machine
@@ -103,7 +108,7 @@ class Choices:
         """Return the algorithm measured for so many rows, or for a few more; else None."""
         measured = self._rows.get(product, [])
         index = bisect.bisect_left(measured, rows)
-        if index == len(measured) or measured[index] > rows + max(16, rows // 8):
+        if index == len(measured) or measured[index] > reach(rows):
             return None
         return self._blobs[product][measured[index]]
 
