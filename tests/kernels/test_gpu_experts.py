@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fixtures.kernels.checking import Judge, poison, same_bits, short
-from fixtures.kernels.expert_cases import Case, Sizes, make_case
+from fixtures.kernels.expert_cases import Case, Sizes, drawn_scores, make_case
 from slipstream.kernels.experts.combine import combine
 from slipstream.kernels.experts.grouped import SKINNY_ROWS, TILE_ROWS, down, gate_up
 from slipstream.kernels.experts.route import choose, placed, route
@@ -27,6 +27,11 @@ ROUTINGS = [
     Routing(300, 6, Score.SPARSEMIXER, jitter=0.2),
     Routing(512, 10),
     Routing(1, 1),
+    Routing(256, 8, Score.SIGMOID, normalises=True, factor=2.5, groups=8, top_groups=4),
+    Routing(160, 6, factor=16.0, groups=8, top_groups=3),
+    Routing(12, 3, Score.SIGMOID, groups=6, top_groups=2),
+    Routing(512, 16, Score.SIGMOID, groups=64, top_groups=7),
+    Routing(320, 16, groups=64, top_groups=40),
 ]
 SHAPES = [
     (Sizes(8, 2, 256, 128), (1, 2, 3, 9, 40, 150)),
@@ -157,6 +162,32 @@ def test_in_a_graph_the_choice_is_made_anew() -> None:
             graph.replay()
             torch.cuda.synchronize()
             assert same_bits(out, case.run(rows, residual)), f"{n} rows, seed {seed}"
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 40])
+def test_groups_in_a_graph(num_rows: int) -> None:
+    """A replay chooses anew; no number stays in its row, and a row is what it is alone."""
+    routing = Routing(256, 8, Score.SIGMOID, True, 2.5, groups=8, top_groups=4)
+    correction = torch.linspace(-0.2, 0.2, 256, device="cuda")
+    logits = torch.zeros(num_rows, 256, dtype=torch.bfloat16, device="cuda")
+    route(logits, routing, 16, correction)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = route(logits, routing, 16, correction)
+    for seed in range(6):
+        logits.copy_(drawn_scores(num_rows, 256, seed, ties=seed % 2 == 0))
+        alone = route(logits[-1:].clone(), routing, 16, correction)
+        if num_rows > 1:
+            logits[0, seed::7] = (float("nan"), float("inf"), float("-inf"))[seed % 3]
+        graph.replay()
+        torch.cuda.synchronize()
+        for name, found in zip(out._fields[:5], out[:5], strict=True):
+            again = getattr(route(logits, routing, 16, correction), name)
+            assert same_bits(found, again), f"{name}, seed {seed}"
+        assert same_bits(out.experts[-1:], alone.experts)
+        assert same_bits(out.weights[-1:], alone.weights)
+        for chosen in out.experts.tolist():
+            assert len({*chosen} & {*range(256)}) == 8
 
 
 def test_no_rows() -> None:

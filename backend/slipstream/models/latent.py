@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from slipstream.kernels.experts.spec import MAX_EXPERTS, MAX_TOP_K, Routing, Score
+from slipstream.kernels.experts.spec import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, Routing, Score
 from slipstream.layers.dims import ExpertsConfig, LatentConfig
 from slipstream.models.axes import Axes, TensorNames
 from slipstream.models.reader import Reader
@@ -98,13 +98,17 @@ def sigmoid_experts(config: Reader, normalises: bool) -> tuple[ExpertsConfig, fr
 
 def with_groups(config: Reader, routing: Routing) -> Routing:
     """Return the routing with the groups of experts that are chosen first, if there are such."""
-    groups = config.whole("n_group") if config.has("n_group") else 1
+    if routing.top_k > routing.num_experts:
+        raise config.refusal("num_experts_per_tok", f"is above {routing.num_experts} experts")
+    groups = config.whole("n_group", most=MAX_GROUPS) if config.has("n_group") else 1
     if groups == 1:
         return routing
-    best = config.whole("topk_group", most=groups)
+    best, size = config.whole("topk_group", most=groups), routing.num_experts // groups
     if routing.num_experts % groups:
         raise config.refusal("n_group", f"does not divide {routing.num_experts} experts")
-    if routing.num_experts // groups * best < routing.top_k:
+    if size == 1 and routing.score is Score.SIGMOID:
+        raise config.refusal("n_group", "leaves groups of one expert, which count by two")
+    if size * best < routing.top_k:
         raise config.refusal("topk_group", f"leaves fewer than {routing.top_k} experts")
     return replace(routing, groups=groups, top_groups=best)
 

@@ -1,6 +1,6 @@
 // Routing of rows to experts: a warp chooses for a row; then every pair of a row and an expert gets its place in the
 // order of experts. No sum or place depends on what runs when.
-// -D ELEMENT (T: of logits), VALUES (experts of a lane)
+// -D ELEMENT (T: of logits), VALUES (experts of a lane), GROUPED (1: groups of experts are chosen first)
 #include "runtime/common.cuh"
 #include "runtime/scan.cuh"
 
@@ -9,7 +9,9 @@ constexpr int WARPS = THREADS / 32;
 constexpr int MAX_PAIRS = 128;  // that one CTA routes
 constexpr int MAX_EXPERTS = 512;
 constexpr int OWN = 4;  // pairs of a thread at once
+constexpr int MAX_GROUPS = 64;
 static_assert(MAX_EXPERTS <= THREADS, "a thread an expert");
+static_assert(MAX_GROUPS == 2 * 32, "a lane has two groups");
 
 enum Score { SOFTMAX, SIGMOID, SPARSEMIXER };
 
@@ -23,6 +25,7 @@ struct Choice {
   int score;
   bool normalises;
   float factor, reach;
+  int groups, top_groups;
 };
 struct Plan {
   int *order, *offsets, *tiles;
@@ -30,11 +33,14 @@ struct Plan {
   int tile_rows;
 };
 
-// Of the same order as the numbers, above zero; of both zeros the same.
+// Of the same order as the numbers, above zero; of both zeros the same; NaN is above all.
 DEVICE u32 ordered(float value) {
+  if (value != value) return 0xffffffffu;
   const u32 bits = value == 0.0f ? 0 : __float_as_uint(value);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
+// What `ordered` had; zero where that was either.
+DEVICE float number_of(u32 key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
 DEVICE u32 highest(u32 value) {
   u32 result;
   asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(result) : "r"(value));
@@ -68,6 +74,9 @@ struct Row {
       key[i] = real ? ordered(by) : 0;
     }
     if (choice.score == SOFTMAX) soften();
+#if GROUPED
+    keep_groups(choice);
+#endif
   }
 
   // The expert of the highest key, and its logit and score in every lane; it is taken out.
@@ -107,6 +116,42 @@ struct Row {
   }
 
  private:
+  // Experts outside of the best groups go below all numbers; of equal groups the lower are chosen. A group counts by
+  // its best expert or, of logistic scores, by the sum of its best two.
+  DEVICE void keep_groups(const Choice& choice) {
+    const u32 lane = threadIdx.x % 32, size = choice.num_experts / choice.groups;
+    u32 low = 0, high = 0;  // of groups `lane` and `lane + 32`; 0: none, or chosen
+    for (u32 group = 0; group < u32(choice.groups); ++group) {
+      const u32 score = score_of(lane, group * size, size, choice.score == SIGMOID);
+      if (lane == group) low = score;
+      if (lane + 32 == group) high = score;
+    }
+    u64 kept = 0;
+    for (int rank = 0; rank < choice.top_groups; ++rank) {
+      const u32 best = highest(max(low, high));
+      const u32 group = lowest(low == best ? lane : high == best ? lane + 32 : 0xffffffffu);
+      kept |= u64(1) << group;
+      if (lane == group) low = 0;
+      if (lane + 32 == group) high = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i)
+      if (key[i] != 0 && !(kept >> (lane + 32 * i) / size & 1)) key[i] = ordered(-INFINITE);
+  }
+  // Of the experts from `begin` on; the same in every lane.
+  DEVICE u32 score_of(u32 lane, u32 begin, u32 size, bool by_two) const {
+    u32 first = 0, second = 0;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i) {
+      if (lane + 32 * i - begin >= size) continue;
+      second = max(second, min(first, key[i]));
+      first = max(first, key[i]);
+    }
+    const u32 best = highest(first);
+    if (!by_two) return best;
+    const u32 owner = lowest(first == best ? lane : 32u);
+    return ordered(number_of(best) + number_of(highest(lane == owner ? second : first)));
+  }
   DEVICE void soften() {
     float most = -INFINITE;
 #pragma unroll
@@ -175,14 +220,15 @@ struct Places {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     route_once(const T* logits, i64 stride, const float* correction, int* experts, float* weights, i64 num_rows,
-              i64 num_experts, i64 top_k, i64 score, i64 normalises, float factor, float reach, int* order,
-              int* offsets, int* tiles, i64 room, i64 tile_rows) {
+              i64 num_experts, i64 top_k, i64 score, i64 normalises, float factor, float reach, i64 groups,
+              i64 top_groups, int* order, int* offsets, int* tiles, i64 room, i64 tile_rows) {
   __shared__ int chosen[MAX_PAIRS];
   __shared__ u64 sums[WARPS];
   start_next();
   wait_for_previous();
   const Choice choice{logits,           stride,     correction,      experts, weights, int(num_rows), int(num_experts),
-                      int(top_k), int(score), normalises != 0, factor,  reach};
+                      int(top_k), int(score), normalises != 0, factor,  reach,
+                      int(groups),      int(top_groups)};
   const Plan plan{order, offsets, tiles, int(room), int(tile_rows)};
   const int thread = threadIdx.x, num_pairs = int(num_rows * top_k);
   for (int row = thread / 32; row < num_rows; row += WARPS) choose_for(choice, row, chosen);
@@ -204,11 +250,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 extern "C" __global__ void __launch_bounds__(128)
     choose(const T* logits, i64 stride, const float* correction, int* experts, float* weights, i64 num_rows,
-           i64 num_experts, i64 top_k, i64 score, i64 normalises, float factor, float reach) {
+           i64 num_experts, i64 top_k, i64 score, i64 normalises, float factor, float reach, i64 groups, i64 top_groups) {
   start_next();
   wait_for_previous();
   const Choice choice{logits,           stride,     correction,      experts, weights, int(num_rows), int(num_experts),
-                      int(top_k), int(score), normalises != 0, factor,  reach};
+                      int(top_k), int(score), normalises != 0, factor,  reach,
+                      int(groups),      int(top_groups)};
   const int row = blockIdx.x * 4 + threadIdx.x / 32;
   if (row < num_rows) choose_for(choice, row, nullptr);
 }

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.experts.spec import MAX_EXPERTS, MAX_TOP_K, Routing, Score
+from slipstream.kernels.experts.spec import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, Routing, Score
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 
@@ -125,15 +125,15 @@ def _sparsemixer(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
 # ---- on a GPU ----
 
 
-def _variant(dtype: torch.dtype, values: int) -> jit.Variant:
-    return jit.variant("experts/route.cu", dtype, VALUES=values)
+def _variant(dtype: torch.dtype, values: int, is_grouped: bool) -> jit.Variant:
+    return jit.variant("experts/route.cu", dtype, VALUES=values, GROUPED=int(is_grouped))
 
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     for dtype in jit.DTYPES:
-        for values in _VALUES:
-            yield _variant(dtype, values)
+        for values, is_grouped in itertools.product(_VALUES, (False, True)):
+            yield _variant(dtype, values, is_grouped)
 
 
 @route.cuda
@@ -146,7 +146,7 @@ def _route(
     jit.type_name(logits.dtype)
     jit.require(num_experts <= MAX_EXPERTS, "route: {} experts > {}", num_experts, MAX_EXPERTS)
     jit.require(top_k <= min(MAX_TOP_K, num_experts), "route: {} experts of a row", top_k)
-    jit.require(routing.groups == 1, "route: no kernel chooses groups of experts")
+    jit.require(routing.groups <= MAX_GROUPS, "route: {} groups > {}", routing.groups, MAX_GROUPS)
     jit.require(logits.stride(1) == 1, "route: elements of a row must be contiguous")
     pairs = num_rows * top_k
 
@@ -161,10 +161,13 @@ def _route(
     if num_rows == 0:
         offsets.zero_()
         return routed
-    wanted = _variant(logits.dtype, next(v for v in _VALUES if 32 * v >= num_experts))
+    values = next(v for v in _VALUES if 32 * v >= num_experts)
+    wanted = _variant(logits.dtype, values, routing.groups > 1)
     how = (routing.score.value, int(routing.normalises), routing.factor, 2 * routing.jitter)
+    best = (routing.groups, routing.top_groups)
     given = 0 if correction is None else correction
-    chosen = (logits, logits.stride(0), given, experts, weights, num_rows, num_experts, top_k, *how)
+    sizes = (num_rows, num_experts, top_k)
+    chosen = (logits, logits.stride(0), given, experts, weights, *sizes, *how, *best)
     planned = (order, offsets, tiles, len(tiles), tile_rows)
     if pairs <= _PAIRS_OF_ONE:
         once = (*chosen, *planned)

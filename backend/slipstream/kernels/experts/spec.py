@@ -5,6 +5,7 @@ from enum import Enum
 
 MAX_EXPERTS = 512  # of kernels
 MAX_TOP_K = 32
+MAX_GROUPS = 64
 
 
 class Score(Enum):
