@@ -74,7 +74,7 @@ class Page:
             raise PageError(details.get("exception", {}).get("description", details["text"]))
         return found["result"].get("value")
 
-    def wait(self, expression: str, timeout_s: float = 60.0) -> None:
+    def wait(self, expression: str, timeout_s: float = 120.0) -> None:
         """Return once an expression is true. Raises PageError."""
         end = time.monotonic() + timeout_s
         while not self.run(f"(async () => Boolean(await ({expression})))()"):

@@ -82,7 +82,7 @@ class Ear:
 
     def wait(self) -> object:
         """Return the next message that it received."""
-        return self.heard.get(timeout=60)
+        return self.heard.get(timeout=120)
 
 
 @pytest.fixture
@@ -180,7 +180,7 @@ def test_the_end_of_the_engine_is_noticed_at_once_and_the_next_one_is_found(link
     begin = time.monotonic()
     peer.kill()
     assert ear.wait() == "lost"
-    assert time.monotonic() - begin < 60  # pings alone would take 90 s to tell
+    assert time.monotonic() - begin < 80  # pings alone would take 90 s to tell
     with pytest.raises(ContractError, match="UNAVAILABLE"):
         connection.send(wire.Cancel(1))
     start()
@@ -197,7 +197,7 @@ def test_an_engine_that_stands_still_does_not_answer_in_time(link):
     begin = time.monotonic()
     with pytest.raises(ContractError, match="UNAVAILABLE: the engine did not answer within"):
         connection.request_status(0.3)
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 120
     peer.process.send_signal(signal.SIGCONT)
     assert connection.request_status(30).running == 3
 
@@ -222,7 +222,7 @@ def test_hello_carries_protocol_version_name_and_process(address):
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(address)
         connection = Connection(address, "ensemble", Ear(), lambda: None)
-        assert router.poll(60_000)
+        assert router.poll(120_000)
         _, frame = router.recv_multipart()
         hello = wire.Hello(wire.PROTOCOL, __version__, "ensemble", os.getpid())
         assert wire.decode_engine(frame) == hello
@@ -257,7 +257,7 @@ def test_what_is_sent_does_not_wait_until_nothing_comes(address):
             router.send_multipart([who, wire.encode(wire.StepOutputs(step, 2, []))])
         connection.send(wire.Submit(1, pack([1]), SamplingParams(max_tokens=1), 0))
         while True:
-            assert router.poll(60_000)
+            assert router.poll(120_000)
             message = wire.decode_engine(router.recv_multipart()[1])
             if isinstance(message, wire.Submit):
                 break
@@ -267,8 +267,13 @@ def test_what_is_sent_does_not_wait_until_nothing_comes(address):
     assert heard < num_steps // 2
 
 
-def test_an_answer_is_heard_though_somebody_sends_just_as_it_comes(link):
-    """A send sees what has come, and the descriptor does not signal that to the thread again."""
+def test_an_answer_is_heard_though_somebody_sends_just_as_it_comes(link, monkeypatch):
+    """A send sees what has come, and the descriptor does not signal that to the thread again.
+
+    Nor does the thread look by itself here.
+    """
+    monkeypatch.setattr("slipstream.bridge.connection._POLL_MS", 600_000)
+    monkeypatch.setattr("slipstream.bridge.connection._PING_S", 600.0)
     connection, _, start = link
     start("silent")
     assert connection.wait_welcome(180)
@@ -282,15 +287,14 @@ def test_an_answer_is_heard_though_somebody_sends_just_as_it_comes(link):
 
     sender = threading.Thread(target=send)
     sender.start()
-    took_s = []
-    while sender.is_alive() and len(took_s) < 300:
-        begin = time.monotonic()
-        connection.request_status(30)
-        took_s.append(time.monotonic() - begin)
-    is_over.set()
-    sender.join()
-    late = [s for s in took_s if s > 0.2]  # it looks by itself every 250 ms
-    assert len(late) <= len(took_s) / 50, took_s
+    try:
+        for _ in range(300):
+            if not sender.is_alive():
+                break
+            connection.request_status(120)  # raises if nobody heard the answer
+    finally:
+        is_over.set()
+        sender.join()
 
 
 def test_no_descriptor_is_left(address):
@@ -302,6 +306,6 @@ def test_no_descriptor_is_left(address):
         connection.close()
     begin = time.monotonic()
     while len(os.listdir("/proc/self/fd")) > before:  # other tests' servers open some for a moment
-        assert time.monotonic() - begin < 30
+        assert time.monotonic() - begin < 120
         time.sleep(0.05)
     peer.kill()

@@ -37,7 +37,7 @@ def test_the_next_response_waits_for_the_acknowledgement_of_the_last(desk, flow)
     assert reply.ids == list(range(10))
     flow.taker.acknowledge(slot, first + 1)
     desk.calls.take(step(wire.Tokens(number, 0, [], [], finished=finished())))
-    assert reply.done.wait(30)
+    assert reply.done.wait(120)
 
 
 class Leaving(Recorder):
@@ -112,7 +112,7 @@ def test_alone_a_drop_is_concluded_only_from_an_idle_postprocessing(desk, flow):
 
 @pytest.mark.parametrize("how", ["later", "idle", "ended", "killed"])
 def test_of_several_processes_each_must_have_passed_it(desk, flow, monkeypatch, how):
-    process = subprocess.Popen(["sleep", "60"])
+    process = subprocess.Popen(["sleep", "600"])
     with monkeypatch.context() as patch:
         patch.setattr(os, "getpid", lambda: process.pid)
         other = Taker(flow.other_end)

@@ -15,7 +15,7 @@ from fixtures.bridge.replicated import Client
 from slipstream.config import EngineConfig
 from slipstream_serve.server import repository_root
 
-pytestmark = pytest.mark.rest
+pytestmark = [pytest.mark.rest, pytest.mark.timeout(900)]
 SETTINGS = {"load_format": "random", "device": "cpu", "block_size": 8}
 TENSOR, PIPELINE = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

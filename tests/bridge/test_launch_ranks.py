@@ -12,6 +12,7 @@ from slipstream.config import EngineConfig
 
 
 @pytest.mark.rest
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("field", ["tensor_parallel", "pipeline_parallel"])
 def test_ranks_live_and_die_together(field, tmp_path, checkpoint, monkeypatch):
     """A rank that is killed, and one that is stopped, cost a start of all; none is left behind."""

@@ -53,7 +53,7 @@ def siblings(tmp_path: Path) -> Iterator[Siblings]:
     siblings.close()
 
 
-def wait_for(siblings: Siblings, faults: list[str], timeout_s: float = 60.0) -> None:
+def wait_for(siblings: Siblings, faults: list[str], timeout_s: float = 120.0) -> None:
     begin = time.monotonic()
     while siblings.look() != faults:
         assert time.monotonic() - begin < timeout_s, (siblings.look(), faults)

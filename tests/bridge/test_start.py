@@ -75,7 +75,7 @@ def test_of_a_crowd_that_left_one_reaches_an_idle_engine_and_is_taken_back(house
     first, *rest = [house.start(is_gone=True) for _ in range(5)]
     assert house.events == ["Submit", "asked", "Cancel", *["asked"] * 4]
     assert not house.bridge.calls.snapshot()
-    assert first.done.wait(60)
+    assert first.done.wait(120)
     assert all(reply.done.is_set() for reply in rest)
     assert not any(reply.error for reply in (first, *rest))
     house.events.clear()

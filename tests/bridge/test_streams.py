@@ -34,7 +34,7 @@ def test_streams_of_many_calls_are_in_order_and_each_has_one_end(desk):
         desk.calls.take(step(*(wire.Tokens(n, 0, [position], []) for n in numbers)))
     desk.calls.take(step(*(wire.Tokens(n, 0, [50], [], finished=finished()) for n in numbers)))
     for reply in replies:
-        assert reply.done.wait(30)
+        assert reply.done.wait(120)
         assert reply.ids == list(range(51))
         assert reply.num_after_end == 0
         assert reply.error is None
@@ -61,7 +61,7 @@ def test_what_piles_up_while_a_response_is_sent_leaves_as_one(desk):
         desk.calls.take(step(wire.Tokens(number, 0, [position], [])))
     desk.calls.take(step(wire.Tokens(number, 0, [], [], finished=finished())))
     reply.is_free.set()
-    assert reply.done.wait(30)
+    assert reply.done.wait(120)
     assert reply.ids == list(range(20))
     assert len(reply.responses) == 2
 
@@ -74,7 +74,7 @@ def test_without_streaming_there_is_one_response(desk):
     time.sleep(0.05)
     assert reply.responses == []
     desk.calls.take(step(wire.Tokens(number, 0, [20], [], finished=finished())))
-    assert reply.done.wait(30)
+    assert reply.done.wait(120)
     assert [ids for ids, _ in reply.responses] == [list(range(21))]
 
 
@@ -88,7 +88,7 @@ def test_a_call_of_several_sequences_ends_after_the_last_of_them(desk):
     assert not reply.done.is_set()
     number, index = ends[-1]
     desk.calls.take(step(wire.Tokens(number, index, [index], [], finished=finished())))
-    assert reply.done.wait(30)
+    assert reply.done.wait(120)
     assert len(reply.responses) == 6
     assert reply.num_after_end == 0
 
@@ -99,7 +99,7 @@ def test_an_id_that_is_running_is_refused_without_harm_and_free_again_after_the_
     with pytest.raises(ContractError, match=r"ALREADY_EXISTS.*42"):
         desk.open(second, request_id="42")
     desk.calls.take(step(wire.Tokens(number, 0, [1], [], finished=finished())))
-    assert first.done.wait(30)
+    assert first.done.wait(120)
     assert first.ids == [1]
     desk.open(second, request_id="42")
 
@@ -134,7 +134,7 @@ def test_stop_lets_the_engine_end_the_call(desk):
     assert desk.cancelled() == [(number, wire.CancelCause.STOP)]
     end = finished(wire.FinishReason.CANCELLED)
     desk.calls.take(step(wire.Tokens(number, 0, [1], [], finished=end)))
-    assert reply.done.wait(30)
+    assert reply.done.wait(120)
     assert reply.error is None
 
 
@@ -165,7 +165,7 @@ def test_an_error_of_one_sequence_ends_its_call_alone(desk):
     (neighbour,) = desk.open(other).routes
     end = wire.Finished(wire.FinishReason.ERROR, 1, 1, PERF, error="NaN in the logits")
     desk.calls.take(step(wire.Tokens(number, 0, [], [], finished=end)))
-    assert reply.done.wait(30)
+    assert reply.done.wait(120)
     assert str(reply.error) == "INTERNAL: NaN in the logits"
     desk.calls.reject(wire.Rejected(neighbour, "INVALID_ARGUMENT", "too long"))
     assert str(other.error) == "INVALID_ARGUMENT: too long"
@@ -186,7 +186,7 @@ def test_a_response_that_cannot_be_made_ends_the_call_with_an_error_that_tells_n
     reply = Recorder()
     (number,) = desk.open(reply).routes
     desk.calls.take(step(wire.Tokens(number, 0, [7777], [])))
-    assert reply.done.wait(30)
+    assert reply.done.wait(120)
     assert str(reply.error) == "INTERNAL: the response could not be made"
     assert desk.cancelled() == [(number, wire.CancelCause.FAILED)]
 
@@ -248,7 +248,7 @@ def test_nothing_of_a_call_that_has_ended_waits_to_be_collected(desk, end):
         desk.calls.take(step(wire.Tokens(request, 0, [5], [])))
         ENDS[end](desk, call, request)
         desk.calls.end_cancelled(math.inf)
-        assert reply.done.wait(30)
+        assert reply.done.wait(120)
         del call, reply
         desk.senders.close()  # each of its threads keeps the last stream that it had
         assert [each() for each in kept] == [None] * 3

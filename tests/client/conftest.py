@@ -20,4 +20,4 @@ def served() -> Iterator[tuple[Triton, str]]:
     """A model that answers, and its address."""
     triton, server, url = start()
     yield triton, url
-    server.stop(grace=None).wait(30)
+    server.stop(grace=None).wait(120)

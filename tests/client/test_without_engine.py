@@ -67,7 +67,7 @@ def refused() -> list[str]:
 
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", REFUSING + code, *arguments, json.dumps(refused())]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
 def test_the_engine_is_not_among_the_dependencies() -> None:

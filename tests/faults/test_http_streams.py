@@ -29,7 +29,7 @@ from slipstream_serve.triton import CONTROL_HEADER, Endpoints, ServeError, Trito
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls", "vllm_model")
 PACE_S = 0.1  # so slow that all are there at once on any machine
 LOAD_S = 5.0  # of a model whose process starts slowly
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 @pytest.fixture(scope="module")

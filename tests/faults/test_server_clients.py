@@ -66,7 +66,7 @@ def check_slow_readers(oracle: Oracle, number: int, max_tokens: int, record) -> 
         growth = rss_mib(client.server.pid) - before
         record("RSS growth, MiB", growth)
         assert growth < number * max_tokens * KIB_A_RESPONSE / 1024 + RSS_SLACK_MIB
-        wait_until(lambda: readers.num_read >= number, 60)
+        wait_until(lambda: readers.num_read >= number, 120)
         with oracle.storm(questions):
             pass
     assert oracle.judge("nobody") == []

@@ -68,7 +68,7 @@ def health(client: Client) -> tuple[int, dict[str, object], float]:
     begin = time.monotonic()
     command = [sys.executable, "-m", "slipstream_client.cli", "health", "--json"]
     command += ["--grpc-port", client.address.rpartition(":")[2]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     return done.returncode, json.loads(done.stdout), time.monotonic() - begin
 
 
@@ -140,7 +140,7 @@ def test_health_tells_of_what_stands_still(client: Client, record_property, who:
         assert_unhealthy(client, record_property, words)
     finally:
         os.kill(stopped, signal.SIGCONT)
-    wait_served(client, 60)
+    wait_served(client, 120)
     code, said, _ = health(client)
     assert code == 0, said
 
@@ -150,13 +150,13 @@ def test_health_tells_of_what_is_dead(
     client: Client, supervision: Supervision, record_property
 ) -> None:
     def end_engine() -> None:
-        wait_served(client, 30)
+        wait_served(client, 120)
         os.kill(engine_pid(client), signal.SIGKILL)
         time.sleep(0.3)  # it has a request until its socket is closed
 
     words = "UNAVAILABLE: the engine"
     assert_unhealthy(client, record_property, words, provoke=end_engine)
-    wait_served(client, 30)
+    wait_served(client, 120)
     for model in (*STUBS, "slipstream_health"):
         kill([client.stub(model)])
         assert_unhealthy(client, record_property, model)
@@ -184,13 +184,13 @@ def test_a_loaded_server_is_a_healthy_one(client: Client) -> None:
         thread.start()
     begin = time.monotonic()
     while not client.health()["waiting"]:
-        assert time.monotonic() - begin < 30
+        assert time.monotonic() - begin < 120
     code, said, _ = health(client)
     assert code == 0, said
     assert "token_s" not in said
     for thread in threads:
         thread.join(120)
-    client.wait_idle(60)
+    client.wait_idle(120)
 
 
 # --- under slipstream serve -----------------------------------------------------------------------
@@ -222,7 +222,7 @@ def test_a_process_that_dies_idle_is_replaced_and_nobody_notices(
                 lambda model=model: kill_idle(client, supervision, lines, model),
                 lambda what, seconds, model=model: record_property(f"{model} {what}", seconds),
             )
-        wait_served(client, 60)
+        wait_served(client, 120)
     assert (engine_pid(client), client.server.pid) == (pid, server), lines
 
     def is_told(page: Page) -> bool:
@@ -244,7 +244,7 @@ def test_nobody_asks_a_dead_process_while_its_repair_waits(
     with supervision.on() as lines:
         wait_line(lines, "the process of model postprocessing ended; loaded postprocessing")
     assert client.server.pid == server, lines
-    wait_served(client, 60)
+    wait_served(client, 120)
 
 
 def test_who_is_asked_of_another_model_is_not_harmed(
@@ -268,7 +268,7 @@ def test_who_is_asked_of_another_model_is_not_harmed(
         assert told, found
         assert 1 <= int(told[1]) <= 7, found
         client.generate("tensorrt_llm_bls", text_input=PROMPT, max_tokens=2)
-        wait_line(lines, "started tritonserver again", timeout_s=90)
+        wait_line(lines, "started tritonserver again", timeout_s=120.0)
     ours = [each for each in oracle.outcomes if each.ask.model == "tensorrt_llm_bls"]
     assert sum(each.error is not None for each in ours) >= int(told[1]) - 1  # a probe may be one
     check_repaired(oracle, {"tensorrt_llm_bls"}, killed_s)
@@ -314,7 +314,7 @@ def test_a_stage_that_dies_at_work(
         if model == "tensorrt_llm":  # of the stages, another process may have had all the work
             wait_line(lines, "started tritonserver again")
     assert len(client.stubs(model)) == num_stubs  # with the server or without: nothing is left
-    wait_served(client, 10)
+    wait_served(client, 120)
     check_repaired(oracle, concerned, killed_s)
     assert engine_pid(client) == pid
 
@@ -339,8 +339,8 @@ def test_an_acknowledgement_that_dies_with_its_process_is_an_error(
         if is_watched:
             lose()
         wait_line(lines, r"repair \d+,")
-        wait_served(client, 10)
-    client.wait_idle(60)
+        wait_served(client, 120)
+    client.wait_idle(120)
 
 
 @pytest.mark.slow
@@ -361,9 +361,9 @@ def test_a_server_that_is_dead_or_stands_still_is_started_again(
             wait_line(lines, "started tritonserver again")
             record_property(f"{number.name}: repaired", time.monotonic() - begin)
             assert time.monotonic() - begin < REPAIRED_S
-            wait_served(client, 5)
+            wait_served(client, 120)
     assert engine_pid(client) == pid
-    client.wait_idle(60)
+    client.wait_idle(120)
 
 
 @pytest.mark.slow
@@ -378,7 +378,7 @@ def test_a_process_that_stands_still_is_replaced(
             wait_line(lines, r"repair \d+,")  # of the server, if the stub held what that waits for
             record_property(f"{model} stopped", time.monotonic() - begin)
             assert time.monotonic() - begin < REPAIRED_S
-            wait_served(client, 10)
+            wait_served(client, 120)
 
 
 def ask_in_background(client: Client, text: str) -> threading.Thread:
@@ -404,7 +404,7 @@ def test_a_process_that_hangs_is_replaced_and_one_that_is_busy_is_not(
     with supervision.on() as lines:
         stubs = client.stubs("preprocessing")
         busy = ask_in_background(client, "SPIN")
-        busy.join(60)
+        busy.join(120)
         assert lines == []
         assert client.stubs("preprocessing") == stubs
         hung = ask_in_background(client, text)
@@ -414,5 +414,5 @@ def test_a_process_that_hangs_is_replaced_and_one_that_is_busy_is_not(
         said = [f"the process of model preprocessing (pid {stub}) {what} for 3 s" for stub in stubs]
         assert any(each in line for each in said), line
         assert time.monotonic() - begin < NOTICED_S
-        hung.join(60)
-        wait_served(client, 60)
+        hung.join(120)
+        wait_served(client, 120)

@@ -33,14 +33,14 @@ def send(
     return client
 
 
-def wait_open(gateway: Gateway, count: int, timeout_s: float = 60.0) -> None:
+def wait_open(gateway: Gateway, count: int, timeout_s: float = 120.0) -> None:
     begin = time.monotonic()
     while gateway.get("/load").json["server_load"] != count:
         assert time.monotonic() - begin < timeout_s, gateway.figures()
         time.sleep(0.01)
 
 
-def wait_engine(gateway: Gateway, state: str, count: int, timeout_s: float = 60.0) -> None:
+def wait_engine(gateway: Gateway, state: str, count: int, timeout_s: float = 120.0) -> None:
     """Until the engine says that so many requests are running, or waiting."""
     name = f'slipstream_gateway_engine_{state}{{model="{MODEL}"}}'
     begin = time.monotonic()
@@ -96,7 +96,7 @@ def test_a_client_that_leaves_with_requests_behind_cancels_the_one_that_runs(
     client.sendall((head + data) * 2)
     time.sleep(0.2)
     client.close()
-    long_gateway.wait_idle(60)
+    long_gateway.wait_idle(120)
     after = long_gateway.figures()['slipstream_gateway_ended_total{how="abandoned"}']
     assert after == before + 1
 
@@ -209,7 +209,7 @@ def test_a_slow_reader_gets_all_in_fewer_events(gateway: Gateway):
     with contextlib.closing(client):
         begin = time.monotonic()
         while gateway.figures()[f'slipstream_gateway_engine_running{{model="{MODEL}"}}']:
-            assert time.monotonic() - begin < 60
+            assert time.monotonic() - begin < 120
             time.sleep(0.1)
         chunks = read_events(client).chunks
     texts, entries, num_events = [""] * 10, [0] * 10, 0
@@ -239,7 +239,7 @@ def test_an_end_while_streams_run(long_repository: Path, tmp_path: Path):
         *_, error, last = read_events(long[0]).events
         assert (last, error["error"]["type"]) == (DONE, "server_error")
         assert long[1].recv(1 << 16).startswith(b"HTTP/1.1 503 ")
-        assert gateway.process.wait(60) == 0
+        assert gateway.process.wait(120) == 0
 
 
 @pytest.mark.rest

@@ -136,7 +136,7 @@ def talk(socket) -> tuple[dict[int, list[int]], list[int], wire.Status]:
         socket.send(wire.encode(message))
 
     def hear() -> wire.BridgeMessage:
-        assert socket.poll(60_000), "no word from the source"
+        assert socket.poll(120_000), "no word from the source"
         return wire.decode_bridge(socket.recv())
 
     say(wire.Hello(wire.PROTOCOL, __version__, "test"))

@@ -37,5 +37,5 @@ def client(repository, tmp_path_factory) -> Iterator[Client]:
 def idle(client) -> Iterator[Client]:
     """The client; after the test every block must be free again and the server serve on."""
     yield client
-    client.wait_idle(60)
+    client.wait_idle(120)
     assert client.server.exit_code is None

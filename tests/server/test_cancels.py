@@ -77,7 +77,7 @@ class Scene:
 
     def stay(self, model: str) -> str:
         options = {"max_tokens": STAYING[model], "end_id": -1, "temperature": 0.0}
-        return self.sdk.complete(PROMPT, model=model, timeout_s=60, **options).text
+        return self.sdk.complete(PROMPT, model=model, timeout_s=120.0, **options).text
 
     @contextlib.contextmanager
     def staying(self) -> Iterator[None]:
@@ -91,7 +91,7 @@ class Scene:
             thread.start()
         yield
         for thread in threads:
-            thread.join(60)
+            thread.join(120)
         assert texts == self.texts
         self.server.wait_idle(IDLE_S)
         state = self.server.health()
@@ -108,7 +108,7 @@ class Scene:
         more = [deadline_s] if way == "Deadline" else []
         return asked.seed, getattr(self.load.leaving, way)(self.address, asked, *more)
 
-    def wait_states(self, seeds: list[int], state: str, timeout_s: float = 60.0) -> None:
+    def wait_states(self, seeds: list[int], state: str, timeout_s: float = 120.0) -> None:
         """Until all are in that state at once."""
         begin = time.monotonic()
         while True:
@@ -119,7 +119,7 @@ class Scene:
             assert time.monotonic() - begin < timeout_s, (state, seeds, self.journal.entries[-3:])
             time.sleep(0.002)
 
-    def cancelled(self, seeds: list[int], timeout_s: float = 60.0) -> dict[int, dict[str, object]]:
+    def cancelled(self, seeds: list[int], timeout_s: float = 120.0) -> dict[int, dict[str, object]]:
         """Their entries in the journal; all must have been told to end."""
         begin = time.monotonic()
         while set(seeds) - (found := self.journal.of("cancel")).keys():
@@ -237,7 +237,7 @@ def filled(scene: Scene, num_sequences: int) -> Iterator[Callable[[], None]]:
     stream = scene.sdk.stream(PROMPT * 4, model="tensorrt_llm_bls", max_tokens=900, **options)
     begin = time.monotonic()
     while scene.server.health()["running"] < num_sequences:
-        assert time.monotonic() - begin < 60
+        assert time.monotonic() - begin < 120
         time.sleep(0.02)
     try:
         yield stream.cancel
@@ -379,7 +379,7 @@ def test_before_its_prompt_is_tokenised(scene: Scene) -> None:
 def send_post(address: str, model: str, body: bytes) -> socket.socket:
     """A connection on which a model is asked, and which the server closes behind its answer."""
     host, port = address.removeprefix("http://").rsplit(":", 1)
-    asking = socket.create_connection((host, int(port)), timeout=30)
+    asking = socket.create_connection((host, int(port)), timeout=120)
     head = f"POST /v2/models/{model}/generate_stream HTTP/1.1\r\nHost: {address}\r\n"
     head += f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     asking.sendall(head.encode() + body)

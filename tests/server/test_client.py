@@ -54,7 +54,7 @@ HEALTH_KEYS = {
 
 @pytest.fixture
 def sdk(idle):
-    with SlipstreamClient(idle.address, timeout_s=60) as made:
+    with SlipstreamClient(idle.address, timeout_s=120.0) as made:
         yield made
 
 
@@ -178,7 +178,7 @@ def test_async_streams_side_by_side(idle, sdk):
     expected = sdk.complete(PROMPT, max_tokens=16).text
 
     async def main() -> list[str]:
-        async with AsyncSlipstreamClient(idle.address, timeout_s=60) as client:
+        async with AsyncSlipstreamClient(idle.address, timeout_s=120.0) as client:
 
             async def one(model: str) -> str:
                 chunks = client.stream(PROMPT, model=model, max_tokens=16, **greedy(model))
@@ -197,7 +197,7 @@ def test_async_streams_side_by_side(idle, sdk):
 def test_health(sdk, idle):
     assert set(sdk.health()) == HEALTH_KEYS
     process = command(idle, "health", "--json")
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     report = json.loads(output)
     assert set(report) == HEALTH_KEYS - {"faults"} | {"ok", "token_s"}
@@ -210,19 +210,19 @@ def test_health_is_bad_while_the_engine_hangs_and_good_after(sdk, idle):
     os.kill(engine, signal.SIGSTOP)
     try:
         process = command(idle, "health", "--json", "--timeout", "5")
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
         assert process.returncode == 1
         report = json.loads(output)
         assert report["ok"] is False
         assert report["error"].startswith("UNAVAILABLE: ")
     finally:
         os.kill(engine, signal.SIGCONT)
-    assert command(idle, "health").wait(60) == 0
+    assert command(idle, "health").wait(120) == 0
 
 
 def test_complete_streams_to_the_terminal(sdk, idle):
     process = command(idle, "complete", PROMPT, "--max-tokens", "24", "--echo")
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert output == PROMPT + sdk.complete(PROMPT, max_tokens=24).text + "\n"
 
@@ -230,7 +230,7 @@ def test_complete_streams_to_the_terminal(sdk, idle):
 def test_complete_reads_a_prompt_and_stops_at_a_word(sdk, idle):
     arguments = ("complete", "-", "--stop-word", "\n", "--max-tokens", "64")
     process = command(idle, *arguments, stdin=subprocess.PIPE)
-    output, _ = process.communicate(PROMPT, timeout=60)
+    output, _ = process.communicate(PROMPT, timeout=120)
     whole = sdk.complete(PROMPT, max_tokens=64).text
     assert output == whole[: whole.index("\n") + 1] + "\n"
 
@@ -242,14 +242,14 @@ def test_ctrl_c_on_complete_frees_the_blocks(idle):
     idle.wait_running(1)
     with idle.cancelling():
         process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in errors
 
 
 def test_a_wrong_parameter_is_one_line(idle):
     process = command(idle, "complete", PROMPT, "--top-p", "1.5")
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert errors.startswith("slipstream: INVALID_ARGUMENT: ")
     assert "top_p" in errors
@@ -258,7 +258,7 @@ def test_a_wrong_parameter_is_one_line(idle):
 
 def test_chat_in_plain_words(idle):
     process = command(idle, "chat", "--plain", "--max-tokens", "12", stdin=subprocess.PIPE)
-    output, errors = process.communicate("def f():\nimport os\n", timeout=60)
+    output, errors = process.communicate("def f():\nimport os\n", timeout=120)
     assert process.returncode == 0, errors
     assert output.count("> ") == 3
     assert "User:" not in output
@@ -273,7 +273,7 @@ def test_ctrl_c_in_a_chat_cancels_the_answer_alone(idle):
     with idle.cancelling():
         process.send_signal(signal.SIGINT)
     assert process.poll() is None
-    output, errors = process.communicate(timeout=60)  # closes its input: Ctrl-D
+    output, errors = process.communicate(timeout=120)  # closes its input: Ctrl-D
     assert process.returncode == 0, errors
     assert output.count("> ") == 2
     assert "no chat template given" in errors
@@ -283,7 +283,9 @@ def test_ctrl_c_in_a_chat_cancels_the_answer_alone(idle):
 @pytest.mark.parametrize("line", CURLS)
 def test_the_curl_lines_of_the_document_answer(idle, line):
     shell = line.replace("localhost:8000", idle.http.removeprefix("http://"))
-    done = subprocess.run(shell, shell=True, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        shell, shell=True, capture_output=True, text=True, timeout=120, check=True
+    )
     for event in done.stdout.split("\n\n") if "generate_stream" in line else [done.stdout]:
         answer = json.loads(event.removeprefix("data: ") or '{"text_output": ""}')
         assert {"text_output", "output_ids"} & set(answer), answer

@@ -28,7 +28,7 @@ def client(tmp_path_factory) -> Iterator[Client]:
     assert main(["compose", *paths, *options]) == 0
     with serving(folder / "models", folder / "server.log") as client:
         yield client
-        client.wait_idle(60)
+        client.wait_idle(120)
 
 
 def batch_of(size: int, **more: np.ndarray) -> dict[str, np.ndarray]:

@@ -29,7 +29,7 @@ class Stream(threading.Thread):
     def __init__(self, port: int, path: str, body: dict[str, object]) -> None:
         super().__init__(daemon=True)
         self.pieces: list[dict[str, object] | str] = []
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         self._connection.request("POST", path, json.dumps(body))
         self.start()
 
@@ -42,7 +42,7 @@ class Stream(threading.Thread):
                 self.pieces.append(data)
 
     def wait_token(self) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not self.pieces:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -68,7 +68,7 @@ class Drained:
         return Stream(self.serve.ports[0], path, body)
 
     def ask(self, port: int, path: str, body: dict[str, object]) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         connection.request("POST" if body else "GET", path, json.dumps(body) if body else None)
         answer = connection.getresponse()
         return answer.status, answer.read().decode()
@@ -88,11 +88,11 @@ class Drained:
 
     def health(self, *words: str) -> int:
         url = ("--grpc-port", str(self.serve.ports[1]))
-        return self.command("health", *url, "--timeout", "10", *words)
+        return self.command("health", *url, "--timeout", "60", *words)
 
     def wait_in_flight(self, number: int) -> None:
         """Wait until so many requests are in flight, the ensemble's in the hands of its engine."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while draining.num_in_flight(self.runtime) != number or not any(
             map(inflight.count, self.runtime.directory.glob("in-flight-tensorrt_llm-*"))
         ):
@@ -131,7 +131,7 @@ def test_a_draining_server_ends_what_runs_and_refuses_what_is_new(repository: Pa
             last.wait_token()
         finally:
             serve.end(signal.SIGTERM)  # drains, too: `--drain`
-        last.join(60)
+        last.join(120)
         _check_whole(last)
         serve.assert_gone()
 
@@ -145,7 +145,7 @@ def _check_bounded(server: Drained, capfd) -> None:
         assert "2 requests still run after 0.5 s" in capfd.readouterr().err
     assert server.drain("--delay", "0", "--timeout", "60") == 0
     for stream in streams:
-        stream.join(60)
+        stream.join(120)
         assert not stream.is_alive()
     _check_whole(streams[0])
     said = "".join(str(piece["text_output"]) for piece in streams[1].pieces)
@@ -173,7 +173,7 @@ def _check_refusals(server: Drained, capfd) -> None:
 
 def _check_delay(server: Drained) -> None:
     """Before the moment of refusal it is not ready, and serves."""
-    draining.start(server.runtime, 60)
+    draining.start(server.runtime, 600)
     assert server.health() == 1
     assert server.ask(server.openai_port, "/health", {})[0] == 503
     for status, text in (server.ask_openai(), server.ask_triton()):

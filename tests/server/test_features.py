@@ -49,7 +49,7 @@ def client(tmp_path_factory) -> Iterator[Client]:
     assert main(["compose", *paths, *options, "--contract", "llmapi,decoupled"]) == 0
     with serving(folder / "models", folder / "server.log") as client:
         yield client
-        client.wait_idle(60)
+        client.wait_idle(120)
 
 
 def as_arrays(event: dict[str, Any]) -> dict[str, np.ndarray]:

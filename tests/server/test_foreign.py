@@ -39,6 +39,6 @@ def test_greedy_tokens_over_grpc(tmp_path: Path) -> None:
         parts = [each["output_ids"].ravel() for each in client.stream("tensorrt_llm", **tensors)]
         assert np.concatenate(parts).tolist() == tokens[len(ids) :]
         assert client.generate("ensemble", text_input="def", max_tokens=5)["text_output"]
-        client.wait_idle(60)
+        client.wait_idle(120)
         log = client.server.runtime.log.read_text()
     assert log.count("PersimmonForCausalLM runs as transformers' own class") == 1

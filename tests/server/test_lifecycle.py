@@ -42,7 +42,7 @@ def is_served(client: Client, model: str) -> bool:
     return False
 
 
-def wait_for(condition, timeout_s: float = 60.0) -> None:
+def wait_for(condition, timeout_s: float = 120.0) -> None:
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < timeout_s
@@ -89,4 +89,4 @@ def test_the_ensemble_served_by_the_bridge(client, tmp_path):
         stream = fused.iterate("ensemble", **lasting("ensemble"))
         next(stream)
         stream.close()
-        fused.wait_idle(60)
+        fused.wait_idle(120)

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.triton
 
 CONTRACTS = ("llmapi=tensorrt_llm", "llmapi=streams,decoupled", "llmapi")
 MODELS = ("tensorrt_llm", "streams", "llmapi_model")
-ANSWERS_S = 60
+ANSWERS_S = 120
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def client(tmp_path_factory) -> Iterator[Client]:
 @pytest.fixture
 def idle(client: Client) -> Iterator[Client]:
     yield client
-    client.wait_idle(60)
+    client.wait_idle(120)
     assert client.server.exit_code is None
 
 
@@ -289,7 +289,7 @@ def test_health_and_metrics_know_the_models(idle, capsys) -> None:
     )
     assert capsys.readouterr().out.strip()
     assert idle.health()["faults"] == []
-    with urllib.request.urlopen(idle.server.endpoints.metrics, timeout=10) as page:
+    with urllib.request.urlopen(idle.server.endpoints.metrics, timeout=60) as page:
         text = page.read().decode()
     for model in MODELS:
         assert f'model="{model}"' in text

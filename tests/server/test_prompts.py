@@ -79,7 +79,7 @@ def test_a_request_says_whether_special_tokens_are_added(begins, checkpoint, mod
     assert counts(begins, model, add_special_tokens=False) == {plain}
     rendered = BEGINNING + PROMPT
     assert counts(begins, model, text_input=rendered, add_special_tokens=False) == {plain + 1}
-    with SlipstreamClient(begins.address, model=model, timeout_s=60) as client:
+    with SlipstreamClient(begins.address, model=model, timeout_s=120.0) as client:
         done = client.complete(PROMPT, max_tokens=1, add_special_tokens=False)
     assert done.num_input_tokens == plain
 

@@ -17,7 +17,7 @@ BODY = {"text_input": PROMPT, "max_tokens": 24, "temperature": 0.0}
 
 def metrics_of(server: Client) -> str:
     url = server.server.endpoints.metrics
-    with urllib.request.urlopen(url, timeout=60) as answer:
+    with urllib.request.urlopen(url, timeout=120) as answer:
         return answer.read().decode()
 
 

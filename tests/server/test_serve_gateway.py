@@ -111,14 +111,14 @@ class Stream:
                 self.data += data
         self._ended.set()
 
-    def wait_token(self, timeout_s: float = 60.0) -> None:
+    def wait_token(self, timeout_s: float = 120.0) -> None:
         begin = time.monotonic()
         while b'"text":' not in self.data:
             assert time.monotonic() - begin < timeout_s, self.data
             time.sleep(0.01)
 
     def is_cut(self) -> bool:
-        return self._ended.wait(30) and b"[DONE]" not in self.data
+        return self._ended.wait(120) and b"[DONE]" not in self.data
 
 
 def test_what_is_wrong_with_the_gateway_is_named_before_anything_starts(
@@ -135,7 +135,7 @@ def test_what_is_wrong_with_the_gateway_is_named_before_anything_starts(
             more = options.pop("options", [])
             with short_directory() as folder:
                 serve = Serve(repository, folder / "scratch", *more, **options)
-                out, err = serve.process.communicate(timeout=60)
+                out, err = serve.process.communicate(timeout=120)
                 assert serve.process.returncode == 1
                 assert words in err, (out, err)
                 assert "starting tritonserver" not in out

@@ -26,7 +26,7 @@ def responses(client: Client, model: str, **inputs: object) -> list[Response]:
         tensors = client.tensors(model, inputs)
         connection.async_stream_infer(model, tensors, enable_empty_final_response=True)
         while not is_final:
-            result, error = results.get(timeout=60)
+            result, error = results.get(timeout=120)
             assert error is None, error
             response = result.get_response()
             found.append({output.name: result.as_numpy(output.name) for output in response.outputs})
