@@ -11,7 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fixtures.server.support import CHECKPOINT, PROMPT, Client, RequestError, compose, serving
+from fixtures.server.support import (
+    KV_CACHE_TOKENS,
+    Client,
+    RequestError,
+    compose,
+    lasting,
+    long_checkpoint,
+    serving,
+)
 from slipstream_serve.serve import _EngineLog
 
 ENTRY = "2026-01-02 03:04:05,678 engine {level} {text}\n"
@@ -85,15 +93,17 @@ STATUS = re.compile(
 
 @pytest.fixture
 def single(tmp_path: Path) -> Iterator[Client]:
-    """One sequence at a time, in a cache of twice its context."""
-    options = ["--max-num-seqs", "1", "--kv-cache-tokens", "4096", "--dtype", "float32"]
-    with serving(compose(CHECKPOINT, tmp_path / "models", *options), tmp_path / "log") as client:
+    """One sequence at a time, of a context which no test reaches the end of."""
+    options = ["--max-num-seqs", "1", "--kv-cache-tokens", str(KV_CACHE_TOKENS)]
+    checkpoint = long_checkpoint(tmp_path / "checkpoint")
+    repository = compose(checkpoint, tmp_path / "models", *options, "--dtype", "float32")
+    with serving(repository, tmp_path / "log") as client:
         yield client
 
 
 def statuses(client: Client, number: int) -> list[tuple[str, ...]]:
     """The lines of how the engine is doing, once there are so many."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while len(found := STATUS.findall(client.server.runtime.log.read_text())) < number:
         assert time.monotonic() < deadline, client.server.runtime.log.read_text()
         time.sleep(0.01)
@@ -103,36 +113,30 @@ def statuses(client: Client, number: int) -> list[tuple[str, ...]]:
 @pytest.mark.triton
 @pytest.mark.rest
 def test_every_ten_seconds_it_says_what_runs_waits_and_is_made(single: Client) -> None:
-    """Three streams of the longest kind, again and again: two of them wait."""
-    counts, ended = [0, 0, 0], threading.Event()
-    asked = {"text_input": PROMPT, "max_tokens": 2000, "end_id": -1, "stream": True}
-    asked |= {"return_num_output_tokens": True}
+    """Of three streams without an end two wait; what a rate is, tests/engine says."""
 
-    def ask(index: int) -> None:
+    def ask() -> None:
         with contextlib.suppress(RequestError):
-            while True:
-                for response in single.iterate("ensemble", **asked):
-                    counts[index] += int(response["num_output_tokens"].item())
-                    if ended.is_set():
-                        return
+            for _ in single.iterate("ensemble", **lasting("ensemble")):
+                if ended.is_set():
+                    return
 
-    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(counts))]
+    ended = threading.Event()
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
     for thread in threads:
         thread.start()
-    try:
-        num_lines = len(statuses(single, 1))
-        num_before, begin = sum(counts), time.monotonic()
-        first, second = statuses(single, num_lines + 1)[num_lines - 1 :]
-        rate = (sum(counts) - num_before) / (time.monotonic() - begin)
-    finally:
-        ended.set()
-    for thread in threads:
-        thread.join(60)
+    begin = time.monotonic()
+    while (state := single.health())["running"] != 1 or state["waiting"] != 2:
+        assert time.monotonic() - begin < 120, state
+        time.sleep(0.02)
+    # The next line may be of a period that began before, the one after it is not.
+    num_lines = len(statuses(single, 0))
+    first, second = statuses(single, num_lines + 2)[num_lines : num_lines + 2]
+    ended.set()
     _, running, waiting, used, generated, prompts = second
     moments = [datetime.datetime.fromisoformat(line[0]) for line in (first, second)]
-    assert 9 <= (moments[1] - moments[0]).total_seconds() <= 20
-    assert int(running) == 1
-    assert 1 <= int(waiting) <= 2  # who has just ended is about to ask again
-    assert 0 < float(used) <= 51  # of one context, and the block behind it
-    assert float(generated) == pytest.approx(rate, rel=0.2)
-    assert 0 <= float(prompts) < float(generated)
+    assert (moments[1] - moments[0]).total_seconds() >= 9
+    assert (int(running), int(waiting)) == (1, 2)
+    assert 0 < float(used) <= 100
+    assert float(generated) > 0
+    assert float(prompts) == 0

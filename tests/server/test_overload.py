@@ -9,15 +9,16 @@ import queue
 import re
 import signal
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc as grpcclient
+from fixtures.server.metrics_page import settled
 from fixtures.server.metrics_page import wait_for as wait_for_page
 from fixtures.server.support import (
     CHECKPOINT,
@@ -32,6 +33,7 @@ from fixtures.server.support import (
     text,
 )
 from slipstream_client.codec import request_of
+from slipstream_runtime import inflight
 from slipstream_serve.serve import _EngineLog
 from tritonclient.grpc import service_pb2_grpc
 
@@ -97,20 +99,19 @@ def body(model: str, max_tokens: int, num_prompt: int = 0) -> dict[str, object]:
     return {k: v.ravel().tolist() if isinstance(v, np.ndarray) else v for k, v in inputs.items()}
 
 
-def refusal(client: Client, model: str, protocol: str, num_prompt: int = 0) -> tuple[str, float]:
-    """The error of a request, and after how many seconds it came."""
-    begin = time.monotonic()
+def refusal(client: Client, model: str, protocol: str, num_prompt: int = 0) -> str:
+    """The error of a request."""
     try:
         if protocol == "grpc":
-            client.stream(model, timeout_s=60, **asking(model, 4, num_prompt))
+            client.stream(model, timeout_s=120.0, **asking(model, 4, num_prompt))
         elif protocol == "http stream":
             client.events(model, **body(model, 4, num_prompt))
         else:
             is_streaming = "streaming" if model == "tensorrt_llm" else "stream"
             client.generate(model, **body(model, 4, num_prompt) | {is_streaming: False})
     except RequestError as error:
-        return str(error), time.monotonic() - begin
-    return "no error", time.monotonic() - begin
+        return str(error)
+    return "no error"
 
 
 @contextlib.contextmanager
@@ -127,7 +128,7 @@ def streams(client: Client, number: int, max_tokens: int, num_prompt: int = 0) -
 
 
 def wait_for(client: Client, is_so: Callable[[dict[str, int]], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not is_so(state := client.health()):
         assert time.monotonic() < deadline, state
         time.sleep(0.02)
@@ -141,12 +142,11 @@ def test_too_many_requests_are_refused_at_once_everywhere(small):
         wait_for(small, lambda state: state["waiting"] >= MAX_WAITING)
         for model in MODELS:
             for protocol in ("grpc", "http stream", "http"):
-                error, seconds = refusal(small, model, protocol)
+                error = refusal(small, model, protocol)
                 found = FULL.search(error)
                 assert found, (model, protocol, error)
                 assert 50 <= int(found[1]) <= 30_000
-                assert seconds < 20, (model, protocol)  # 40 ms where nothing else runs
-    small.wait_idle(60)
+    small.wait_idle(120)
 
 
 def test_an_ensemble_is_refused_by_its_first_step(small):
@@ -169,7 +169,7 @@ def test_an_ensemble_is_refused_by_its_first_step(small):
                     small.stream("ensemble", timeout_s=2, **asking("ensemble", 4))
             [answer] = small.stream("preprocessing", QUERY=PROMPT, REQUEST_OUTPUT_LEN=4)
             assert answer["INPUT_ID"].size > 0
-    small.wait_idle(60)
+    small.wait_idle(120)
 
 
 @pytest.mark.rest
@@ -182,7 +182,7 @@ def test_too_many_tokens_are_refused_at_once_everywhere(small):
         wait_for(small, lambda state: state["waiting"] >= 16)
         for model in MODELS:
             for protocol in ("grpc", "http stream", "http"):
-                error, seconds = refusal(small, model, protocol, num_prompt=1900)
+                error = refusal(small, model, protocol, num_prompt=1900)
                 pattern = (
                     rf"UNAVAILABLE: the engine is full: \d+ requests wait with \d+ tokens, "
                     rf"max_waiting_tokens is {MAX_WAITING_TOKENS}, this prompt has \d+ "
@@ -191,8 +191,7 @@ def test_too_many_tokens_are_refused_at_once_everywhere(small):
                 found = re.search(pattern, error)
                 assert found, (model, protocol, error)
                 assert 50 <= int(found[1]) <= 30_000
-                assert seconds < 20, (model, protocol)  # 40 ms where nothing else runs
-    small.wait_idle(60)
+    small.wait_idle(120)
 
 
 def test_serve_says_the_bounds_when_it_is_ready(small):
@@ -222,9 +221,10 @@ def test_a_cache_of_a_tenth_of_what_is_asked_for(tenth):
     wanted = [ask(number) for number in range(MAX_WAITING)]
     before = preemptions(tenth)
     with ThreadPoolExecutor(MAX_WAITING) as pool:
-        answers = list(pool.map(ask, range(MAX_WAITING)))
-    assert answers == wanted
-    tenth.wait_idle(60)
+        with held(tenth, MAX_WAITING):
+            answers = [pool.submit(ask, number) for number in range(MAX_WAITING)]
+        assert [answer.result() for answer in answers] == wanted
+    tenth.wait_idle(120)
     assert 0 < preemptions(tenth) - before <= 3 * len(answers)
 
 
@@ -251,7 +251,9 @@ def test_nobody_is_preempted_again_and_again_where_a_tenth_fits(tiny):
     wanted = [alone for number in numbers[::2] for alone in [ask(number)] * 2]
     before = preemptions(tiny)
     with ThreadPoolExecutor(len(numbers)) as pool:
-        assert list(pool.map(ask, numbers, map(str, numbers))) == wanted
+        with held(tiny, len(numbers)):
+            answers = [pool.submit(ask, number, str(number)) for number in numbers]
+        assert [answer.result() for answer in answers] == wanted
     log = (tiny.server.repository.parent / "requests.jsonl").read_text()
     lines = [line for line in map(json.loads, log.splitlines()) if line["id"]]
     assert sorted(int(line["id"]) for line in lines) == list(numbers)
@@ -261,22 +263,46 @@ def test_nobody_is_preempted_again_and_again_where_a_tenth_fits(tiny):
     assert preemptions(tiny) - before == sum(counts)
 
 
+@contextlib.contextmanager
+def held(client: Client, number: int) -> Iterator[None]:
+    """Hold the engine until so many requests, which the block sends, wait for it: all come at once.
+
+    The ensemble's are in the hands of `tensorrt_llm`.
+    """
+    engine, runtime = client.health()["engine_pid"], client.server.runtime
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        yield
+        begin = time.monotonic()
+        while (
+            sum(
+                inflight.count(runtime.in_flight(model, pid))
+                for model in ("tensorrt_llm", "tensorrt_llm_bls")
+                for pid in client.stubs(model)
+            )
+            < number
+        ):
+            assert time.monotonic() - begin < 120
+            time.sleep(0.01)
+    finally:
+        os.kill(engine, signal.SIGCONT)
+
+
 def preemptions(client: Client) -> float:
-    """So far, as the server's metrics say; they are told once a second."""
-    time.sleep(1.2)
-    with urllib.request.urlopen(client.server.endpoints.metrics, timeout=10) as reply:
-        found = re.findall(r"^vllm:num_preemptions\S* (\S+)$", reply.read().decode(), re.MULTILINE)
-    return sum(map(float, found))
+    """So far, as the server's metrics say."""
+    url, name = client.server.endpoints.metrics, "vllm:num_preemptions_total"
+    return settled(url, lambda page: name in page.names).get(name)
 
 
 # --- long bodies ----------------------------------------------------------------------------------
 
 
 @pytest.mark.rest
-def test_27_megabytes_are_refused_within_a_second_everywhere(small):
+def test_27_megabytes_are_refused_everywhere_and_cost_next_to_nothing(small):
+    """By processor time, of which a tokenizer would take minutes for all of the texts."""
     words = "word and " * (BIG // 9)
     ids = np.full((1, BIG // 4), 999, np.int32)
-    took = {}
+    before_s = processor_s(small)
     for model in MODELS:
         inputs = asking(model, 4)
         if model == "tensorrt_llm":
@@ -285,19 +311,21 @@ def test_27_megabytes_are_refused_within_a_second_everywhere(small):
         else:
             inputs |= {"text_input": words}
             data = {"text_input": words}
-        begin = time.monotonic()
         with pytest.raises(RequestError, match=r"INVALID_ARGUMENT: .*(the|of 2048|context)"):
             small.stream(model, **inputs)
-        took[model, "grpc"] = time.monotonic() - begin
         encoded = json.dumps(body(model, 4) | data).encode()
-        begin = time.monotonic()
         status, answer = small.post(f"{model}/generate_stream", encoded)
-        took[model, "http"] = time.monotonic() - begin
         assert status == 400
         assert "INVALID_ARGUMENT" in answer, answer[:300]
-    assert max(took.values()) < 30, took  # 0.2 s where nothing else runs
+    assert processor_s(small) - before_s < 60
     assert small.server.exit_code is None
     assert small.generate("ensemble", text_input=PROMPT, max_tokens=2)
+
+
+def processor_s(client: Client) -> float:
+    """Processor time of all processes of a server so far."""
+    times = [psutil.Process(pid).cpu_times() for pid in client.server.processes()]
+    return sum(each.user + each.system for each in times)
 
 
 @pytest.mark.parametrize("kind", ["int64_param", "uint64_param", "string_param"])
@@ -348,7 +376,37 @@ def add_queues(path: Path) -> None:
 @pytest.mark.rest
 def test_triton_keeps_its_own_priorities_and_queue_policies(queued, model, stub):
     """While the model's process stands still, and for less than the second after which Triton takes
-    it for dead, requests wait in Triton's queue.
+    it for dead, requests wait in Triton's queue. Where the machine is late, it is tried again.
+    """
+    for _ in range(8):
+        answers, is_in_time = ask_in_levels(queued, model, stub)
+        if is_in_time:
+            break
+        wait_served(queued, model)
+    assert is_in_time
+    assert all("Exceeds maximum queue size" in error for _, error in answers[:2])
+    order = [name for name, error in answers if not error]
+    assert sorted(order) == ["1a", "1b", "2-0", "2-1", "2-2", "2a", "3a", "3b", "first"]
+    assert order.index("1a") < order.index("2a") < order.index("3a")
+    assert order.index("1b") < order.index("2-1") < order.index("3b")
+    assert any("timeout expired" in error for _, error in answers), answers
+
+
+def wait_served(client: Client, model: str) -> None:
+    begin = time.monotonic()
+    while True:
+        with contextlib.suppress(RequestError, queue.Empty):
+            client.stream(model, **asking(model, 2))
+            return
+        assert time.monotonic() - begin < 120
+        time.sleep(0.1)
+
+
+def ask_in_levels(client: Client, model: str, stub: str) -> tuple[list[tuple[str, str]], bool]:
+    """Send requests of each level while the process of a model stands still.
+
+    Returns ids and errors in the order of their answers, and whether all came as they should: the
+    first was at the model before the others, two were refused, and the process went on in time.
     """
     answers: list[tuple[str, str]] = []  # request, error
 
@@ -357,15 +415,16 @@ def test_triton_keeps_its_own_priorities_and_queue_policies(queued, model, stub)
         if response is None or response.outputs:
             answers.append(("" if response is None else response.id, str(error or "")))
 
-    inputs = queued.tensors(model, asking(model, 2) | {"stream": False})
-    queued.stream(model, **asking(model, 2))  # its process is up
-    pid = queued.stub(stub)
-    with grpcclient.InferenceServerClient(queued.address) as client:
-        client.start_stream(hear)
+    inputs = client.tensors(model, asking(model, 2) | {"stream": False})
+    client.stream(model, **asking(model, 2))  # its process is up
+    pid = client.stub(stub)
+    with grpcclient.InferenceServerClient(client.address) as remote:
+        remote.start_stream(hear)
 
         def ask(name: str, **urgency: int) -> None:
-            client.async_stream_infer(model, inputs, request_id=name, **urgency)
+            remote.async_stream_infer(model, inputs, request_id=name, **urgency)
 
+        begin = time.monotonic()
         os.kill(pid, signal.SIGSTOP)
         try:
             ask("first")  # it is at the model already
@@ -375,21 +434,16 @@ def test_triton_keeps_its_own_priorities_and_queue_policies(queued, model, stub)
             ask("late", timeout=50_000)
             for number in range(5):  # with 2a and late there are seven of a level for five
                 ask(f"2-{number}")
-            begin = time.monotonic()
-            while (passed_s := time.monotonic() - begin) < 0.3 or (
+            while (passed_s := time.monotonic() - begin) < 0.4 or (
                 len(answers) < 2 and passed_s < 0.7
             ):
                 time.sleep(0.01)
-            assert len(answers) == 2
-            assert all("Exceeds maximum queue size" in error for _, error in answers)
+            num_refused = len(answers)
         finally:
             os.kill(pid, signal.SIGCONT)
-        deadline = time.monotonic() + 60
-        while len(answers) < 12 and time.monotonic() < deadline:
+        is_in_time = num_refused == 2 and time.monotonic() - begin < 0.7
+        until = time.monotonic() + 120
+        while is_in_time and len(answers) < 12 and time.monotonic() < until:
             time.sleep(0.05)
-        client.stop_stream()
-    order = [name for name, error in answers if not error]
-    assert sorted(order) == ["1a", "1b", "2-0", "2-1", "2-2", "2a", "3a", "3b", "first"]
-    assert order.index("1a") < order.index("2a") < order.index("3a")
-    assert order.index("1b") < order.index("2-1") < order.index("3b")
-    assert any("timeout expired" in error for _, error in answers), answers
+        remote.stop_stream()
+    return answers, is_in_time

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fixtures.server.serve_process import Serve, short_directory
+from fixtures.server.support import KV_CACHE_TOKENS, compose, lasting, long_checkpoint
 from slipstream_serve.server import repository_root, server_directory
 
 pytestmark = [
@@ -27,8 +28,12 @@ def scratch() -> Iterator[Path]:
         yield folder
 
 
-def test_demo_and_its_commands_then_an_end_in_the_middle_of_a_stream(scratch: Path) -> None:
-    serve = Serve(REPOSITORY, scratch, "--demo")
+def test_demo_and_its_commands_then_an_end_in_the_middle_of_a_stream(
+    tmp_path: Path, scratch: Path
+) -> None:
+    checkpoint = long_checkpoint(tmp_path / "checkpoint")
+    options = ("--kv-cache-tokens", str(KV_CACHE_TOKENS))
+    serve = Serve(compose(checkpoint, tmp_path / "models", *options), scratch, "--demo")
     shown = serve.wait_ready()
     assert re.search(r"ready in [0-9.]+ s: .* KV cache of [0-9,]+ tokens .* room for ", shown)
     assert f"HTTP     http://127.0.0.1:{serve.ports[0]}" in shown
@@ -46,12 +51,11 @@ def test_demo_and_its_commands_then_an_end_in_the_middle_of_a_stream(scratch: Pa
         assert done.returncode == 0, f"{command}: {done.stderr}"
         assert done.stdout.strip()
 
-    body = {"text_input": "import ", "max_tokens": 1500, "min_tokens": 1500, "stream": True}
     url = serve.url("/v2/models/ensemble/generate_stream")
-    with urllib.request.urlopen(url, json.dumps(body).encode()) as stream:
+    with urllib.request.urlopen(url, json.dumps(lasting("ensemble")).encode()) as stream:
         assert stream.readline().startswith(b"data:")
         assert any("engine" in line for line in serve.processes())
-        assert serve.end(signal.SIGTERM) < 30
+        assert serve.end(signal.SIGTERM) < 120
     assert serve.process.returncode == 0
     serve.assert_gone()
 
@@ -62,10 +66,10 @@ def test_two_servers_side_by_side(tmp_path: Path, scratch: Path) -> None:
         first, second = Serve(REPOSITORY, scratch), Serve(REPOSITORY, other_scratch)
         first.wait_ready()
         second.wait_ready()
-        assert first.end(signal.SIGTERM) < 30
+        assert first.end(signal.SIGTERM) < 120
         first.assert_gone()
         body = json.dumps({"text_input": "a", "max_tokens": 2}).encode()
         with urllib.request.urlopen(second.url("/v2/models/ensemble/generate"), body) as reply:
             assert json.loads(reply.read())["text_output"]
-        assert second.end(signal.SIGTERM) < 30
+        assert second.end(signal.SIGTERM) < 120
         second.assert_gone()

@@ -30,7 +30,7 @@ from tritonclient.utils import InferenceServerException
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest, pytest.mark.beside]
 
-SOME = {"text_input": PROMPT, "max_tokens": 400, "stream": True, "end_id": -1}
+SOME = {"text_input": PROMPT, "max_tokens": 1000, "stream": True, "end_id": -1}
 EACH = ("", "chat_")
 
 
@@ -49,7 +49,7 @@ def two(several, tmp_path_factory) -> Iterator[Client]:
 
 def health(client: Client, prefix: str = "") -> dict:
     for _ in range(20):
-        status, body = client.post(f"{prefix}slipstream_health/infer", {"inputs": []}, 10)
+        status, body = client.post(f"{prefix}slipstream_health/infer", {"inputs": []}, 60)
         if status == 200:
             return json.loads(json.loads(body)["outputs"][0]["data"][0])
         time.sleep(0.5)
@@ -69,7 +69,7 @@ class Background:
         begin = time.monotonic()
         while len(self.responses) < count:
             assert self._error is None, self._error
-            assert time.monotonic() - begin < 60
+            assert time.monotonic() - begin < 120
             time.sleep(0.01)
 
     @property
@@ -161,8 +161,8 @@ def test_a_crash_of_one_engine_touches_no_stream_of_the_other(two, killed):
         Background(two, names[0], **SOME),
         Background(two, names[1], **lasting(names[1])),
     )
-    stream.wait_for(3)
-    doomed.wait_for(3)
+    stream.wait_for(1)
+    doomed.wait_for(1)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(AssertionError, match="engine"):
         doomed.text()
@@ -183,7 +183,7 @@ def serve(several, tmp_path) -> Iterator[Serve]:
             serve.wait_ready()
             yield serve
         finally:
-            assert serve.end(signal.SIGTERM) < 40
+            assert serve.end(signal.SIGTERM) < 120
         serve.assert_gone()
 
 
@@ -210,7 +210,7 @@ def is_served(client: Client, model: str) -> bool:
     return False
 
 
-def wait_until(condition, timeout_s: float = 60.0) -> None:
+def wait_until(condition, timeout_s: float = 120.0) -> None:
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < timeout_s
@@ -223,14 +223,14 @@ def test_models_go_and_come_while_others_stream(serve, several, capsys):
     assert len(engines(serve)) == 1
     expected = text(client.stream("ensemble", **SOME))
     stream = Background(client, "ensemble", **SOME)
-    stream.wait_for(3)
+    stream.wait_for(1)
     rows = control(several, serve, capsys, "--load", "chat")
     assert rows[0]["engine"].startswith("cpu, 0 running")
     assert stream.text() == expected
     assert text(client.stream("chat", **SOME)) == expected
     first = rows[0]["engine_pid"]
     stream = Background(client, "ensemble", **SOME)
-    stream.wait_for(3)
+    stream.wait_for(1)
     assert control(several, serve, capsys, "--unload", "chat")[0]["engine"] == "not loaded"
     wait_until(lambda: not is_running(first))
     assert len(engines(serve)) == 1

@@ -122,6 +122,12 @@ def chat(tab, gateway) -> Chat:
     return Chat(tab, f"{gateway.url}/")
 
 
+@pytest.fixture
+def long_chat(tab, long_gateway) -> Chat:
+    """The page of a gateway whose streams last until something ends them."""
+    return Chat(tab, f"{long_gateway.url}/")
+
+
 @pytest.fixture(scope="session")
 def open_chat() -> type[Chat]:
     """What opens the page of another gateway in a tab."""

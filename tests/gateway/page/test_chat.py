@@ -6,9 +6,10 @@ import time
 import jsonschema
 import pytest
 from fixtures.gateway.served import MODEL, serving
+from fixtures.server.support import LONG
 from slipstream_serve.server import repository_root
 
-LONG = {"max_tokens": 1500, "n": 4, "temperature": 1.0}
+SEVERAL = {"max_tokens": 25_000, "n": 4, "temperature": 1.0}  # all of them fit the cache
 HOSTILE = [
     "<img src=x onerror=window.hit=1>",
     "[x](javascript:window.hit=1)",
@@ -44,30 +45,32 @@ def test_a_message_is_answered_with_its_figures(chat) -> None:
 
 
 @pytest.mark.rest
-def test_the_answer_grows_while_it_is_written(chat) -> None:
-    chat.set(max_tokens=2000, seed=4)
+def test_the_answer_grows_while_it_is_written(long_chat) -> None:
+    chat = long_chat
+    chat.set(max_tokens=LONG, seed=4)
     chat.add(ignore_eos=True)
     chat.start("class Stack:")
     size = "document.querySelector('.answer .text').textContent.length"
-    chat.tab.wait(f"document.querySelector('.answer .text') && {size} > 20", 90)
+    chat.tab.wait(f"document.querySelector('.answer .text') && {size} > 20", 120)
     first = chat.tab.run(size)
     chat.tab.run(COUNT_REMOVALS)
     assert chat.tab.run("document.querySelector('.running') !== null")
     chat.tab.wait(f"{size} > {first}")
     figures = "document.querySelector('.figures').textContent"
     assert "tokens/s" in chat.tab.run(figures)
-    chat.tab.wait(f"{size} > 400", 90)
+    chat.tab.wait(f"{size} > 400", 120)
     assert chat.tab.run("window.removed") == 0  # it appends, and makes nothing anew
     chat.tab.press("Escape")
     chat.tab.wait("!document.querySelector('.running')")
 
 
 @pytest.mark.parametrize("how", ["key", pytest.param("button", marks=pytest.mark.rest)])
-def test_stop_is_a_cancel_on_the_server(chat, gateway, how: str) -> None:
+def test_stop_is_a_cancel_on_the_server(long_chat, long_gateway, how: str) -> None:
+    chat, gateway = long_chat, long_gateway
     gateway.wait_idle()
     name = 'slipstream_gateway_ended_total{how="abandoned"}'
     before = gateway.figures().get(name, 0)
-    chat.set(**LONG)
+    chat.set(**SEVERAL)
     chat.add(ignore_eos=True)
     chat.start("class Stack:")
     chat.tab.wait("document.querySelector('.answer .text')?.textContent.length > 5")
@@ -318,7 +321,7 @@ def test_a_server_that_dies_in_mid_answer_is_reported(
 ) -> None:
     with serving(gateway_repository, tmp_path / "log") as gateway:
         chat = open_chat(tab, f"{gateway.url}/")
-        chat.set(**LONG)
+        chat.set(**SEVERAL)
         chat.add(ignore_eos=True)
         chat.start("class Stack:")
         tab.wait("document.querySelector('.answer .text')?.textContent.length > 5")
