@@ -5,7 +5,7 @@ import torch
 from fixtures.kernels.recording import recorded
 from slipstream.kernels.experts.grouped import tile_rows
 from slipstream.kernels.experts.route import most_tiles
-from slipstream.kernels.experts.spec import Routing
+from slipstream.kernels.experts.spec import Routing, Score
 from slipstream.layers.dims import ExpertsConfig
 from slipstream.layers.experts import Experts
 from slipstream.layers.norm import Norm
@@ -18,11 +18,13 @@ HIDDEN, CONFIG = 2048, ExpertsConfig(Routing(128, 8, normalises=True), 768)
 ROUTES = {1: ["route_once"], 16: ["route_once"], 17: ["choose", "place"]}
 
 
-def launches(num_rows: int, scheme: str, deterministic: bool = False) -> list[tuple[str, str]]:
-    """Names and arguments of a layer of Qwen3-30B-A3B's shape."""
+def launches(
+    num_rows: int, scheme: str, deterministic: bool = False, config: ExpertsConfig = CONFIG
+) -> list[tuple[str, str]]:
+    """Names and arguments of a layer, by default of Qwen3-30B-A3B's shape."""
     with recorded() as notes:
         w = Weights(SizeSource(), META, torch.bfloat16, scheme, deterministic)
-        layer, norm = Experts(w.at("mlp"), CONFIG, HIDDEN), Norm(w.at("norm"), HIDDEN, 1e-6)
+        layer, norm = Experts(w.at("mlp"), config, HIDDEN), Norm(w.at("norm"), HIDDEN, 1e-6)
         notes.clear()
         layer(norm, Residual(torch.empty(num_rows, HIDDEN, dtype=torch.bfloat16, device=META)))
     return notes
@@ -51,3 +53,17 @@ def test_deterministic_mode_has_one_kernel() -> None:
         names = [name for name, _ in launches(num_rows, "none", deterministic=True)]
         assert names.count("tiled") == 2
         assert "skinny" not in names[-3:]
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 128])
+def test_groups_are_chosen_by_a_variant_of_the_same_kernels(num_rows: int) -> None:
+    """Of DeepSeek V3's shape: no launch more than without groups."""
+    routing = Routing(256, 8, Score.SIGMOID, True, 2.5, groups=8, top_groups=4)
+    config = ExpertsConfig(routing, 2048, shared_size=2048, corrected=True)
+    notes = launches(num_rows, "fp8", config=config)
+    names = [name for name, _ in notes]
+    routes = [name for name in names if name in ("route_once", "choose", "place")]
+    assert routes == ROUTES.get(num_rows, ROUTES[17])
+    ours = [arguments for name, arguments in notes if name == routes[0]]
+    assert all("VALUES=8" in each and "GROUPED=1" in each for each in ours)
+    assert not any("GROUPED=1" in each for _, each in launches(num_rows, "fp8"))

@@ -285,3 +285,23 @@ def test_attention_is_refused_by_name_where_nothing_has_it(
     config = EngineConfig(checkpoint=str(tmp_path), **settings)
     with pytest.raises(ConfigError, match=why):
         settle(config, torch.device(str(settings["device"])))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"n_group": 5}, "n_group = 5 does not divide 12 experts"),
+        ({"n_group": 65}, "n_group = 65 is above 64"),
+        ({"n_group": 12}, "n_group = 12 leaves groups of one expert"),
+        ({"topk_group": 4}, "topk_group = 4 is above 3"),
+        ({"topk_group": 1, "num_experts_per_tok": 5}, "topk_group = 1 leaves fewer than 5"),
+        ({"n_group": 1, "num_experts_per_tok": 13}, "num_experts_per_tok = 13 is above 12"),
+    ],
+)
+def test_groups_that_no_kernel_chooses_are_refused(
+    changes: dict[str, object], why: str, tmp_path: Path
+) -> None:
+    save(make_model("dots1"), tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=why):
+        read_config(tmp_path)
