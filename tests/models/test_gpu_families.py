@@ -21,6 +21,7 @@ from fixtures.models.checkpoints import (
     save,
     sizes_of,
 )
+from fixtures.models.gpu_sizes import OWN, SIZES
 from fixtures.models.remote_drawn import REMOTE
 from slipstream.models.hf import read_config
 
@@ -31,21 +32,6 @@ pytestmark = [
 BOUND = 0.05
 # A row may have other experts than in fp32, where two scores are near.
 BOUND_OF_EXPERTS = 0.3
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
-DEEPSEEK = {"moe_intermediate_size": 128, "n_routed_experts": 8, "num_experts_per_tok": 2}
-OWN: dict[str, dict[str, object]] = {
-    "deepseek_v2": DEEPSEEK,
-    "deepseek_v3": DEEPSEEK | {"n_group": 4, "topk_group": 2},
-    "glm4_moe": DEEPSEEK | {"n_group": 4, "topk_group": 2},
-    "dots1": DEEPSEEK | {"n_group": 4, "topk_group": 2},
-    "helium": {"head_dim": 64},
-    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
-    "gpt_bigcode": {"multi_query": True},
-    "mixtral": {"num_local_experts": 6},
-    "gpt_oss": {"num_local_experts": 6},
-    "phimoe": {"num_local_experts": 2, "num_experts_per_tok": 2},
-    "olmoe": {"num_attention_heads": 4},
-}
 
 
 def checkpoint(family: str, path: Path) -> Path:
