@@ -8,7 +8,7 @@ from fixtures.models.checkpoints import Driver, Generation, make_model, make_run
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.quant.matrix import dequantise
-from slipstream.quant.rounding import rounded4, rounded8, rounded_for_e4m3
+from slipstream.quant.rounding import rounded4, rounded8, rounded_e4m3, rounded_for_e4m3
 
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 150), st.integers(0, 99))
 
@@ -61,6 +61,25 @@ def test_4_bits_without_zeros_are_no_worse_than_the_whole_range(
         plain = (group / step).round().clamp(-8, 7) * step - group
         before = plain.abs().pow(3).sum(1)
         assert (found.abs().pow(3).sum(1) <= before * 1.0001 + 1e-12).all()
+
+
+@given(SHAPES)
+def test_e4m3_takes_the_scale_of_least_error(shape: tuple[int, int, int]) -> None:
+    """Each output by itself, of eight from the one that holds its largest weight to twice it."""
+    weight = drawn(*shape)
+    values, scales = rounded_e4m3(weight)
+    assert values.dtype == torch.float8_e4m3fn
+    assert scales.shape == (len(weight),)
+    off = (values.float() * scales[:, None] - weight).square().sum(1)
+    assert off[0] == 0
+    for row in range(1, len(weight)):
+        errors = []
+        for step in range(8):
+            scale = weight[row].abs().max() / 448 * 2 ** (step / 8)
+            plain = (weight[row] / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+            errors.append(float((plain - weight[row]).square().sum()))
+        assert float(off[row]) == pytest.approx(min(errors), rel=1e-3, abs=1e-12)
+        assert 448 * scales[row] >= weight[row].abs().max() * 0.9999
 
 
 @pytest.mark.parametrize(("scheme", "most"), [("int8", 0.03), ("int4", 0.5), ("w4a8", 0.5)])

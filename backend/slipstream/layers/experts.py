@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from slipstream import quant
-from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.activation import silu_mul
 from slipstream.kernels.experts.combine import combine
 from slipstream.kernels.experts.grouped import ExpertMatrix, down, gate_up, tile_rows
@@ -25,6 +24,7 @@ from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 from slipstream.quant.auto import dequantised
 from slipstream.quant.matrix import write
+from slipstream.quant.rounding import rounded_e4m3
 
 SCHEMES = ("auto", "none", "fp8")  # that experts can be kept in
 _ALIGNED = 8  # outputs of the router
@@ -134,7 +134,7 @@ def _matrix(
         values, bias = _separate(w, names, config, outputs, inputs)
     if w.quantization != "fp8":
         return ExpertMatrix(values, None, bias)
-    rounded, scales = fp8.quantize(values.view(-1, inputs))
+    rounded, scales = rounded_e4m3(values.view(-1, inputs))
     return ExpertMatrix(rounded.view(values.shape), scales.view(count, -1), bias)
 
 

@@ -13,6 +13,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Around, Matrix
+from slipstream.quant.rounding import rounded_e4m3
 from slipstream.quant.scheme import MatrixSource, Scheme
 
 
@@ -26,7 +27,7 @@ class Fp8(Scheme):
     ) -> Matrix:
         """Read `NAME.weight` of all names and quantise them."""
         weight = w.stacked([f"{name}.weight" for name in names], outputs, inputs)
-        return Matrix(*fp8.quantize(weight))
+        return Matrix(*rounded_e4m3(weight))
 
     def matmul(self, x: Tensor, weights: Matrix, bias: Tensor | None) -> Tensor:
         """`x W^T + b`; the product of e4m3 by e4m3 is rounded to bf16 before it is scaled."""

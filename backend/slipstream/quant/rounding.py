@@ -1,8 +1,10 @@
-"""Round weights of 16 or 32 bits to integers as they are loaded, without data.
+"""Round weights of 16 or 32 bits to integers or e4m3 as they are loaded, without data.
 
 A range that leaves out the largest weights of a group can have less error than one that holds all:
 the best of some ranges is taken, by the sum of cubes of errors. Squares (Lin et al., 2024) favour
 ranges that cut off more, which costs outputs more where a few inputs are far larger than others.
+Numbers of e4m3 are a grid whose steps double, so a scale up to twice as large moves weights within
+it, and none is cut off: squares choose the best of those, as in `slipstream quantize`.
 """
 
 from typing import NamedTuple
@@ -10,11 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.quant.matrix import Kind, QuantMatrix, halves
+from slipstream.quant.matrix import E4M3, Kind, QuantMatrix, halves
 
 GROUP = 64  # inputs of a group of 4 bits
 GROUP_FOR_E4M3 = 128  # without zeros
 _RANGES = torch.linspace(1.0, 0.5, 21).tolist()  # parts of a group's whole range
+_E4M3_MAX = 448.0
+_E4M3_SCALES = [2 ** (step / 8) for step in range(8)]  # times the one that holds the largest weight
 _LEAST = 1e-30  # what counts as a range, so that zeros stay zeros
 _WEIGHTS = 1 << 22  # that are rounded at a time: what fp32 needs beside the result
 
@@ -66,6 +70,16 @@ def rounded_for_e4m3(weight: Tensor, group: int = GROUP_FOR_E4M3) -> QuantMatrix
     return QuantMatrix(Kind.W4, codes, scales, group, k, for_e4m3=True)
 
 
+def rounded_e4m3(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `[n, k]` in e4m3 and its scales `[n]` fp32, for each output the best of eight."""
+    n, k = weight.shape
+    if weight.is_meta:
+        return weight.new_empty(n, k, dtype=E4M3), weight.new_empty(n, dtype=torch.float32)
+    parts = [_rows_e4m3(part.float()) for part in _some(weight)]
+    values, scales = (torch.cat(each) for each in zip(*parts, strict=True))
+    return values.view(E4M3), scales.squeeze(-1)
+
+
 def _some(weight: Tensor) -> tuple[Tensor, ...]:
     return torch.split(weight, max(1, _WEIGHTS // weight.shape[1]))
 
@@ -80,6 +94,21 @@ def _rows8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = _stored(weight.abs().amax(1, keepdim=True) / 127, dtype)
     codes = (weight / scales.float()).round().clamp(-128, 127)
     return codes.to(torch.int8), scales
+
+
+def _rows_e4m3(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return bytes of e4m3 `[n, k]`, and scales `[n, 1]` fp32."""
+    largest = weight.abs().amax(1, keepdim=True).clamp_min(_LEAST)
+    best: list[Tensor] = []  # errors, bytes, scales
+    for part in _E4M3_SCALES:
+        scale = largest * (part / _E4M3_MAX)
+        values = (weight / scale).clamp_(-_E4M3_MAX, _E4M3_MAX).to(E4M3)
+        off = values.float().mul_(scale).sub_(weight).square_().sum(-1, keepdim=True)
+        found = [off, values.view(torch.uint8), scale]
+        is_better = off < best[0] if best else torch.ones_like(off, dtype=torch.bool)
+        both = zip(found, best or found, strict=True)
+        best = [torch.where(is_better, new, old) for new, old in both]
+    return best[1], best[2]
 
 
 def _rows4(weight: Tensor, group: int, dtype: torch.dtype, has_zeros: bool = True) -> _Rounded:
