@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from slipstream.models.gguf.unpack import as_directory
@@ -44,8 +44,12 @@ def make(args: argparse.Namespace) -> list[str]:
 
 
 def recipe_of(opened: Opened, scheme: str, group: int | None, symmetric: bool) -> Recipe:
-    """Return the recipe for the matrices of a checkpoint; raises `ConfigError`."""
-    return settled(scheme, group, symmetric, [p.values.shape[1] for p in opened.probes])
+    """Return the recipe for the matrices of a checkpoint; raises `ConfigError`.
+
+    Integers of a mixture have no zeros: transformers reads none of experts.
+    """
+    found = settled(scheme, group, symmetric, [p.values.shape[1] for p in opened.probes])
+    return replace(found, symmetric=found.symmetric or opened.has_experts)
 
 
 def measured_bits(opened: Opened, directory: Path, measured: Tensor) -> float:

@@ -132,6 +132,11 @@ class Opened:
         """All layers, in order."""
         return (place.probe for block in self.blocks for place in block)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether a block has a mixture."""
+        return any(isinstance(block.mlp, ProbedExperts) for block in self.decoder.blocks)
+
     def _round_others(self) -> None:
         """Round to `dtype` what is written in it: all but the matrices of blocks."""
         matrices = {f"{name}.weight" for probe in self.probes for name in probe.names}

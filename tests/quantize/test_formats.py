@@ -61,3 +61,15 @@ def test_the_reference_reads_what_was_meant(name: str, tmp_path: Path) -> None:
         assert (got - expected).abs().max() <= 2**-8 * expected.abs().max()
         # To the last bit of what it computes in, and the next one where it scales in 16 bits.
         assert torch.allclose(got, expected, rtol=2**-7, atol=1e-30)
+
+
+@pytest.mark.parametrize("name", tiny.MIXTURES)
+def test_the_reference_reads_the_experts_that_were_meant(name: str, tmp_path: Path) -> None:
+    """All experts in their order, gate above up, as the reader stacks them."""
+    read, (family, recipe) = load_file(tiny.READ), tiny.MIXTURES[name]
+    opened = tiny.quantised(tiny.small(tmp_path / "original", family), recipe)
+    probes = [probe for probe in opened.probes if ".experts." in probe.names[0]]
+    for part, meant in (("gate_up_proj", probes[::2]), ("down_proj", probes[1::2])):
+        got = read[f"{name}.experts.{part}"].float()
+        expected = torch.stack([probe.values for probe in meant]).float()
+        assert torch.allclose(got, expected, rtol=2**-7, atol=1e-30)

@@ -271,6 +271,7 @@ def test_other_layouts_and_mixtures(name: str, tmp_path: Path) -> None:
     opened = Opened(directory, "cpu", "float32")
     before = logits(opened)
     recipe = recipe_of(opened, scheme, None, symmetric=False)
+    assert recipe.symmetric or not opened.has_experts  # transformers reads no zeros of experts
     recipe = replace(recipe, activations="" if scheme != "int8-sq" else recipe.activations)
     text = torch.arange(2 * 64).view(2, 64) * 13 % 256
     writer, output = Writer(tmp_path / "out"), tmp_path / "out"
