@@ -5,8 +5,9 @@ the recipe says, and measured with the KV cache in each format: bits a byte of h
 the standard error of the difference, over its pieces; with a cache in fewer bits four pieces), KL
 of the next token to the model in 16 bits, 1,000 greedy tokens, and 281 questions of MMLU, which
 only the model's own cache answers. Each row goes into
-`benchmarks/results/accuracy.json` when it is done, and `--resume` keeps those that are there;
-the table goes into docs/quantization.md. Exits with 1 where a goal is missed.
+`benchmarks/results/accuracy.json` when it is done, and `--resume` keeps what is there and
+measures what a row lacks; the table goes into docs/quantization.md. Exits with 1 where a goal is
+missed.
 
 Products are computed in fp32 on a CPU; on a GPU in 16 bits.
 """
@@ -91,8 +92,16 @@ class Bench:
     def _length(self, opened: Opened) -> int:
         return min(PIECE, opened.plan.max_model_len // 2)
 
-    def measure(self, row: str) -> dict[str, Any]:
-        """Quantise, and measure with each cache."""
+    def lacks(self, row: str, found: dict[str, Any]) -> bool:
+        """Return whether a row has not all that was asked for."""
+        asked = self.questions and row in self.args.question_rows
+        caches = found.get("caches", {})
+        return any(cache not in caches for cache in self.args.caches) or (
+            bool(asked) and "mmlu" not in found
+        )
+
+    def measure(self, row: str, found: dict[str, Any]) -> dict[str, Any]:
+        """Quantise, and measure with each cache what `found` has not."""
         start, opened = time.process_time(), self._opened()
         about: dict[str, Any] = {}
         if row != BASE:
@@ -107,8 +116,12 @@ class Bench:
                 "calibration_tokens": 0 if text is None else text.numel(),
             }
         about["processor_seconds"] = round(time.process_time() - start, 1)
-        about["caches"] = {cache: self._with(opened, cache) for cache in self.args.caches}
-        if self.questions and row in self.args.question_rows:
+        known = found.get("caches", {})
+        caches = [cache for cache in self.args.caches if cache not in known]
+        about["caches"] = known | {cache: self._with(opened, cache) for cache in caches}
+        if "mmlu" in found:
+            about["mmlu"] = found["mmlu"]
+        elif self.questions and row in self.args.question_rows:
             about["mmlu"] = self._mmlu(opened)
         return about
 
@@ -171,15 +184,13 @@ def run(name: str, args: argparse.Namespace, result: dict[str, Any]) -> None:
     model = model_of(name)
     entry = result["models"].setdefault(name, {"note": model.note, "rows": {}})
     entry["goal_w4"] = model.goal_w4
-    left = [row for row in args.rows if row not in entry["rows"]]
-    if not left:
-        return
     with ExitStack() as stack:
         folder, _ = stack.enter_context(as_directory(model.path))
         bench = Bench(model, args, folder)
+        left = [row for row in args.rows if bench.lacks(row, entry["rows"].get(row, {}))]
         entry["tokens"], entry["bytes"] = bench.truth.text.numel(), bench.truth.num_bytes
         for row in left:
-            entry["rows"][row] = bench.measure(row)
+            entry["rows"][row] = bench.measure(row, entry["rows"].get(row, {}))
             print(json.dumps({name: {row: entry["rows"][row]}}), flush=True)
             RESULT.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -52,9 +52,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "divides the inputs of all matrices)",
     )
     parser.add_argument(
-        "--symmetric",
-        action="store_true",
-        help="4 bits without zeros: a little less exact; always so in a mixture",
+        "--symmetric", action="store_true", help="4 bits without zeros, as always in a mixture"
     )
     parser.add_argument(
         "--measure",

@@ -2,9 +2,9 @@
 
 A token's scale is its largest absolute value over 448, the largest number of the type; so nothing
 overflows, zeros stay zeros, and NaN or infinity makes the row's every product NaN. An output's, of
-weights, is searched where they are loaded (`quant/rounding.py`). A product is rounded to bfloat16 unscaled. Its reader
-multiplies by the scales of its row and its column, and adds the column's bias if any; the skinny
-and the tall GEMM do that themselves if they are given them.
+weights, is searched where they are loaded (`quant/rounding.py`). A product is rounded to bfloat16
+unscaled. Its reader multiplies by the scales of its row and its column, and adds the column's bias
+if any; the skinny and the tall GEMM do that themselves if they are given them.
 """
 
 from collections.abc import Iterator
