@@ -23,6 +23,9 @@ class _Unquantised:
         """Return None."""
         return None
 
+    def pass_over(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+        """No tensor has to be read."""
+
     def mapped(
         self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> Tensor | None:

@@ -1,14 +1,18 @@
 """What a source of tensors does (files, random values, sizes), and its part below a prefix."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.runtime.registry import Target, target_of
 from slipstream.layers.source import Stored
+from slipstream.models.packed_store import PackedStore
 from slipstream.quant.matrix import QuantMatrix
+
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -23,6 +27,9 @@ class Source(Protocol):
 
     def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
         """Write each tensor into its `out`; `CheckpointError` if absent or of another shape."""
+
+    def pass_over(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+        """Count tensors as read, whose use is kept elsewhere; raises `CheckpointError`."""
 
     def mapped(
         self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype
@@ -63,6 +70,7 @@ class Weights:
         deterministic: bool = False,
         prefix: str = "",
         target: Target | None = None,
+        store: PackedStore | None = None,
     ) -> None:
         self._source = source
         self._target = target or target_of(device)
@@ -71,6 +79,7 @@ class Weights:
         self._quantization = quantization
         self._deterministic = deterministic
         self._prefix = prefix
+        self._store = store
 
     @property
     def device(self) -> torch.device:
@@ -100,13 +109,14 @@ class Weights:
     @property
     def mapped_bytes(self) -> int:
         """Bytes of files that are used where they lie: memory that looks as if it were free."""
-        return self._source.mapped_bytes
+        kept = 0 if self._store is None else self._store.mapped_bytes
+        return self._source.mapped_bytes + kept
 
     def at(self, prefix: str) -> "Weights":
         """Return the weights below `prefix.`."""
         prefix = f"{self._prefix}{prefix}."
         settings = (self._device, self._dtype, self._quantization, self._deterministic)
-        return Weights(self._source, *settings, prefix, self._target)
+        return Weights(self._source, *settings, prefix, self._target, self._store)
 
     def has(self, name: str) -> bool:
         """Return whether the source has this tensor."""
@@ -164,6 +174,27 @@ class Weights:
         self._source.fill(full, torch.split(out, list(rows)) if rows else [out])
         return out
 
+    def packed(
+        self, names: Sequence[str], rows: Sequence[int], inputs: int, make: Callable[[], T]
+    ) -> T | Matrix:
+        """Return what `make` makes of matrices `[rows[i], inputs]`, or an earlier start made."""
+        if self._store is None:
+            return make()
+        full = [self._prefix + name for name in names]
+        name = " ".join(full)
+        found = self._store.take(name, sum(rows), inputs)
+        if found is not None:
+            self._source.pass_over(full, [(count, inputs) for count in rows])
+            return found
+        made = make()
+        self._store.keep(name, made)
+        return made
+
     def finish(self) -> None:
-        """Raise `CheckpointError` if the source has a tensor that was never read."""
+        """Raise `CheckpointError` if the source has a tensor that was never read.
+
+        What was packed of sound weights is kept then, if there is a place for it.
+        """
         self._source.finish()
+        if self._store is not None:
+            self._store.finish()

@@ -147,6 +147,11 @@ class _Checkpoint:
         cuts = self._tensors.cuts
         return None if cuts is None else cuts.of(name, shape)
 
+    def pass_over(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+        """Check names and shapes of tensors whose values are kept elsewhere."""
+        for name, shape in zip(names, shapes, strict=True):
+            self._take(name, shape)
+
     def mapped(
         self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype
     ) -> Tensor | None:

@@ -101,9 +101,13 @@ class AtLoad(Auto):
     def read(
         self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
     ) -> Matrix | Packed:
-        """Read `NAME.weight` of all names and round them."""
-        weight = w.stacked([f"{name}.weight" for name in names], outputs, inputs)
-        return kept(w, self._rounded(weight))
+        """Read `NAME.weight` of all names and round them, unless an earlier start did."""
+        full = [f"{name}.weight" for name in names]
+
+        def made() -> Matrix | Packed:
+            return kept(w, self._rounded(w.stacked(full, outputs, inputs)))
+
+        return w.packed(full, outputs, inputs, made)
 
 
 SCHEME = Auto()

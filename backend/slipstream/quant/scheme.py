@@ -1,14 +1,17 @@
 """The interface of a scheme."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.runtime.registry import Target
 from slipstream.quant.matrix import QuantMatrix
+
+T = TypeVar("T")
 
 
 class MatrixSource(Protocol):
@@ -45,6 +48,11 @@ class MatrixSource(Protocol):
 
     def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
         """The matrix `name`, `[rows, inputs]`, if the checkpoint has it quantised."""
+
+    def packed(
+        self, names: Sequence[str], rows: Sequence[int], inputs: int, make: Callable[[], T]
+    ) -> T | Matrix:
+        """What `make` makes of matrices `[rows[i], inputs]`, or what an earlier start made."""
 
     def note(self, text: str) -> None:
         """Have the start say this of a matrix; what is said of several is said once."""

@@ -15,6 +15,8 @@ from slipstream import __version__
 from slipstream.kernels.cpu.native import library
 from slipstream.kernels.runtime import disk_cache
 
+# Of blocks' matrices: with fewer a step is over before a thread wakes, and nothing is worth a file.
+MIN_ELEMENTS = 1 << 24
 _CPUS = Path("/sys/devices/system/cpu")
 _NODES = Path("/sys/devices/system/node")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")

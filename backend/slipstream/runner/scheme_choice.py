@@ -21,9 +21,8 @@ from slipstream.models.files import tensor_entries
 from slipstream.quant.forms import form_of, make_numbers
 from slipstream.quant.rounding import rounded8
 from slipstream.runner import plan as plans
-from slipstream.runner.host import Kept
+from slipstream.runner.host import MIN_ELEMENTS, Kept
 from slipstream.runner.plan import Plan
-from slipstream.runner.threads import MIN_ELEMENTS
 
 _log = logging.getLogger(__name__)
 _ROWS = (1, 128)

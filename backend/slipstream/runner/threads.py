@@ -13,14 +13,13 @@ from dataclasses import replace
 import torch
 
 from slipstream.models.files import tensor_entries
-from slipstream.runner.host import Cores, Kept, cores_here
+from slipstream.runner.host import MIN_ELEMENTS, Cores, Kept, cores_here
 from slipstream.runner.joining import make_runner
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import THREADS, Plan
 from slipstream.runner.step_arrays import StepShape
 
 _log = logging.getLogger(__name__)
-MIN_ELEMENTS = 1 << 24  # of blocks' matrices: a step of fewer is over before a thread wakes
 _ROWS = (1, 16)
 _BUDGET_S = 0.8  # after which no more is measured
 _REPEAT = 4  # steps of which the shortest counts
