@@ -23,6 +23,7 @@ from torch import Tensor
 from slipstream.core.batch import Batch
 from slipstream.errors import ConfigError
 from slipstream.fuse.adapt import adapt
+from slipstream.kernels.lora.cpu import is_built
 from slipstream.kernels.lora.terms import Table
 from slipstream.layers.adapted import Group as RowGroup
 from slipstream.layers.adapted import StepGroups, Terms
@@ -43,13 +44,13 @@ _log = logging.getLogger(__name__)
 class Loaded(NamedTuple):
     """An adapter on the device."""
 
-    own: Terms  # in one piece each, if torch adds them
+    own: Terms  # in one piece each, if torch adds them or they are the host's
     laid: Laid | None  # in pages, as kernels find it
 
     @property
     def terms(self) -> Terms:
         """Return the terms for torch: copies of those in pages, beside an adapter that has none."""
-        return self.own if self.laid is None else self.laid.terms()
+        return self.own if self.own or self.laid is None else self.laid.terms()
 
 
 Active = Mapping[int, Loaded]  # the adapters of a step, by number
@@ -61,8 +62,8 @@ class Adapters:
     A number is used once. A launched step keeps the tensors that it uses, so an adapter can be
     evicted at any time.
 
-    `by_tables`: whether kernels add the terms that they take, on a GPU in 16 bits; else torch adds
-    all, one after another.
+    `by_tables`: whether kernels add the terms that they take, on a GPU in 16 bits, on a CPU in
+    fp32; else torch adds all, one after another.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class Adapters:
             self.targets = Targets(places, plan.model.tensors, plan.dtype, plan.device)
             self._tables = AdapterTables(places, plan.device, max_tokens, plan.dtype)
             self.page_bytes = self._tables.page_bytes
-        self.by_tables = plan.device.type == "cuda" and plan.dtype.itemsize == 2
+        is_gpu = plan.device.type == "cuda"
+        self.by_tables = plan.dtype.itemsize == 2 if is_gpu else _has_kernels(plan.dtype)
 
     def read(self, path: str) -> AdapterWeights:
         """Read and check a PEFT directory. Raises `CheckpointError` or `ConfigError`."""
@@ -222,7 +224,7 @@ class Adapters:
 
     def _copy(self, weights: AdapterWeights) -> Loaded:
         if self.by_tables and (laid := self._tables.lay_out(weights.terms)) is not None:
-            return Loaded({}, laid)
+            return Loaded(weights.terms if self._device.type == "cpu" else {}, laid)
         own: Terms = {
             place: tuple(term.to(self._device) for term in terms)
             for place, terms in weights.terms.items()
@@ -336,6 +338,11 @@ class Adapters:
 
     def _on_device(self, rows: Int64s) -> Tensor:
         return torch.from_numpy(rows).to(self._device)
+
+
+def _has_kernels(dtype: torch.dtype) -> bool:
+    """Whether a CPU has kernels for terms of a dtype."""
+    return dtype == torch.float32 and is_built()
 
 
 def _has_kept(shape: StepShape, keeps_all: bool) -> bool:

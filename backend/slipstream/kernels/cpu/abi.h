@@ -111,6 +111,14 @@ struct Start {
     int64_t num_tokens, table_stride;
 };
 
+// The groups of a step's rows that have an adapter each, at a place (lora/terms.py).
+struct Terms {
+    const int64_t *groups;  // [num_groups, 2]: where the adapter's terms are; first row | count << 32
+    const int32_t *rows;    // [n], in the order of groups
+    float *partial;         // t `[n, width]`, in that order
+    int64_t num_groups, place, width;
+};
+
 // The forms of the kernels, for an instruction set each.
 struct Kernels {
     // `y [n, outputs or half]`, rows `y_stride` apart; adds to `y` if `adds`.
@@ -122,6 +130,11 @@ struct Kernels {
     void (*attend)(const Sequences &, const Cache &, const float *q, int64_t q_stride, int64_t n,
                    int heads, float *out, int threads);
     void (*sample)(const Sampling &, int threads);
+    // t of `x`, behind the norm of a product without weights, if it has one.
+    void (*shrink)(const Terms &, const Product &norm, const float *x, int64_t x_stride,
+                   int threads);
+    // Adds t B^T to `y`; `sizes` are the outputs of the place's three parts, or 0.
+    void (*expand)(const Terms &, const int64_t *sizes, float *y, int64_t y_stride, int threads);
 };
 
 }  // namespace slipstream

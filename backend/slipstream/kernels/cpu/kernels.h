@@ -4,11 +4,12 @@
 #include "attention.h"
 #include "product.h"
 #include "sample.h"
+#include "terms.h"
 
 #define JOIN(a, b) a##b
 #define TABLE(form) JOIN(kernels_, form)
 
 namespace slipstream {
 extern const Kernels TABLE(FORM);
-const Kernels TABLE(FORM) = {product, rotate, attend, sample};
+const Kernels TABLE(FORM) = {product, rotate, attend, sample, shrink, expand};
 }  // namespace slipstream

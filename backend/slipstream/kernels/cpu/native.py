@@ -157,6 +157,19 @@ class Sampling(ctypes.Structure):
     )
 
 
+class Terms(ctypes.Structure):
+    """`struct Terms`."""
+
+    _fields_: ClassVar[Sequence[tuple[str, type]]] = (
+        ("groups", c_void_p),
+        ("rows", c_void_p),
+        ("partial", c_void_p),
+        ("num_groups", c_int64),
+        ("place", c_int64),
+        ("width", c_int64),
+    )
+
+
 class Start(ctypes.Structure):
     """`struct Start`."""
 
@@ -213,6 +226,10 @@ class Library:
 
         self.sample = library.slipstream_sample
         self.sample.restype, self.sample.argtypes = None, (POINTER(Sampling), c_int)
+        self.shrink, self.expand = library.slipstream_shrink, library.slipstream_expand
+        self.shrink.restype = self.expand.restype = None
+        self.shrink.argtypes = (POINTER(Terms), POINTER(Product), floats, numbers, c_int)
+        self.expand.argtypes = (POINTER(Terms), POINTER(c_int64), floats, numbers, c_int)
         self.start = library.slipstream_start
         self.start.restype, self.start.argtypes = None, (POINTER(Start),)
 

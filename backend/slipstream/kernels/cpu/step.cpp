@@ -119,6 +119,18 @@ void slipstream_sample(const Sampling *of, int threads) {
     chosen->sample(*of, threads);
 }
 
+void slipstream_shrink(const Terms *of, const Product *norm, const float *x, int64_t x_stride,
+                       int threads) {
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    chosen->shrink(*of, *norm, x, x_stride, threads);
+}
+
+void slipstream_expand(const Terms *of, const int64_t *sizes, float *y, int64_t y_stride,
+                       int threads) {
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    chosen->expand(*of, sizes, y, y_stride, threads);
+}
+
 void slipstream_start(const Start *of) {
     for (int64_t i = 0; i < of->num_tokens; ++i)
         if (of->sources[i] >= 0) of->token_ids[i] = of->sampled[of->sources[i]];

@@ -82,7 +82,7 @@ def describe(places: Sequence[Sequence[Addresses | None]]) -> tuple[Tensor, int]
     return torch.tensor(flat + tiles, dtype=torch.int64), width
 
 
-@op("x[n,k]:T, groups[_,2]:i64, rows[n]:i32")
+@op("x[n,k]:T, groups[_,2]:i64, rows[n]:i32", package=__package__)
 def shrink(
     x: Tensor,
     groups: Tensor,
@@ -118,7 +118,7 @@ def shrink(
     return found
 
 
-@op("y[n,_]:T, groups[_,2]:i64, rows[n]:i32, partial[_,n,_]:f32")
+@op("y[n,_]:T, groups[_,2]:i64, rows[n]:i32, partial[_,n,_]:f32", package=__package__)
 def expand(
     y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
 ) -> Tensor:

@@ -1,0 +1,116 @@
+// Low-rank terms of adapters, `x A^T B^T`, of all groups of rows of a step at a place.
+//
+// Tables and tiles are those of lora/terms.py: of each 16 ranks A `[16, inputs]` and B
+// `[outputs, 16]`. A sum has 16 parts as in by_row.h: its bits do not depend on other rows.
+#pragma once
+
+#include "by_row.h"
+
+namespace {
+
+constexpr int STACKED = 3;         // matrices that a place may have
+constexpr int MEMBERS = 16;          // rows of a group at most
+constexpr int64_t OF_PART = 256;   // outputs that a thread expands at a time
+
+// A term of a part of a place.
+struct Words {
+    int64_t tiles;   // words from the first of all to the addresses of its tiles
+    int64_t unused;
+    int64_t rank;    // a multiple of 16; 0: there is none
+    int64_t column;  // of t
+};
+
+// Rows that have one adapter.
+struct Members {
+    const int64_t *words;  // of the adapter; null: nobody is here
+    int64_t begin, count;  // of the table's rows
+
+    Members(const Terms &of, int64_t group)
+        : words(reinterpret_cast<const int64_t *>(of.groups[2 * group])),
+          begin(of.groups[2 * group + 1] & 0xffffffff),
+          count(of.groups[2 * group + 1] >> 32) {}
+
+    const Words *terms(int64_t place) const {
+        return reinterpret_cast<const Words *>(words) + place * STACKED;
+    }
+    // A tile of A (0) or of B (1).
+    const float *tile(const Words &term, int64_t number, int which) const {
+        return reinterpret_cast<const float *>(words[term.tiles + 2 * number + which]);
+    }
+};
+
+// A tile of A with all rows of a group, as many at a time as share its loads.
+template <int R>
+void shrink_tile(const float *a, const float *x, int64_t pitch, int64_t inputs, float *t,
+                 int64_t width, int64_t row, int64_t count) {
+    constexpr int T = SUMS / R >= 8 ? 8 : SUMS / R >= 4 ? 4 : SUMS / R >= 2 ? 2 : 1;
+    for (; row + R <= count; row += R) {
+        Sums sums[R];
+        for (int rank = 0; rank < TILE; rank += T)
+            add_rows<R, T>(a + rank * inputs, x + row * pitch, pitch, inputs, sums, rank);
+        for (int r = 0; r < R; ++r) store(t + (row + r) * width, sums_of(sums[r]));
+    }
+    if constexpr (R > 1) shrink_tile<R / 2>(a, x, pitch, inputs, t, width, row, count);
+}
+
+void shrink(const Terms &of, const Product &norm, const float *x, int64_t x_stride, int threads) {
+    const int64_t inputs = norm.weights.inputs, pitch = up(inputs, TILE);
+    parallel(threads, of.num_groups, 1, [&](int64_t first, int64_t last, int) {
+        static thread_local std::vector<float> memory;
+        float *rows = room(memory, MEMBERS * pitch);
+        for (int64_t group = first; group < last; ++group) {
+            const Members own(of, group);
+            if (!own.words) continue;
+            const Words *terms = own.terms(of.place);
+            if (!terms[0].rank && !terms[1].rank && !terms[2].rank) continue;
+            for (int64_t i = 0; i < own.count; ++i)
+                normalise(norm, x + of.rows[own.begin + i] * x_stride, rows + i * pitch, pitch);
+            for (int part = 0; part < STACKED; ++part)
+                for (int64_t tile = 0; tile < terms[part].rank / TILE; ++tile)
+                    shrink_tile<ROWS_TOGETHER>(
+                        own.tile(terms[part], tile, 0), rows, pitch, inputs,
+                        of.partial + own.begin * of.width + terms[part].column + tile * TILE,
+                        of.width, 0, own.count);
+        }
+    });
+}
+
+// Adds t B^T to outputs `begin` .. `end - 1` of a part, which is `y`'s from `to` on.
+void expand_rows(const Terms &of, const Members &own, const Words &term, int64_t begin,
+                 int64_t end, float *y, int64_t y_stride) {
+    for (int64_t output = begin; output < end; output += TILE) {
+        const int64_t some = std::min<int64_t>(TILE, end - output);
+        for (int64_t i = 0; i < own.count; ++i) {
+            const float *t = of.partial + (own.begin + i) * of.width + term.column;
+            Sums sums = {};
+            for (int64_t tile = 0; tile < term.rank / TILE; ++tile) {
+                const float *b = own.tile(term, tile, 1) + output * TILE;
+                const F16 own_t = load(t + tile * TILE);
+                for (int64_t o = 0; o < some; ++o)
+                    store(sums[o], fma(load(b + o * TILE), own_t, load(sums[o])));
+            }
+            float *to = y + of.rows[own.begin + i] * y_stride + output;
+            store_some(to, load_some(to, some) + sums_of(sums), some);
+        }
+    }
+}
+
+void expand(const Terms &of, const int64_t *sizes, float *y, int64_t y_stride, int threads) {
+    const int64_t parts = std::max<int64_t>(
+        1, (std::max({sizes[0], sizes[1], sizes[2]}) + OF_PART - 1) / OF_PART);
+    parallel(threads, of.num_groups * parts, 1, [&](int64_t first, int64_t last, int) {
+        for (int64_t each = first; each < last; ++each) {
+            const Members own(of, each / parts);
+            if (!own.words) continue;
+            const Words *terms = own.terms(of.place);
+            const int64_t begin = each % parts * OF_PART;
+            float *to = y;
+            for (int part = 0; part < STACKED; to += sizes[part++])
+                if (terms[part].rank && begin < sizes[part])
+                    expand_rows(of, own, terms[part], begin,
+                                std::min(sizes[part], begin + OF_PART), to, y_stride);
+        }
+    });
+}
+
+}  // namespace

@@ -1,0 +1,70 @@
+"""Low-rank terms on the processor, by the kernels in C++: two calls a place for all adapters."""
+
+from collections.abc import Sequence
+from ctypes import c_int64
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.cpu import native
+from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.lora.terms import PARTS, RowScale, expand, shrink
+
+_Sizes = c_int64 * PARTS
+
+
+def is_built() -> bool:
+    """Whether there are kernels for rows of fp32."""
+    return native.library() is not None
+
+
+def _takes(spec: tuple[tuple[object, ...], ...]) -> str | None:
+    if spec[0][1] != torch.float32:
+        return "takes rows of fp32"
+    return None if is_built() else "is not built"
+
+
+@shrink.implementation("C++", "cpu", takes=_takes, cost=0.5)
+def shrunk(
+    x: Tensor,
+    groups: Tensor,
+    rows: Tensor,
+    place: int,
+    width: int,
+    norm: RowScale | None = None,
+    is_fixed: bool = False,
+) -> Tensor:
+    """`shrink`; a row's bits never depend on others."""
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    product = native.Product()
+    product.weights.inputs = x.shape[1]
+    if norm is not None and norm.weight.dtype == torch.float32 and norm.weight.is_contiguous():
+        product.norm, product.eps = norm.weight.data_ptr(), norm.eps
+        product.norm_offset = float(norm.plus_one)
+    elif norm is not None:
+        x = rms_norm(x, norm.weight, norm.eps, norm.plus_one)
+    found = x.new_empty((1, len(x), width))
+    terms = _terms(groups, rows, found, place)
+    native.loaded().shrink(terms, product, x.data_ptr(), x.stride(0), native.num_threads())
+    return found
+
+
+@expand.implementation("C++", "cpu", takes=_takes, cost=0.5)
+def expanded(
+    y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
+) -> Tensor:
+    """`expand`, of what `shrunk` made."""
+    if y.stride(1) != 1 or partial.shape[0] != 1 or not partial.is_contiguous():
+        return expand.oracle(y, groups, rows, partial, place, sizes)
+    terms = _terms(groups, rows, partial, place)
+    own = _Sizes(*sizes)
+    native.loaded().expand(terms, own, y.data_ptr(), y.stride(0), native.num_threads())
+    return y
+
+
+def _terms(groups: Tensor, rows: Tensor, partial: Tensor, place: int) -> native.Terms:
+    assert groups.is_contiguous(), "tables lie in one piece"
+    assert rows.is_contiguous(), "tables lie in one piece"
+    where = (each.data_ptr() for each in (groups, rows, partial))
+    return native.Terms(*where, len(groups), place, partial.shape[2])

@@ -1,0 +1,70 @@
+"""Low-rank terms on the processor, by its kernels, beside torch's terms one by one."""
+
+import pytest
+import torch
+from fixtures.kernels.instruction_sets import HERE, within
+from fixtures.kernels.lora import Adapted, Shape
+from hypothesis import given
+from hypothesis import strategies as st
+from slipstream.kernels.cpu.native import library
+from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.lora import cpu
+from slipstream.kernels.lora.terms import RowScale, shrink
+from slipstream.kernels.runtime.registry import CPU
+
+if library() is None:
+    pytest.skip("this machine has no C++ compiler or no AVX2", allow_module_level=True)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    sizes = draw(st.lists(st.integers(1, 280).map(lambda n: 2 * n), min_size=1, max_size=3))
+    ranks = st.tuples(*[st.just(0) | st.integers(1, 40) for _ in sizes])
+    return Shape(
+        8 * draw(st.integers(1, 9)), tuple(sizes), tuple(draw(st.lists(ranks, max_size=4)))
+    )
+
+
+@given(shapes(), st.data())
+def test_terms_are_those_of_torch(shape: Shape, data: st.DataObject) -> None:
+    """Rows lie apart, in more memory; a norm is computed with the terms."""
+    numbers = data.draw(
+        st.lists(st.integers(0, len(shape.ranks)), min_size=1, max_size=40), label="adapters"
+    )
+    form = data.draw(st.sampled_from(HERE), label="form")
+    plus_one = data.draw(st.none() | st.booleans(), label="norm")
+    made = Adapted(shape, torch.float32, "cpu")
+    y = torch.randn(len(numbers), sum(shape.sizes) + 3)[:, 1:-2]
+    x = torch.randn(len(numbers), shape.inputs + 5)[:, 2:-3]
+    weight = torch.randn(shape.inputs)
+    norm = None if plus_one is None else RowScale(weight, 1e-5, plus_one)
+    with within(form):
+        found = made.run(y, x, numbers, norm)
+    rows = x if norm is None else rms_norm(x.contiguous(), weight, 1e-5, norm.plus_one)
+    wanted = made.by_torch(y, rows, numbers)
+    assert ((found - wanted).abs() / (1 + wanted.abs())).max() < 1e-4
+    others = [n == 0 for n in numbers]
+    assert torch.equal(found[others], y[others])
+
+
+@pytest.mark.parametrize("form", HERE)
+def test_a_row_has_the_same_bits_whatever_is_beside_it(form: str) -> None:
+    shape = Shape(72, (70, 6, 34), ((1, 0, 40), (16, 5, 16), (0, 33, 0)))
+    made = Adapted(shape, torch.float32, "cpu")
+    numbers = [1, 2, 1, 3, 0, 2, 2, 1] * 6
+    y, x = torch.randn(len(numbers), 110), torch.randn(len(numbers), 72)
+    with within(form):
+        together = made.run(y, x, numbers)
+        for i, number in enumerate(numbers):
+            assert torch.equal(together[i], made.run(y[i : i + 1], x[i : i + 1], [number])[0])
+
+
+def test_they_are_chosen_for_fp32_alone() -> None:
+    groups, rows = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    for dtype, name in ((torch.float32, "C++"), (torch.bfloat16, "torch")):
+        x = torch.zeros(3, 8, dtype=dtype)
+        spec = tuple((each.shape, each.dtype, each.device) for each in (x, groups, rows))
+        chosen = shrink.implementations.choose(spec, CPU)
+        assert chosen is not None
+        assert chosen.implementation.name == name
+    assert cpu.is_built()
