@@ -89,6 +89,7 @@ def compared(
     outs = []
     graphs = []
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # rows are made there
     with torch.cuda.stream(stream):
         for algorithm in algorithms:
             plan, out = MatmulPlan(problem, algorithm), before.clone()

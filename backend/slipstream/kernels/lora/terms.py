@@ -19,8 +19,8 @@ from slipstream.kernels.runtime.op import op
 TILE = 16  # rows of a group at most; ranks are filled up to a multiple of it
 PARTS = 3  # matrices that a place may have stacked
 WORDS = 4  # of a term: where the addresses of its tiles are, 0, its rank, its first column of t
-SHARE = 1024  # inputs of a split: what the warps of a block load at once
-FEW_ROWS = 256  # that are split, and whose norm `shrink` computes
+FEW_ROWS = 256  # whose sums are split, and whose norm `shrink` computes
+SHARES = {64: 1024, FEW_ROWS: 2048}  # inputs of a split, by the most rows
 _OUTPUTS = 256  # of a CTA that expands
 _CTAS = 264  # that fill a GPU, about
 
@@ -199,9 +199,13 @@ def variants() -> Iterator[jit.Variant]:
     yield variant_of(torch.bfloat16)
 
 
-def splits_of(num_rows: int, inputs: int, is_fixed: bool) -> int:
-    """Count the parts of a sum over inputs."""
-    return 1 if is_fixed or num_rows > FEW_ROWS else -(-inputs // SHARE)
+def share_of(num_rows: int, inputs: int, is_fixed: bool) -> int:
+    """Count the inputs of a split, a multiple of 32: of few rows what a block loads at once; more
+    of them fill the GPU anyway.
+    """
+    whole = -(-inputs // 32) * 32
+    found = next((share for most, share in SHARES.items() if num_rows <= most), whole)
+    return whole if is_fixed else min(found, whole)
 
 
 def _check(x: Tensor, op_name: str, multiple: int) -> None:
@@ -224,9 +228,9 @@ def _shrink(
     _check(x, "shrink", 8)
     num_rows, inputs = x.shape
     jit.require(inputs % 8 == 0, "shrink: {} inputs are no multiple of 8", inputs)
-    splits = splits_of(num_rows, inputs, is_fixed)
+    share = share_of(num_rows, inputs, is_fixed)
+    splits = -(-inputs // share)
     partial = torch.empty((splits, num_rows, width), dtype=torch.float32, device=x.device)
-    share = SHARE if splits > 1 else -(-inputs // 32) * 32
     by_turns = min(24, max(2, _CTAS // max(1, len(groups) * splits)))
     weight, eps, plus_one = (0, 0.0, False) if norm is None else norm
     behind = (x, x.stride(0), weight, eps, int(plus_one))
