@@ -24,7 +24,7 @@ SIZES = [8 << 10, 1 << 20]
 def measured(tensor: int, pipeline: int, parts: tuple[str, ...]):
     script = repository_root() / "benchmarks" / "tensor_parallel.py"
     ranks = ("--tensor-parallel", tensor, "--pipeline-parallel", pipeline)
-    small = ("--tokens", 2, "--prompt", 16, "--requests", 12, "--sizes", *SIZES)
+    small = ("--tokens", 4, "--prompt", 16, "--requests", 12, "--sizes", *SIZES)
     options = ("--device", "cpu", *ranks, *small, "--parts", *parts, "--limit", 600)
     command = [sys.executable, script, *options]
     result = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
@@ -44,7 +44,7 @@ def test_it_measures_every_part_on_ranks_of_a_cpu(tensor, pipeline, parts):
         assert all(row["is_right"] and row["us"] > 0 and row["gloo_us"] > 0 for row in sums)
     for ranks in rows.values():
         assert len(ranks) == (1 if ranks is rows.get("one") else size)
-        assert {"decode_1_ms", "decode_4_ms"} <= {*ranks[0]}
+        assert min(ranks[0][f"decode_{batch}_ms"] for batch in (1, 4)) > 0
         assert ranks[0]["prompt_tok_s"] > 0
         assert ranks[0]["requests_12_tok_s"] > 0
     if "kill" in parts:
