@@ -89,6 +89,14 @@ def gloo(rank: int, size: int, folder: Path) -> Callable[[torch.Tensor], None]:
     return lambda x: dist.all_reduce(x)
 
 
+def leave_gloo() -> None:
+    """End gloo's threads when no rank needs them: they abort a process that exits beside them."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def copy_rate(rank: int, size: int) -> float:
     """Return bytes a second of a copy from a peer's memory."""
     other = torch.device("cuda", (rank + 1) % size)
@@ -163,6 +171,8 @@ def measure_sums(args: argparse.Namespace) -> list[dict[str, Any]]:
                     print(f"symmetric memory, {size} bytes: {error}", flush=True)
                     made = None
         rows.append(row)
+    if not is_cuda:
+        leave_gloo()
     return rows
 
 
