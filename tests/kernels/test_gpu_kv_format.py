@@ -13,7 +13,9 @@ from slipstream.kernels.attention import prefill as prefilling
 from slipstream.kernels.attention.decode import decode_attention, plan_decode
 from slipstream.kernels.attention.prefill import prefill_attention
 from slipstream.kernels.cache import kv_format
+from slipstream.kernels.cache import unpack as unpacking
 from slipstream.kernels.cache.kv_format import FORMATS
+from slipstream.kernels.cache.unpack import unpack_blocks
 from slipstream.kernels.elementwise import rope
 from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 from slipstream.kernels.runtime import jit
@@ -198,6 +200,43 @@ def test_prefill(dtype: torch.dtype, name: str, window: int) -> None:
         pooled.close(label, run(), attend(left, torch.float64), attend(left, dtype))
         judge.repeats(label, run)
     pooled.verdict()
+
+
+@pytest.mark.parametrize("window", [0, 77])
+@by_format
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_prefill_over_unpacked_blocks(dtype: torch.dtype, name: str, window: int) -> None:
+    """The copy is the oracle's, bit for bit; attention over it is as near as over packed blocks."""
+    compile_all(prefilling, dtype, name)
+    compile_all(unpacking, dtype, name)
+    judge = Judge(f"unpack_blocks {short(dtype)} {name} window {window}")
+    for heads, d, block in legal(dtype):
+        case = make_case(CHUNKS, CHUNK_LENGTHS, heads, d, block, dtype, window=window)
+        case, left = in_format(case, FORMATS[name])
+        label = f"heads {heads} d {d} block {block}"
+        contexts = list(zip(case.chunks, CHUNK_LENGTHS, strict=True))
+        count = unpacking.num_seen_blocks(contexts, block, window)
+        shape = (count + 1, *case.cache.shape[1:4], d)
+
+        def run(case=case, shape=shape, count=count) -> tuple[torch.Tensor, ...]:
+            into = torch.full(shape, torch.nan, dtype=dtype, device="cuda")
+            tables = torch.full_like(case.block_tables, 2**30)
+            where = (case.cache, case.block_tables, case.query_starts, case.lengths)
+            unpack_blocks(*where, into, tables, window, count)
+            poison(case.q.shape, dtype=case.q.dtype)
+            where = (into, tables, case.query_starts, case.lengths, case.scale)
+            return into, tables, prefill_attention(case.q, *where, max(CHUNKS), window=window)
+
+        into, tables, out = run()
+        wanted = torch.full_like(into, torch.nan), torch.full_like(tables, 2**30)
+        where = (case.cache, case.block_tables, case.query_starts, case.lengths)
+        unpack_blocks.oracle(*where, *wanted, window)
+        is_same = (into == wanted[0]) | (into.isnan() & wanted[0].isnan())
+        judge.true(f"{label}: the copy", bool(is_same.all()))
+        judge.true(f"{label}: the tables", torch.equal(tables, wanted[1]))
+        judge.close(label, out, attend(left, torch.float64), attend(left, dtype))
+        judge.repeats(label, lambda run=run: run()[2])
+    judge.verdict()
 
 
 @by_format

@@ -34,6 +34,8 @@ class StepRows(NamedTuple):
     num_decodes: int
     max_queries: int  # longest chunk, 0 without chunks
     has_drafts: bool = False  # decodes attend to what other decodes of the step write
+    # Queries and cached tokens of each chunk, where the host knows them of this step.
+    contexts: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,9 @@ class AttentionInputs:
         n, tables, lengths = self.rows.num_decodes, self.rows.block_tables, self.rows.lengths
         object.__setattr__(self, "decodes", Rows(tables[:n], lengths[:n]))
         object.__setattr__(self, "chunked", Rows(tables[n:], lengths[n:]))
-        object.__setattr__(self, "chunks", Chunks(self.rows.query_starts, self.rows.max_queries))
+        unpacked = self.backend.num_unpacked(self.rows.contexts, self.window)
+        chunks = Chunks(self.rows.query_starts, self.rows.max_queries, unpacked)
+        object.__setattr__(self, "chunks", chunks)
 
     @classmethod
     def of(
@@ -80,7 +84,7 @@ class AttentionInputs:
         is what `query_starts` is of them.
         """
         most = min(1, self.rows.max_queries)
-        rows = self.rows._replace(query_starts=sample_starts, max_queries=most)
+        rows = self.rows._replace(query_starts=sample_starts, max_queries=most, contexts=())
         return replace(self, wanted=sample_rows, rows=rows)
 
     def keep_wanted(self, q: Tensor, residual: Residual) -> Tensor:

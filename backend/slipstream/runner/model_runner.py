@@ -110,9 +110,9 @@ class ModelRunner:
         size = min(plan.max_num_seqs, budget)
         count, num_decodes = layout.up(size), size if layout.has_decodes else 0
         alone = StepShape(count, size, num_decodes, count, int(num_decodes == 0))
-        mixed = StepShape(
-            layout.up(budget), size, max(0, num_decodes - 1), count, budget - size + 1
-        )
+        longest, beside = budget - size + 1, max(0, num_decodes - 1)
+        contexts = ((min(longest, 2048),) * 2,)  # so that kernels over unpacked blocks are loaded
+        mixed = StepShape(layout.up(budget), size, beside, count, longest, False, contexts)
         with jit.compile_ahead():
             for shape in [*buckets.shapes, alone, mixed]:
                 self.padding(shape)()
@@ -149,16 +149,16 @@ class ModelRunner:
 
     def _make_buffers(self, plan: Plan, buckets: Buckets) -> None:
         """Make the buffers of a step besides weights and cache, for the largest step."""
-        device = plan.device
-        layout = layout_of(plan)
+        device, layout = plan.device, layout_of(plan)
         num_rows = layout.up(max(plan.max_num_rows, buckets.max_rows))
         num_tokens = layout.up(max(plan.max_num_batched_tokens, buckets.max_tokens, num_rows))
         self._num_tokens = num_tokens
         max_blocks = plan.table_blocks
-        self._num_tables = plan.window.num_tables
-        self._slots = slots = Slots(plan.max_num_seqs, max_blocks, self._num_tables)
+        plan.attention.reserve(num_tokens + plan.max_model_len, max_blocks, device)
+        self._num_tables = num_tables = plan.window.num_tables
+        self._slots = slots = Slots(plan.max_num_seqs, max_blocks, num_tables)
         self._builder = StepBuilder(slots, plan.block_size, layout, plan.window.has_gaps)
-        num_tables = self._num_tables * (num_rows if layout.has_chunks else num_tokens)
+        num_tables *= num_rows if layout.has_chunks else num_tokens
         self._tables = torch.zeros((num_tables, max_blocks), dtype=torch.int32, device=device)
         self._counts = make_counts(plan.max_num_seqs, self.vocab_size, device)
         self._half = num_rows
@@ -166,8 +166,7 @@ class ModelRunner:
         self._num_places = num_places = max(2, plan.max_in_flight) * num_rows
         self._results = Results(num_places, device)
         self._masks = MaskPlaces(num_places, self.vocab_size, device)
-        largest = StepShape(num_tokens, num_rows, 0, num_rows, num_tokens)
-        arrays = self._builder.padding(largest)
+        arrays = self._builder.padding(StepShape(num_tokens, num_rows, 0, num_rows, num_tokens))
         size = len(arrays.memory) + self._tables.nbytes + _EDIT_BYTES
         self._staging = Staging(device, size)
         self._histories = Staging(device)
@@ -447,4 +446,5 @@ class ModelRunner:
             shape.num_decodes,
             shape.max_queries,
             shape.has_drafts,
+            shape.contexts,
         )

@@ -17,13 +17,7 @@ from numpy.typing import NDArray
 from slipstream.core.batch import Batch, Row
 from slipstream.kernels.sampling.constrain import MASK_TAG
 from slipstream.kernels.sampling.sample import EDIT_WORDS, ROW_WORDS
-from slipstream.runner.sampling_rows import (
-    NUMBER,
-    RESULT,
-    fill_rows,
-    move_rows,
-    pack_row,
-)
+from slipstream.runner.sampling_rows import NUMBER, RESULT, fill_rows, move_rows, pack_row
 
 Array = NDArray[np.int32] | NDArray[np.int64] | NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -63,6 +57,7 @@ class StepShape(NamedTuple):
     num_samples: int
     max_queries: int  # of the rows after the decodes; 0 without such rows
     has_drafts: bool = False
+    contexts: tuple[tuple[int, int], ...] = ()  # queries, cached tokens of chunks; (): not known
 
 
 class StepArrays(NamedTuple):
@@ -144,17 +139,18 @@ class Layout(NamedTuple):
         num_decodes = batch.num_decodes if self.has_decodes else 0
         has_drafts = batch.num_drafts > 0 and num_decodes > 0
         if num_decodes == len(rows):
-            count = self.up(num_decodes)
-            return StepShape(count, num_decodes, num_decodes, count, 0, has_drafts)
+            n = self.up(num_decodes)
+            return StepShape(n, num_decodes, num_decodes, n, 0, has_drafts)
         counts = [len(row.token_ids) for row in rows]
         num_tokens = sum(counts)
         num_samples = self.up(sum([row.samples for row in rows]))
         if not self.has_chunks:
-            sizes = (self.up(num_tokens), num_tokens, num_decodes, num_samples, 1)
-            return StepShape(*sizes, has_drafts)
-        longest = max(counts[num_decodes:])
-        sizes = (self.up(num_tokens), len(rows), num_decodes, num_samples, longest)
-        return StepShape(*sizes, has_drafts)
+            n = self.up(num_tokens)
+            return StepShape(n, num_tokens, num_decodes, num_samples, 1, has_drafts)
+        chunks = [(n, row.start + n - row.gap) for row, n in zip(rows, counts, strict=True)]
+        own = tuple(chunks[num_decodes:])
+        sizes = (self.up(num_tokens), len(rows), num_decodes, num_samples, max(own)[0])
+        return StepShape(*sizes, has_drafts, own)
 
 
 class Slots:

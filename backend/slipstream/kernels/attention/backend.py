@@ -21,6 +21,13 @@ from slipstream.kernels.attention.sinks import Sinks, sink_attention
 from slipstream.kernels.attention.spec import CAUSAL, LATENT, AttentionSpec
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cache.kv_spec import KVSpec
+from slipstream.kernels.cache.unpack import (
+    MOST_CHUNKS,
+    Contexts,
+    Scratch,
+    is_worth_it,
+    num_seen_blocks,
+)
 
 
 class Rows(NamedTuple):
@@ -35,6 +42,7 @@ class Chunks(NamedTuple):
 
     query_starts: Tensor  # [s + 1] i32, of the rows of q
     max_queries: int  # of the longest
+    num_unpacked: int = 0  # blocks of a quantised cache to unpack first; 0: it is read as it is
 
 
 class AttentionKernels(NamedTuple):
@@ -45,6 +53,8 @@ class AttentionKernels(NamedTuple):
     own_prefix: str | None  # why what sequences share is read by each; None: once for all
     own_rotation: str | None  # why rotation is a kernel of its own; None: part of decode
     whole_chunks: str | None  # why no chunk is cut for several multiprocessors; None: some are
+    packed: str | None  # why no chunk's blocks are unpacked first; None: those of long ones are
+    unpacked: str  # the kernel of prompts over unpacked blocks
 
 
 class AttentionBackend(ABC):
@@ -81,6 +91,18 @@ class AttentionBackend(ABC):
     @abstractmethod
     def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> AttentionKernels:
         """Return the kernels of layers with this window."""
+
+    def reserve(self, num_tokens: int, table_blocks: int, device: torch.device) -> int:
+        """Allocate what long chunks need of so many cached tokens; return the bytes.
+
+        Chunks of more tokens, or without this call, are attended to without. `table_blocks` are
+        the most of a sequence.
+        """
+        return 0
+
+    def num_unpacked(self, contexts: Contexts, window: int) -> int:
+        """Count the blocks to unpack for chunks of so many queries and cached tokens; 0: none."""
+        return 0
 
     @property
     def kv_spec(self) -> KVSpec:
@@ -140,13 +162,21 @@ class AttentionBackend(ABC):
     ) -> None:
         """Attend with chunks of queries, `q [n, hq, d]`; the result goes to `out`."""
         tables, lengths = rows
-        starts, most = chunks
+        starts, most, num_unpacked = chunks
+        if num_unpacked:
+            cache, tables = self._unpack(cache, rows, starts, window, num_unpacked)
         where = (cache, tables, starts, lengths, scale, most)
         if sinks is None:
             prefill_attention(q, *where, out, window, self._has_plan, changed)
         else:
             num_sinks, angles, positions = sinks
             sink_attention(q, angles, positions, *where, window, num_sinks, out)
+
+    def _unpack(
+        self, cache: Tensor, rows: Rows, starts: Tensor, window: int, num_blocks: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return a cache of 16 bits that has what chunks see, and tables of it."""
+        raise AssertionError(f"{self.name} counts no blocks to unpack")
 
     def attend_latents(
         self, q: Tensor, cache: Tensor, rows: Rows, chunks: Chunks | None, scale: float, out: Tensor
@@ -155,7 +185,7 @@ class AttentionBackend(ABC):
 
         The result goes to `out [n, hq, latent]`.
         """
-        starts, most = chunks or (None, 1)
+        starts, most = chunks[:2] if chunks else (None, 1)
         tables, lengths = rows
         latent_attention(q, cache, tables, starts, lengths, out, scale, most, self._has_plan)
 
@@ -167,6 +197,36 @@ class PagedCuda(AttentionBackend):
     device = "cuda"
     keeps_bits_in_chunks = True
     has_graphs = True
+    _scratch: Scratch | None = None
+
+    def reserve(self, num_tokens: int, table_blocks: int, device: torch.device) -> int:
+        """Allocate memory for unpacked blocks, if chunks may read such; return the bytes."""
+        spec = self.spec
+        if spec.deterministic or rules.no_unpacking(spec.case()) is not None:
+            return 0
+        shape = (spec.num_kv_heads, 2, spec.block_size, spec.head_size)
+        self._scratch = Scratch(shape, spec.dtype, num_tokens, table_blocks, device)
+        return self._scratch.num_bytes
+
+    def num_unpacked(self, contexts: Contexts, window: int) -> int:
+        """Count the blocks to unpack, which all fit; 0 where that takes longer, or they do not."""
+        spec, scratch = self.spec, self._scratch
+        if scratch is None or not 0 < len(contexts) <= MOST_CHUNKS:
+            return 0
+        count = num_seen_blocks(contexts, spec.block_size, window)
+        heads = (spec.num_heads, spec.num_kv_heads)
+        if count > scratch.num_blocks or not is_worth_it(contexts, *heads, spec.block_size, window):
+            return 0
+        return count
+
+    def _unpack(
+        self, cache: Tensor, rows: Rows, starts: Tensor, window: int, num_blocks: int
+    ) -> tuple[Tensor, Tensor]:
+        """Unpack what chunks see, and return it."""
+        assert self._scratch is not None, "they were counted"
+        return self._scratch.unpack(
+            cache, rows.block_tables, starts, rows.lengths, window, num_blocks
+        )
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -181,6 +241,8 @@ class PagedCuda(AttentionBackend):
         not_planned = alone or rules.no_decode_plan(case)
         not_wgmma = rules.no_wgmma(case) or (None if is_hopper else "not a Hopper GPU")
         prefill = "prefill.cu" if not_wgmma else "prefill_wgmma.cu"
+        unpacked = case._replace(cached=spec.dtype)
+        is_unpacked_by_wgmma = is_hopper and rules.no_wgmma(unpacked) is None
         decode = "decode_split.cu" if not_planned else "decode.cu"
         if alone or (spec.streams and not_planned):
             decode = prefill  # a decode is a chunk of one token
@@ -190,6 +252,8 @@ class PagedCuda(AttentionBackend):
             own_prefix=not_planned or rules.no_sharing(case),
             own_rotation=not_planned or rules.no_rotation(case),
             whole_chunks=alone or rules.no_parts(case) or not_wgmma,
+            packed=alone or rules.no_unpacking(case),
+            unpacked="prefill_wgmma.cu" if is_unpacked_by_wgmma else "prefill.cu",
         )
 
 
@@ -218,7 +282,8 @@ class LatentCuda(AttentionBackend):
         """Return the one kernel, for all."""
         own = "one kernel reads latents, whatever sequences share"
         alone = "deterministic mode" if spec.deterministic else None
-        return AttentionKernels("latent.cu", "latent.cu", own, "latent_rows.cu does", alone)
+        rotated, packed = "latent_rows.cu does", "nothing is packed"
+        return AttentionKernels("latent.cu", "latent.cu", own, rotated, alone, packed, "latent.cu")
 
     def plan(self, cache: Tensor, rows: Rows, window: int) -> Tensor:
         """Return a plan of no elements."""
@@ -242,7 +307,13 @@ class TorchCpu(AttentionBackend):
     def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> AttentionKernels:
         """Return torch for everything."""
         return AttentionKernels(
-            "torch", "torch", "one sequence at a time", None, "one chunk at a time"
+            decode="torch",
+            prefill="torch",
+            own_prefix="one sequence at a time",
+            own_rotation=None,
+            whole_chunks="one chunk at a time",
+            packed="each sequence's are, by torch",
+            unpacked="torch",
         )
 
 

@@ -205,6 +205,9 @@ def _prefill_attention(call: PrefillCall) -> Tensor:
     kind = passed("prefill_attention", q, own).kind
     has_wgmma, has_parts = _has(q.dtype, cache.dtype, q.shape[2], window > 0, kind)
     if has_wgmma and scale > 0 and jit.is_hopper(q.device):
+        dtype, head_size = q.dtype, q.shape[2]  # a step of another size may be cut, or not
+        both = (False, True) if splits and has_parts else (False,)
+        jit.compile_too(_wgmma_variant(dtype, head_size, cut) for cut in both)
         splits = splits and has_parts and _may_split(q, cache, max_queries)
         size = parts_size(q.shape[2]) if splits else 0
         parts = torch.empty(size, dtype=torch.float32, device=q.device)

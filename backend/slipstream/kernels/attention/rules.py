@@ -114,6 +114,16 @@ def no_parts(case: Case) -> str | None:
 
 
 @functools.cache
+def no_unpacking(case: Case) -> str | None:
+    """Why chunks never read blocks that were unpacked for them to 16 bits, or None."""
+    if not case.is_quantized:
+        return "nothing is packed"
+    if case.dtype == torch.float32:
+        return "float32"
+    return "queries are turned further for sinks" if case.streams else None
+
+
+@functools.cache
 def no_latents(case: Case, rank: int) -> str | None:
     """Why no kernel attends over latents of `rank` numbers, in rows of two heads, or None."""
     if case.is_quantized:

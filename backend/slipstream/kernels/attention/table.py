@@ -137,6 +137,7 @@ def choices() -> str:
     """Return which CUDA kernels attend, for the plain spec and every feature, as Markdown."""
     titles = ["", "decodes", "prompts on Hopper", "on other GPUs", "shared tokens read once"]
     titles += ["decodes rotate and cache", "a chunk on several multiprocessors"]
+    titles += ["long prompts' blocks unpacked first"]
     lines = [_line(titles), "|---" * len(titles) + "|"]
     for feature in (None, *FEATURES):
         spec = spec_of("cuda", *([feature] if feature else []))
@@ -148,7 +149,10 @@ def choices() -> str:
         reasons = (hopper.own_prefix, hopper.own_rotation, hopper.whole_chunks)
         name = "bfloat16, heads of 128" if feature is None else feature.name
         kernels = [hopper.decode, hopper.prefill, other.prefill]
-        lines.append(_line([name, *kernels, *map(_cell, reasons)]))
+        unpacked = _cell(hopper.packed)
+        if hopper.packed is None:
+            unpacked += f", for {hopper.unpacked}, on other GPUs {other.unpacked}"
+        lines.append(_line([name, *kernels, *map(_cell, reasons), unpacked]))
     return "\n".join(lines)
 
 

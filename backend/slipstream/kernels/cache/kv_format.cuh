@@ -83,4 +83,19 @@ DEVICE void unpack(u32 (&pairs)[PAIRS], u32 word, u32 zeros) {
     pairs[j] = subtract_halves((word >> j * 4 & 0x000f000fu) | 0x64006400u, zeros);
 #endif
 }
+
+// Numbers of 32 bits of the cache, rounded once from what they mean exactly. `scale` is of a `UNIT`.
+DEVICE void store_numbers(T* target, u32 word, float scale, u32 zeros) {
+  u32 pairs[PAIRS];
+  unpack(pairs, word, zeros);
+  constexpr int WIDEST = 16 / sizeof(T), EACH = NUMBERS < WIDEST ? NUMBERS : WIDEST;  // in a store
+  Pack<T, EACH> numbers[NUMBERS / EACH];
+#pragma unroll
+  for (int i = 0; i < NUMBERS; ++i) {
+    const u32 pair = pairs[i % PAIRS];
+    numbers[i / EACH].at[i % EACH] = from_float<T>(to_float(Half{u16(i < PAIRS ? pair : pair >> 16)}) * scale);
+  }
+#pragma unroll
+  for (int i = 0; i < NUMBERS / EACH; ++i) ::store<EACH>(target + i * EACH, numbers[i]);
+}
 #endif

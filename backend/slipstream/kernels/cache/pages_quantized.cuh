@@ -103,23 +103,8 @@ struct Pages {
         const u32 zeros = FORMAT == INT4 ? scales.zero(part, step) * 0x10001u : 0;
 #pragma unroll
         for (int word = 0; word < WIDTH / 4; ++word)
-          store_word(target + part * TILE_ELEMENTS + word * NUMBERS, words.at[word], scale, zeros);
+          store_numbers(target + part * TILE_ELEMENTS + word * NUMBERS, words.at[word], scale, zeros);
       }
     }
-  }
-
- private:
-  static DEVICE void store_word(T* target, u32 word, float scale, u32 zeros) {
-    u32 pairs[PAIRS];
-    unpack(pairs, word, zeros);
-    constexpr int EACH = NUMBERS < VECTOR ? NUMBERS : VECTOR;  // in a store
-    Pack<T, EACH> numbers[NUMBERS / EACH];
-#pragma unroll
-    for (int i = 0; i < NUMBERS; ++i) {
-      const u32 pair = pairs[i % PAIRS];
-      numbers[i / EACH].at[i % EACH] = from_float<T>(to_float(Half{u16(i < PAIRS ? pair : pair >> 16)}) * scale);
-    }
-#pragma unroll
-    for (int i = 0; i < NUMBERS / EACH; ++i) ::store<EACH>(target + i * EACH, numbers[i]);
   }
 };
