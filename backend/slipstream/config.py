@@ -16,7 +16,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "int8", "int4")
 LOAD_FORMATS = ("safetensors", "random")
 BACKEND_MODELS = ("auto", "slipstream", "transformers")
 DEVICE_DRAFTERS = ("draft", "medusa", "eagle3")  # that need weights
-IDLE_TUNING = ("on", "off")
+ON_OFF = ("on", "off")
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 SPECULATIONS = ("none", "lookup", "suffix", "auto", "forced", "synthetic", *DEVICE_DRAFTERS)
 MAX_TARGET_ITL = 60_000  # ms
@@ -304,6 +304,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "nor with a memory share; off: it does not"
         ),
     ] = "on"
+
+    prompt_unpacking: Annotated[
+        str,
+        _field(
+            "on: on a GPU, long prompts over a KV cache in fewer bits are attended to in a copy of "
+            "16 bits, which takes up to 256 MiB; not measured on a GPU yet; off: they are not"
+        ),
+    ] = "off"
 
     @property
     def num_ranks(self) -> int:

@@ -10,8 +10,8 @@ from slipstream import quant
 from slipstream.config import (
     BACKEND_MODELS,
     DTYPES,
-    IDLE_TUNING,
     KV_CACHE_DTYPES,
+    ON_OFF,
     SPECULATIONS,
     help_of,
 )
@@ -159,7 +159,8 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
     for name, choices in (
         ("dtype", DTYPES),
         ("backend_model", BACKEND_MODELS),
-        ("idle_tuning", IDLE_TUNING),
+        ("idle_tuning", ON_OFF),
+        ("prompt_unpacking", ON_OFF),
         ("quantization", quant.names()),
         ("speculation", SPECULATIONS),
         ("kv_cache_dtype", KV_CACHE_DTYPES),
@@ -230,7 +231,14 @@ def run(args: argparse.Namespace) -> int:
         for path in convert_tokenizer(args.checkpoint):
             print(f"wrote {path}")
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
-    more = ("backend_model", "idle_tuning", "speculation", "logprobs_mode", *_DRAFTS)
+    more = (
+        "backend_model",
+        "idle_tuning",
+        "prompt_unpacking",
+        "speculation",
+        "logprobs_mode",
+        *_DRAFTS,
+    )
     edits = ("thinking_end", "guide_in_thinking", "logits_processors", "adapters", "adapter_root")
     others = (
         "kv_cache_host_bytes",

@@ -152,9 +152,9 @@ class ModelRunner:
         device, layout = plan.device, layout_of(plan)
         num_rows = layout.up(max(plan.max_num_rows, buckets.max_rows))
         num_tokens = layout.up(max(plan.max_num_batched_tokens, buckets.max_tokens, num_rows))
-        self._num_tokens = num_tokens
-        max_blocks = plan.table_blocks
-        plan.attention.reserve(num_tokens + plan.max_model_len, max_blocks, device)
+        self._num_tokens, max_blocks = num_tokens, plan.table_blocks
+        if plan.config.prompt_unpacking == "on":
+            plan.attention.reserve(num_tokens + plan.max_model_len, max_blocks, device)
         self._num_tables = num_tables = plan.window.num_tables
         self._slots = slots = Slots(plan.max_num_seqs, max_blocks, num_tables)
         self._builder = StepBuilder(slots, plan.block_size, layout, plan.window.has_gaps)

@@ -14,10 +14,10 @@ from slipstream import quant
 from slipstream.config import (
     BACKEND_MODELS,
     BLOCK_SIZES,
-    IDLE_TUNING,
     LOAD_FORMATS,
     MAX_TARGET_ITL,
     MIN_STUCK_AFTER_S,
+    ON_OFF,
     SPECULATIONS,
     EngineConfig,
 )
@@ -373,7 +373,8 @@ def _check_fields(config: EngineConfig) -> None:
     for field, choices in (
         ("load_format", LOAD_FORMATS),
         ("backend_model", BACKEND_MODELS),
-        ("idle_tuning", IDLE_TUNING),
+        ("idle_tuning", ON_OFF),
+        ("prompt_unpacking", ON_OFF),
         ("quantization", quant.names()),
         ("speculation", SPECULATIONS),
     ):
