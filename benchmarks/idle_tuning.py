@@ -33,7 +33,7 @@ ROUNDS, ROUND_S = 11, 1e-3
 
 @dataclass
 class Line:
-    """One shape: seconds of the kernels, and of the pieces that found one of them."""
+    """The figures of a shape: seconds of kernels, and of the pieces that found one of them."""
 
     rows: int
     inputs: int

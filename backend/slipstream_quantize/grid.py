@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from slipstream.kernels.gemm.packing import E2M1
 from slipstream.quant.matrix import E4M3
+from slipstream.quant.rounding import E4M3_STEPS
 from torch import Tensor
 
 from slipstream_quantize.recipe import Recipe
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 STEPS, SMALLEST_RANGE = 24, 0.5  # ranges from all of a group's down to this part of it
-E4M3_STEPS = 8  # of a power of two
 _POWERS = {"int": 3}  # of errors that are summed without a text; of other kinds 2
 _BETWEEN = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # neighbours of E2M1
 _MOST_CORRELATED = 256  # inputs of a group whose correlations the search weighs

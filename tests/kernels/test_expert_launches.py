@@ -57,7 +57,7 @@ def test_deterministic_mode_has_one_kernel() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 17, 128])
 def test_groups_are_chosen_by_a_variant_of_the_same_kernels(num_rows: int) -> None:
-    """Of DeepSeek V3's shape: no launch more than without groups."""
+    """The shape of DeepSeek V3 takes no launch more than without groups."""
     routing = Routing(256, 8, Score.SIGMOID, True, 2.5, groups=8, top_groups=4)
     config = ExpertsConfig(routing, 2048, shared_size=2048, corrected=True)
     notes = launches(num_rows, "fp8", config=config)

@@ -115,7 +115,7 @@ def backend_of(cached: str, **changes: object) -> PagedCuda:
 
 
 def test_long_prompts_are_worth_it_and_short_ones_are_not() -> None:
-    """Of 32 heads over 8, blocks of 32."""
+    """The sizes: 32 heads over 8, blocks of 32 tokens, no window."""
     sizes = (32, 8, 32, 0)
     for chunks in ([(2048, 2048)], [(512, 512)] * 4, [(2048, 18432)], [(16, 8208)]):
         assert is_worth_it(chunks, *sizes), chunks

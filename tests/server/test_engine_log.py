@@ -93,7 +93,7 @@ STATUS = re.compile(
 
 @pytest.fixture
 def single(tmp_path: Path) -> Iterator[Client]:
-    """One sequence at a time, of a context which no test reaches the end of."""
+    """A server that runs one sequence at a time, whose context no test fills."""
     options = ["--max-num-seqs", "1", "--kv-cache-tokens", str(KV_CACHE_TOKENS)]
     checkpoint = long_checkpoint(tmp_path / "checkpoint")
     repository = compose(checkpoint, tmp_path / "models", *options, "--dtype", "float32")
@@ -113,7 +113,7 @@ def statuses(client: Client, number: int) -> list[tuple[str, ...]]:
 @pytest.mark.triton
 @pytest.mark.rest
 def test_every_ten_seconds_it_says_what_runs_waits_and_is_made(single: Client) -> None:
-    """Of three streams without an end two wait; what a rate is, tests/engine says."""
+    """Three endless streams: one runs, two wait. The rate is tested in tests/engine."""
 
     def ask() -> None:
         with contextlib.suppress(RequestError):

@@ -12,7 +12,6 @@ import logging
 import mmap
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -134,7 +133,8 @@ class PackedStore:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _make_room(self._path.parent, size)
-            _write(self._path, index, pieces)
+            with disk_cache.replacing(self._path) as file:
+                _write_to(file, index, pieces)
         except OSError as error:
             reason = error.strerror or str(error)
             _log.info("packed weights are not kept: %s: %s", self._path.parent, reason)
@@ -216,18 +216,6 @@ def _make_room(folder: Path, size: int) -> None:
         total -= each
     if shutil.disk_usage(folder).free < 2 * size:
         raise OSError(f"the disk has less than twice the {size / 1e9:.2f} GB free")
-
-
-def _write(path: Path, index: bytes, pieces: Sequence[tuple[int, Tensor]]) -> None:
-    """Write a file whole, or raise OSError and leave none of it behind."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            _write_to(file, index, pieces)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _write_to(file: IO[bytes], index: bytes, pieces: Sequence[tuple[int, Tensor]]) -> None:

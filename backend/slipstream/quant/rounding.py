@@ -18,7 +18,9 @@ GROUP = 64  # inputs of a group of 4 bits
 GROUP_FOR_E4M3 = 128  # without zeros
 _RANGES = torch.linspace(1.0, 0.5, 21).tolist()  # parts of a group's whole range
 _E4M3_MAX = 448.0
-_E4M3_SCALES = [2 ** (step / 8) for step in range(8)]  # times the one that holds the largest weight
+E4M3_STEPS = (
+    8  # scales of e4m3 that are tried, from the one that holds the largest weight to twice it
+)
 _LEAST = 1e-30  # what counts as a range, so that zeros stay zeros
 _WEIGHTS = 1 << 22  # that are rounded at a time: what fp32 needs beside the result
 
@@ -100,8 +102,8 @@ def _rows_e4m3(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return bytes of e4m3 `[n, k]`, and scales `[n, 1]` fp32."""
     largest = weight.abs().amax(1, keepdim=True).clamp_min(_LEAST)
     best: list[Tensor] = []  # errors, bytes, scales
-    for part in _E4M3_SCALES:
-        scale = largest * (part / _E4M3_MAX)
+    for step in range(E4M3_STEPS):
+        scale = largest * (2 ** (step / E4M3_STEPS) / _E4M3_MAX)
         values = (weight / scale).clamp_(-_E4M3_MAX, _E4M3_MAX).to(E4M3)
         off = values.float().mul_(scale).sub_(weight).square_().sum(-1, keepdim=True)
         found = [off, values.view(torch.uint8), scale]

@@ -23,7 +23,7 @@ from torch import Tensor
 from slipstream.core.batch import Batch
 from slipstream.errors import ConfigError
 from slipstream.fuse.adapt import adapt
-from slipstream.kernels.lora.cpu import is_built
+from slipstream.kernels.cpu.native import library
 from slipstream.kernels.lora.terms import Table
 from slipstream.layers.adapted import Group as RowGroup
 from slipstream.layers.adapted import StepGroups, Terms
@@ -342,7 +342,7 @@ class Adapters:
 
 def _has_kernels(dtype: torch.dtype) -> bool:
     """Whether a CPU has kernels for terms of a dtype."""
-    return dtype == torch.float32 and is_built()
+    return dtype == torch.float32 and library() is not None
 
 
 def _has_kept(shape: StepShape, keeps_all: bool) -> bool:

@@ -139,18 +139,19 @@ class Layout(NamedTuple):
         num_decodes = batch.num_decodes if self.has_decodes else 0
         has_drafts = batch.num_drafts > 0 and num_decodes > 0
         if num_decodes == len(rows):
-            n = self.up(num_decodes)
-            return StepShape(n, num_decodes, num_decodes, n, 0, has_drafts)
+            count = self.up(num_decodes)
+            return StepShape(count, num_decodes, num_decodes, count, 0, has_drafts)
         counts = [len(row.token_ids) for row in rows]
         num_tokens = sum(counts)
         num_samples = self.up(sum([row.samples for row in rows]))
         if not self.has_chunks:
-            n = self.up(num_tokens)
-            return StepShape(n, num_tokens, num_decodes, num_samples, 1, has_drafts)
-        chunks = [(n, row.start + n - row.gap) for row, n in zip(rows, counts, strict=True)]
-        own = tuple(chunks[num_decodes:])
-        sizes = (self.up(num_tokens), len(rows), num_decodes, num_samples, max(own)[0])
-        return StepShape(*sizes, has_drafts, own)
+            sizes = (self.up(num_tokens), num_tokens, num_decodes, num_samples, 1)
+            return StepShape(*sizes, has_drafts)
+        chunks = zip(rows[num_decodes:], counts[num_decodes:], strict=True)
+        contexts = tuple([(count, row.start + count - row.gap) for row, count in chunks])
+        longest = max(counts[num_decodes:])
+        sizes = (self.up(num_tokens), len(rows), num_decodes, num_samples, longest)
+        return StepShape(*sizes, has_drafts, contexts)
 
 
 class Slots:

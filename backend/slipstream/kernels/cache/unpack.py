@@ -174,9 +174,9 @@ class Scratch:
         most = _MOST_BYTES // (heads * parts * size * head_size * dtype.itemsize)
         self.num_blocks = min(most, -(-num_tokens // size))
         self._into = torch.zeros((self.num_blocks, *shape), dtype=dtype, device=device)
-        made = torch.zeros((MOST_CHUNKS, table_blocks), dtype=torch.int32, device=device)
-        self._tables = made
-        self.num_bytes = self._into.nbytes + made.nbytes
+        tables = (MOST_CHUNKS, table_blocks)
+        self._tables = torch.zeros(tables, dtype=torch.int32, device=device)
+        self.num_bytes = self._into.nbytes + self._tables.nbytes
 
     def unpack(
         self,

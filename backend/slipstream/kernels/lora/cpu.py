@@ -7,21 +7,17 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.native import library
 from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.lora.terms import PARTS, RowScale, expand, shrink
 
 _Sizes = c_int64 * PARTS
 
 
-def is_built() -> bool:
-    """Whether there are kernels for rows of fp32."""
-    return native.library() is not None
-
-
 def _takes(spec: tuple[tuple[object, ...], ...]) -> str | None:
     if spec[0][1] != torch.float32:
         return "takes rows of fp32"
-    return None if is_built() else "is not built"
+    return "is not built" if library() is None else None
 
 
 @shrink.implementation("C++", "cpu", takes=_takes, cost=0.5)

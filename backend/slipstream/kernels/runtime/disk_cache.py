@@ -2,7 +2,10 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def folder(kind: str) -> Path:
@@ -13,17 +16,24 @@ def folder(kind: str) -> Path:
     return base / "slipstream" / kind
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically: a reader sees the old one, the new one, or none.
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that takes the place of `path` at the end of the block.
 
-    Raises OSError; nothing is left behind then.
+    A reader sees the old one, the new one, or none. Raises OSError; nothing is left behind then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file atomically, as `replacing` does."""
+    with replacing(path) as file:
+        file.write(data)
