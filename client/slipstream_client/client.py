@@ -19,6 +19,7 @@ from slipstream_client.codec import (
     request_of,
 )
 from slipstream_client.failures import error_from_rpc, error_from_text
+from slipstream_client.interrupts import Interruptible
 from slipstream_client.results import Chunk, Completion, join
 
 DEFAULT_URL = "127.0.0.1:8001"
@@ -51,7 +52,8 @@ class ChunkStream(Iterator[Chunk]):
         if self._waiting:
             return self._waiting.popleft()
         try:
-            response = next(self._call)
+            with Interruptible(self.cancel):
+                response = self._read()
         except StopIteration:
             self._is_over = True
             raise
@@ -64,10 +66,6 @@ class ChunkStream(Iterator[Chunk]):
             self.cancel()
             raise
         if response.error_message:
-            self._is_over = True
-            ended = threading.Event()
-            if self._call.add_callback(ended.set) and not ended.wait(ENDS_S):
-                self._call.cancel()
             raise error_from_text(response.error_message)
         self._waiting.extend(chunks_of(response.infer_response))
         return self._waiting.popleft()
@@ -75,7 +73,18 @@ class ChunkStream(Iterator[Chunk]):
     def cancel(self) -> None:
         """Stop the generation on the server and end the iteration. Harmless after the end."""
         self._is_over = True
-        self._call.cancel()
+        with Interruptible():
+            self._call.cancel()
+
+    def _read(self) -> Any:
+        """Wait for the next response; after an error, which is the last one, for the end, too."""
+        response = next(self._call)
+        if response.error_message:
+            self._is_over = True
+            ended = threading.Event()
+            if self._call.add_callback(ended.set) and not ended.wait(ENDS_S):
+                self._call.cancel()
+        return response
 
     def __enter__(self) -> Self:
         return self
@@ -152,7 +161,7 @@ class SlipstreamClient:
         """
         request = health_request(health_model_of(model or self.model))
         try:
-            response = self._stub.ModelInfer(request, timeout=timeout_s)
+            response = _ask(self._stub.ModelInfer, request, timeout_s)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.url) from None
         return health_of(response)
@@ -164,13 +173,14 @@ class SlipstreamClient:
         """
         request = service_pb2.ModelReadyRequest(name=model or self.model)
         try:
-            return bool(self._stub.ModelReady(request, timeout=timeout_s).ready)
+            return bool(_ask(self._stub.ModelReady, request, timeout_s).ready)
         except grpc.RpcError:
             return False
 
     def close(self) -> None:
         """Close the connection and cancel the requests that still run on it."""
-        self._channel.close()
+        with Interruptible():
+            self._channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -193,8 +203,16 @@ class SlipstreamClient:
     ) -> ChunkStream:
         request_id = request_id or uuid.uuid4().hex
         request = request_of(model or self.model, prompt, parameters, request_id)
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
         # Never send the header `triton_grpc_error`: with it, quick errors crash Triton 24.10.
-        call = self._stub.ModelStreamInfer(
-            iter([request]), timeout=self.timeout_s if timeout_s is None else timeout_s
-        )
-        return ChunkStream(call, self.url, request_id)
+        with Interruptible():
+            call = self._stub.ModelStreamInfer(iter([request]), timeout=limit_s)
+            return ChunkStream(call, self.url, request_id)
+
+
+def _ask(method: Any, request: Any, timeout_s: float) -> Any:
+    """Call a method with one response. Raises grpc.RpcError."""
+    with Interruptible():
+        call = method.future(request, timeout=timeout_s)
+    with Interruptible(call.cancel):
+        return call.result()

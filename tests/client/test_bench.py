@@ -143,6 +143,13 @@ def test_figures_worked_out_by_hand():
     }
 
 
+def test_the_seconds_of_a_short_load_are_those_of_its_rates():
+    found = figures(
+        [record(0.0, [(10.0, 1), (31.498, 40)])], MeasuredWindow(0, 41_498_000), Objectives({}), 1.0
+    )
+    assert found["tokens_per_s"] * found["seconds"] == pytest.approx(1, rel=1e-4)
+
+
 def test_a_late_send_counts_as_latency():
     late = record(100, [(250, 1)])
     late.sent_ns = 300 * MS  # the tool itself was 200 ms late

@@ -150,7 +150,7 @@ def figures(
     num_tokens, num_responses = int(counts[inside].sum()), int(inside.sum())
     good = [trace for trace in whole if trace.is_good(objectives)]
     result: dict[str, Any] = {
-        "seconds": round(window.seconds, 3),
+        "seconds": round(window.seconds, 6),
         "requests": len(offered),
         "completed": len(whole),
         "refused": len(refused),
