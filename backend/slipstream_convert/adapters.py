@@ -18,12 +18,13 @@ from slipstream.fuse.adapt import adapt
 from slipstream.layers.adapted import StepGroups
 from slipstream.layers.decoder import Decoder
 from slipstream.models.adapters.config import PromptConfig, read_config
+from slipstream.models.adapters.folder import AdapterFolder
 from slipstream.models.adapters.legacy import MODULES, cut, parts_of, rows_of
-from slipstream.models.adapters.read import FILE, read_adapter
+from slipstream.models.adapters.read import FILE, read_adapter, tensors_of
 from slipstream.models.adapters.stored import Stored, stored_modules
 from slipstream.models.adapters.targets import Part, Targets
 from slipstream.models.decoder import build_any
-from slipstream.models.files import tensor_entries
+from slipstream.models.files import header_entries
 from slipstream.models.hf import read_config as read_model
 from slipstream.models.source import Weights
 from slipstream.models.weights import ShapeSource
@@ -47,15 +48,14 @@ def to_arrays(directory: Path, output: Path, checkpoint: Path) -> int:
 
     Raises `CheckpointError` for what the arrays have no place for.
     """
-    config, path = read_config(directory), directory / FILE
-    if isinstance(config, PromptConfig):
-        raise CheckpointError(f"{directory}: virtual tokens go into prompt_embedding_table")
-    targets = targets_of(checkpoint)
+    path, targets = directory / FILE, targets_of(checkpoint)
     read_adapter(directory, targets, torch.float32)  # all that makes it no adapter of the model
-    found = [
-        _row(stored, targets, path)
-        for stored in stored_modules(tensor_entries(directory, FILE), config, path)
-    ]
+    with AdapterFolder(directory) as folder, tensors_of(folder) as file:
+        config = read_config(folder)
+        if isinstance(config, PromptConfig):
+            raise CheckpointError(f"{directory}: virtual tokens go into prompt_embedding_table")
+        modules = stored_modules(header_entries(file, path), config, file, path)
+        found = [_row(stored, targets, path) for stored in modules]
     found.sort(key=lambda row: row[0])
     widest = max(len(numbers) for _, numbers in found)
     weights = np.zeros((1, len(found), widest), np.float16)

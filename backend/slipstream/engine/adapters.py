@@ -43,8 +43,11 @@ class ReadWeights(Protocol):
 class Holder(Pool, Protocol):
     """What holds adapters, in host memory and on the device."""
 
-    def read(self, path: str) -> Any:
-        """Read and check a directory, in any thread; return `ReadWeights`. Raises `StartError`."""
+    def read(self, path: str, root: str = "") -> Any:
+        """Read and check a directory, in any thread; return `ReadWeights`. Raises `StartError`.
+
+        `root`: outside which no file may be opened; empty: any may.
+        """
 
     def read_task(self, task: LoraTask) -> Any:
         """Read and check the weights of a request; return `ReadWeights`. Raises `StartError`."""
@@ -229,7 +232,7 @@ class AdapterStore:
         found = self._inside(path)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, "adapters")
-        weights = self._threads.submit(self._holder.read, found)
+        weights = self._threads.submit(self._holder.read, found, self._root)
         self._loading.append(_Loading(name, found, reply, weights))
 
     def poll(self) -> None:

@@ -7,8 +7,10 @@ against the file's size before data is read, so the error for a truncated downlo
 
 import json
 import math
+import os
 import struct
 from pathlib import Path
+from typing import BinaryIO
 
 from slipstream_contract.errors import clip
 
@@ -26,11 +28,18 @@ _ITEM_SIZES |= {"U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
 def read_json(path: Path) -> dict[str, object]:
     """Read a JSON object from a file of the checkpoint; raises `CheckpointError`."""
     try:
-        data = json.loads(path.read_bytes())
+        data = path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{path}: no such file") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    return parse_json(data, path)
+
+
+def parse_json(text: bytes, path: Path) -> dict[str, object]:
+    """Return the JSON object that a file holds; raises `CheckpointError`, which names the file."""
+    try:
+        data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {error}") from None
     if not isinstance(data, dict):
@@ -53,16 +62,25 @@ def _weight_files(directory: Path, single: str) -> list[Path]:
         return [directory / name for name in sorted(names)]
     if (directory / single).is_file():
         return [directory / single]
+    raise without_weights(directory, single)
+
+
+def without_weights(directory: Path, single: str, shown: Path | None = None) -> CheckpointError:
+    """Return the error of a directory without the file `single`: what it has in its place.
+
+    `shown`: the directory's name in the error, if `directory` is not what a person calls it.
+    """
+    name = directory if shown is None else shown
     ggufs = sorted(directory.glob("*.gguf"))
     if ggufs:
-        raise CheckpointError(f"{directory}: only GGUF; name the file, {ggufs[0]}")
+        return CheckpointError(f"{name}: only GGUF; name the file, {name / ggufs[0].name}")
     pickles = sorted(directory.glob("*.bin")) + sorted(directory.glob("*.pt*"))
     if pickles:
-        raise CheckpointError(
-            f"{directory}: only pickled weights ({pickles[0].name}): `slipstream convert` "
+        return CheckpointError(
+            f"{name}: only pickled weights ({pickles[0].name}): `slipstream convert` "
             "makes safetensors of them"
         )
-    raise CheckpointError(f"{directory}: has neither {single} nor {INDEX}")
+    return CheckpointError(f"{name}: has neither {single} nor {INDEX}")
 
 
 def _entry(path: Path, name: str, spec: object, data_start: int, size: int) -> TensorEntry:
@@ -87,15 +105,25 @@ def _entry(path: Path, name: str, spec: object, data_start: int, size: int) -> T
 
 
 def _read_header(path: Path) -> dict[str, TensorEntry]:
-    size = path.stat().st_size
     with path.open("rb") as file:
-        start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 2 <= length <= min(_MAX_HEADER, size - 8):
-            raise CheckpointError(
-                f"{path}: truncated or not safetensors: header of {length} bytes in {size}"
-            )
-        text = file.read(length)
+        return header_entries(file, path)
+
+
+def header_entries(file: BinaryIO, path: Path, most: int = _MAX_HEADER) -> dict[str, TensorEntry]:
+    """Return the tensors of an open safetensors file by name; raises `CheckpointError`.
+
+    `most`: bytes of its header.
+    """
+    size = os.fstat(file.fileno()).st_size
+    start = file.read(8)
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if not 2 <= length <= min(_MAX_HEADER, size - 8):
+        raise CheckpointError(
+            f"{path}: truncated or not safetensors: header of {length} bytes in {size}"
+        )
+    if length > most:
+        raise CheckpointError(f"{path}: its header has {length} bytes, at most {most} are read")
+    text = file.read(length)
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -91,12 +91,15 @@ class Adapters:
         is_gpu = plan.device.type == "cuda"
         self.by_tables = plan.dtype.itemsize == 2 if is_gpu else _has_kernels(plan.dtype)
 
-    def read(self, path: str) -> AdapterWeights:
-        """Read and check a PEFT directory. Raises `CheckpointError` or `ConfigError`."""
+    def read(self, path: str, root: str = "") -> AdapterWeights:
+        """Read and check a PEFT directory, of which no file lies outside `root`, if there is one.
+
+        Raises `CheckpointError` or `ConfigError`.
+        """
         if self.targets is None:
             raise ConfigError(self._refusal)
         with torch.inference_mode():
-            return read_adapter(Path(path), self.targets, self._dtype)
+            return read_adapter(Path(path), self.targets, self._dtype, root)
 
     def read_task(self, task: LoraTask) -> AdapterWeights:
         """Read and check weights of a request. Raises `CheckpointError` or `ConfigError`."""

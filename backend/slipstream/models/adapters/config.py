@@ -6,24 +6,26 @@ without effect on what an adapter computes. Any other key must ask for nothing. 
 
 import logging
 import math
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TypeVar
 
 from slipstream_contract.errors import clip
 
 from slipstream.errors import CheckpointError
-from slipstream.models.files import read_json
+from slipstream.models.adapters.folder import AdapterFolder
+from slipstream.models.adapters.patterns import Pattern
+from slipstream.models.files import parse_json
 from slipstream.models.reader import Reader, words
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 FILE = "adapter_config.json"
 MAX_RANK = 512
 WHOLE = ("lm_head", "embed_tokens")
+_MAX_BYTES = 4 << 20  # of the file
 _MAX_PATTERNS = 4096
-_MAX_PATTERN = 512  # characters
 
 # Hints of training, or how it began: the tensors say what there is.
 _HARMLESS = words(
@@ -55,25 +57,23 @@ class LoraConfig:
     rank: int
     alpha: float
     by_root: bool  # alpha over the root of the rank
-    ranks: Mapping[str, int]  # regex of modules -> rank; the first that matches counts
-    alphas: Mapping[str, float]
+    ranks: Sequence[tuple[Pattern, int]]  # of modules; the first that matches counts
+    alphas: Sequence[tuple[Pattern, float]]
     has_magnitudes: bool = False  # DoRA (Liu et al., 2024)
     whole: tuple[str, ...] = ()  # modules that come as whole matrices
 
     def rank_of(self, module: str) -> int:
         """Return the rank that a module must have."""
-        key = _first(self.ranks, module)
-        return self.rank if key is None else self.ranks[key]
+        return _first(self.ranks, module, self.rank)
 
     def scale_of(self, module: str, rank: int) -> float:
         """Return the factor of a module's term."""
-        key = _first(self.alphas, module)
-        alpha = self.alpha if key is None else self.alphas[key]
+        alpha = _first(self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.by_root else rank)
 
 
-def _first(patterns: Mapping[str, object], module: str) -> str | None:
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", module)), None)
+def _first(patterns: Sequence[tuple[Pattern, _T]], module: str, default: _T) -> _T:
+    return next((value for pattern, value in patterns if pattern.matches(module)), default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +84,10 @@ class PromptConfig:
     width: int
 
 
-def read_config(directory: Path) -> LoraConfig | PromptConfig:
+def read_config(folder: AdapterFolder) -> LoraConfig | PromptConfig:
     """Read an adapter's configuration; raises `CheckpointError` (file, key, value)."""
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such directory")
-    path = directory / FILE
-    config = Reader(read_json(path), str(path))
+    path = folder.directory / FILE
+    config = Reader(parse_json(folder.read(FILE, _MAX_BYTES), path), str(path))
     kind = config.get("peft_type")
     if kind in _PROMPTS:
         return _prompt_config(config)
@@ -114,7 +112,7 @@ def read_config(directory: Path) -> LoraConfig | PromptConfig:
         rank,
         config.positive("lora_alpha", 8.0),
         config.flag("use_rslora", default=False),
-        {key: int(value) for key, value in _patterns(config, "rank_pattern").items()},
+        [(key, int(value)) for key, value in _patterns(config, "rank_pattern")],
         _patterns(config, "alpha_pattern"),
         config.flag("use_dora", default=False),
         _whole(config),
@@ -145,24 +143,22 @@ def _whole(config: Reader) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _patterns(config: Reader, key: str) -> dict[str, float]:
+def _patterns(config: Reader, key: str) -> list[tuple[Pattern, float]]:
     """Read an object from regexes to ranks or alphas."""
-    found: dict[str, float] = {}
+    found: list[tuple[Pattern, float]] = []
     data = config.child(key).data
     if len(data) > _MAX_PATTERNS:
         raise CheckpointError(f"{key} has {len(data)} patterns, at most {_MAX_PATTERNS} are served")
-    for pattern, value in data.items():
+    for text, value in data.items():
         try:
-            re.compile(pattern)
-        except re.error as error:
-            raise config.refusal(key, f"has {clip(pattern)}, no regex: {error}") from None
-        if len(pattern) > _MAX_PATTERN:
-            raise config.refusal(key, f"has a pattern of {len(pattern)} characters")
+            pattern = Pattern(text)
+        except ValueError as error:
+            raise config.refusal(key, f"has {clip(text)}, {error}") from None
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < float(str(value)) < math.inf:
-            raise config.refusal(key, f"has {clip(value)} for {clip(pattern)}, no number > 0")
+            raise config.refusal(key, f"has {clip(value)} for {clip(text)}, no number > 0")
         number = float(str(value))
         if key == "rank_pattern" and (number != int(number) or number > MAX_RANK):
             raise config.refusal(key, f"has {clip(value)}, no rank from 1 to {MAX_RANK}")
-        found[pattern] = number
+        found.append((pattern, number))
     return found

@@ -4,10 +4,11 @@ What the decoder changes of a checkpoint's matrices as it loads them, it changes
 rows of B (q, k and v that lie in one matrix, pairs that rotate), or columns of A (padded heads).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from slipstream_contract.errors import clip
@@ -17,11 +18,13 @@ from slipstream.errors import CheckpointError
 from slipstream.fuse.adapt import EMBEDDING, HEAD, VIRTUAL
 from slipstream.layers.adapted import Term
 from slipstream.models.adapters.config import PromptConfig, read_config
+from slipstream.models.adapters.folder import AdapterFolder
 from slipstream.models.adapters.stored import Stored, stored_modules, stored_prompt
 from slipstream.models.adapters.targets import Part, Targets
-from slipstream.models.files import tensor_entries
+from slipstream.models.files import header_entries, without_weights
 
 FILE = "adapter_model.safetensors"
+MAX_HEADER = 16 << 20  # bytes of JSON, which are parsed in one piece
 _DIGEST_BYTES = 16
 _MOST_APART = 0.01  # of the largest value: how far a stored base may be from ours
 
@@ -76,23 +79,51 @@ class RankTerms:
         return AdapterWeights(own, digest, rank, tuple(others))
 
 
-def read_adapter(directory: Path, targets: Targets, dtype: torch.dtype) -> AdapterWeights:
-    """Read and check an adapter; raises `CheckpointError` (file, tensor or key, value)."""
-    config, path = read_config(directory), directory / FILE
-    if isinstance(config, PromptConfig):
-        table = stored_prompt(tensor_entries(directory, FILE), config, path)
-        return of_table(table, targets, dtype, str(path))
+def read_adapter(
+    directory: Path, targets: Targets, dtype: torch.dtype, root: str = ""
+) -> AdapterWeights:
+    """Read and check an adapter; raises `CheckpointError` (file, tensor or key, value).
+
+    `root`: below which all that is read must lie; see `AdapterFolder`.
+    """
+    with AdapterFolder(directory, root) as folder:
+        config, path = read_config(folder), directory / FILE
+        with tensors_of(folder) as file:
+            entries = header_entries(file, path, MAX_HEADER)
+            if isinstance(config, PromptConfig):
+                table = stored_prompt(entries, config, file, path)
+                return of_table(table, targets, dtype, str(path))
+            return _of_modules(
+                stored_modules(entries, config, file, path, targets.most_elements),
+                *(targets, dtype, path),
+            )
+
+
+def tensors_of(folder: AdapterFolder) -> BinaryIO:
+    """Open the tensors of an adapter; raises `CheckpointError`."""
+    if not (folder.here / FILE).is_symlink() and not (folder.here / FILE).exists():
+        raise without_weights(folder.here, FILE, folder.directory)
+    return folder.open(FILE)
+
+
+def _of_modules(
+    modules: Iterable[Stored], targets: Targets, dtype: torch.dtype, path: Path
+) -> AdapterWeights:
     digest = blake2b(digest_size=_DIGEST_BYTES)
     terms: dict[str, list[Term]] = {}
     of_ranks = RankTerms(targets.num_ranks)
+    given: dict[tuple[str, int], str] = {}
     rank = 0
-    for stored in stored_modules(tensor_entries(directory, FILE), config, path):
+    for stored in modules:
         digest.update(f"{stored.module} {stored.scale!r}".encode())
         for x in stored.tensors():
             digest.update(f" {x.dtype} {tuple(x.shape)} ".encode())
             digest.update(x.view(torch.uint8).numpy().data)
         rank = max(rank, stored.rank)
         for part in _parts(targets, stored, path):
+            before = given.setdefault((part.place, part.first), stored.module)
+            if before != stored.module:
+                raise CheckpointError(f"{path}: {stored.module} is {before} by another name")
             term = _term(part, stored, dtype, path)
             terms.setdefault(part.place, []).append(term)
             of_ranks.add(part, term)

@@ -1,17 +1,19 @@
 """The tensors of an adapter's file by module: `base_model.model.MODULE.lora_A.weight` and more."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-import numpy as np
 import torch
 from slipstream_contract.errors import clip
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.models.adapters.config import MAX_RANK, LoraConfig, PromptConfig
+from slipstream.models.adapters.patterns import MAX_NAME
 from slipstream.models.entries import TensorEntry
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -62,28 +64,41 @@ class Stored:
 
 
 def stored_modules(
-    entries: Mapping[str, TensorEntry], config: LoraConfig, path: Path
+    entries: Mapping[str, TensorEntry],
+    config: LoraConfig,
+    file: BinaryIO,
+    path: Path,
+    most: int = 1 << 62,
 ) -> Iterator[Stored]:
-    """Yield what a file has of each module, by their names; raises `CheckpointError`."""
+    """Yield what a file has of each module, by their names; raises `CheckpointError`.
+
+    `most`: numbers of a tensor. What an entry says is checked before its bytes are read.
+    """
     found: dict[str, dict[str, str]] = {}
     for name, entry in entries.items():
         match = _NAME.fullmatch(name)
-        if match is None:
+        if match is None or len(match[1]) > MAX_NAME:
             raise CheckpointError(f"{path}: tensor {clip(name, 128)} is none of a LoRA's")
         if entry.dtype not in _DTYPES:
             raise CheckpointError(f"{path}: tensor {name} is {entry.dtype}: not implemented")
+        if math.prod(entry.shape) > most:
+            raise CheckpointError(
+                f"{path}: tensor {name} is {clip(list(entry.shape))}, more than the {most} numbers "
+                f"that one of this model's has at most"
+            )
         found.setdefault(match[1], {})[match[2]] = name
-    memory = torch.from_numpy(np.fromfile(path, np.uint8))
     for module, names in sorted(found.items()):
         own: dict[str, Tensor] = {}
         for kind, name in names.items():
-            own[_KINDS[kind]] = x = _tensor(memory, entries[name])
+            own[_KINDS[kind]] = x = _tensor(file, entries[name])
             if _KINDS[kind] == "bias" and x.count_nonzero():
                 raise CheckpointError(f"{path}: {module} has a bias (lora_bias): not implemented")
         yield _stored(module, own, config, path)
 
 
-def stored_prompt(entries: Mapping[str, TensorEntry], config: PromptConfig, path: Path) -> Tensor:
+def stored_prompt(
+    entries: Mapping[str, TensorEntry], config: PromptConfig, file: BinaryIO, path: Path
+) -> Tensor:
     """Return the rows of prompt tuning, `[tokens, width]`; raises `CheckpointError`."""
     if set(entries) != {_PROMPT}:
         others = sorted(set(entries) - {_PROMPT})
@@ -97,15 +112,18 @@ def stored_prompt(entries: Mapping[str, TensorEntry], config: PromptConfig, path
         raise CheckpointError(f"{path}: tensor {_PROMPT} is {entry.dtype}: not implemented")
     if list(entry.shape) != [config.num_tokens, config.width]:
         raise CheckpointError(
-            f"{path}: tensor {_PROMPT} is {list(entry.shape)}, but adapter_config.json says "
+            f"{path}: tensor {_PROMPT} is {clip(list(entry.shape))}, but adapter_config.json says "
             f"{[config.num_tokens, config.width]}"
         )
-    return _tensor(torch.from_numpy(np.fromfile(path, np.uint8)), entry)
+    return _tensor(file, entry)
 
 
-def _tensor(memory: Tensor, entry: TensorEntry) -> Tensor:
-    part = memory[entry.begin : entry.end].clone()  # aligned
-    return part.view(_DTYPES[entry.dtype]).view(entry.shape)
+def _tensor(file: BinaryIO, entry: TensorEntry) -> Tensor:
+    memory = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
+    file.seek(entry.begin)
+    if file.readinto(memory.numpy().data) != len(memory):  # type: ignore[attr-defined]
+        raise CheckpointError(f"{entry.file}: it became shorter while it was read")
+    return memory.view(_DTYPES[entry.dtype]).view(entry.shape)
 
 
 def _stored(module: str, own: dict[str, Tensor], config: LoraConfig, path: Path) -> Stored:
@@ -137,5 +155,11 @@ def _stored(module: str, own: dict[str, Tensor], config: LoraConfig, path: Path)
             f"{path}: {module} has rank {rank}, but adapter_config.json says {wanted} "
             f"(1 to {MAX_RANK} are served)"
         )
+    magnitude = own.get("magnitude")
+    if magnitude is not None and magnitude.shape != b.shape[:1]:
+        raise CheckpointError(
+            f"{path}: {module}.lora_magnitude_vector is {list(magnitude.shape)}, not "
+            f"{list(b.shape[:1])}"
+        )
     scale = config.scale_of(module, rank)
-    return Stored(module, a, b, scale, is_rows, own.get("magnitude"), own.get("base"))
+    return Stored(module, a, b, scale, is_rows, magnitude, own.get("base"))

@@ -11,6 +11,7 @@ from slipstream.fuse.adapt import EMBEDDING, HEAD, AdaptedPlace
 from slipstream.layers.adapted import Term
 from slipstream.layers.embedding import Table
 from slipstream.layers.linear import Linear
+from slipstream.models.adapters.config import MAX_RANK
 from slipstream.models.axes import TensorNames
 from slipstream.models.cuts import Cut
 
@@ -190,6 +191,17 @@ class Targets:
             sides = (None, cut) if cut is not None and cut.dim else (cut, None)
             found.append(RankCut(first, *sides))
         return tuple(found)
+
+    @functools.cached_property
+    def most_elements(self) -> int:
+        """Numbers of the largest tensor that an adapter can have of a module."""
+        found = 0
+        for parts in self._parts.values():
+            outputs, inputs = sum(part.outputs for part in parts), parts[0].inputs
+            is_whole = parts[0].table is not None
+            size = outputs * inputs if is_whole else 0
+            found = max(found, size, MAX_RANK * max(outputs, inputs))
+        return found
 
     @property
     def embedding_size(self) -> int:
