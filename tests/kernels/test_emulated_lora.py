@@ -33,6 +33,22 @@ def test_terms_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(found[others], y[others])
 
 
+@pytest.mark.parametrize("num_groups", [3, pytest.param(300, marks=pytest.mark.rest)])
+def test_a_cta_comes_to_all_groups_by_turns(
+    num_groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More groups than a CTA finds at once, of one row each, and none behind them."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(lora, "_WAVE", 1)
+    ranks = tuple((16 * (i % 3), 5) for i in range(num_groups))
+    made = Adapted(Shape(32, (34, 2), ranks), BF16, "cpu", by_launchers=True)
+    rng = torch.Generator().manual_seed(num_groups)
+    y, x = (torch.randn(num_groups, size, generator=rng).to(BF16) for size in (36, 32))
+    numbers = [1 + i * 7 % num_groups for i in range(num_groups)]
+    wanted = made.by_torch(y, x, numbers)
+    assert ((made.run(y, x, numbers).float() - wanted).abs() / (1 + wanted.abs())).max() < EPSILON
+
+
 def test_bits_of_a_row_do_not_depend_on_others(monkeypatch: pytest.MonkeyPatch) -> None:
     emulate(monkeypatch)
     made = Adapted(SHAPE, BF16, "cpu", by_launchers=True)

@@ -95,7 +95,7 @@ def test_what_the_kernels_do_not_take_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("num_rows", "is_fixed", "splits"),
-    [(1, False, 14), (64, False, 14), (256, False, 7), (300, False, 1), (1, True, 1)],
+    [(1, False, 8), (64, False, 8), (256, False, 8), (300, False, 1), (1, True, 1)],
 )
 def test_a_place_is_two_launches_with_all_that_the_kernels_take(
     num_rows: int, is_fixed: bool, splits: int

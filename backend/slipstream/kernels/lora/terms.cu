@@ -8,7 +8,7 @@
 
 constexpr int ROWS = 16, RANKS = 16;         // of a tile
 constexpr int WARPS = 8, BLOCK = 32;         // inputs that a warp multiplies at once
-constexpr int AHEAD = 4;                     // blocks whose loads are on their way
+constexpr int AHEAD = 3;                     // blocks whose loads are on their way
 constexpr int COLUMNS = 32;                  // outputs of a warp
 constexpr int PARTS = 3;                     // matrices of a place
 constexpr int WORDS = 4;                     // of a term
@@ -27,24 +27,46 @@ struct Group {
   }
 };
 
-// A term in tiles of 16 ranks, each somewhere: of A `[16, inputs]`, of B `[outputs, 16]`; and its first column of t.
-// Rank 0: there is none.
+// What a CTA has to know of the term that one part of a place has for a group; in tiles of 16 ranks, each somewhere: of
+// A `[16, inputs]`, of B `[outputs, 16]`.
 struct Term {
-  const i64* tiles = nullptr;  // of each 16 ranks: where A's is, where B's is
-  int rank = 0, column = 0;
+  const T* first;     // tile, of A or of B
+  const i64* tiles;   // of each 16 ranks: where A's is, where B's is
+  int begin, count;   // of the group; count 0: there is none, nor one behind it
+  int rank, column;   // 0: there is no term; its first column of t
 
-  DEVICE Term() {}
-  DEVICE Term(const Group& group, i64 place, int part) {
+  DEVICE static Term none() { return {nullptr, nullptr, 0, 0, 0, 0}; }
+  DEVICE static Term of(const i64* groups, i64 number, i64 place, int part, int which) {
+    const Group group(groups, number);
+    if (group.terms == nullptr) return none();
     const i64* at = group.terms + (place * PARTS + part) * WORDS;
     const Pack<i64, 2> found = load_fresh<2>(at), sizes = load_fresh<2>(at + 2);
-    tiles = group.terms + found.at[0];
-    rank = int(sizes.at[0]);
-    column = int(sizes.at[1]);
+    Term term{nullptr, group.terms + found.at[0], group.begin, group.count, int(sizes.at[0]), int(sizes.at[1])};
+    if (term.rank > 0) term.first = term.tile(0, which);
+    return term;
   }
-  DEVICE const T* a(int first) const { return tile(first, 0); }
-  DEVICE const T* b(int first) const { return tile(first, 1); }
-  DEVICE const T* tile(int first, int which) const {
-    return reinterpret_cast<const T*>(load_fresh<1>(tiles + first / RANKS * 2 + which).at[0]);
+  DEVICE const T* tile(int rank, int which) const {
+    if (rank == 0 && first != nullptr) return first;
+    return reinterpret_cast<const T*>(load_fresh<1>(tiles + rank / RANKS * 2 + which).at[0]);
+  }
+};
+
+// The terms of the groups that a CTA comes to, every `distance`th, found by all threads at once: one after another they
+// would cost three answers of memory each.
+template <int NUM_PARTS>
+struct Terms {
+  static constexpr int MOST = WARPS * 32 / NUM_PARTS;
+  Term found[MOST + 1][NUM_PARTS];
+
+  DEVICE void find(const i64* groups, i64 first, i64 distance, i64 num_groups, i64 place, int part, int which) {
+    const int own = int(threadIdx.x) / NUM_PARTS, of_own = int(threadIdx.x) % NUM_PARTS;
+    __syncthreads();
+    if (own < MOST) {
+      const i64 number = first + own * distance;
+      found[own][of_own] = number < num_groups ? Term::of(groups, number, place, part + of_own, which) : Term::none();
+    }
+    if (int(threadIdx.x) < NUM_PARTS) found[MOST][threadIdx.x] = Term::none();
+    __syncthreads();
   }
 };
 
@@ -145,23 +167,12 @@ DEVICE float add_warps(float (&totals)[WARPS][ROWS * RANKS], const float (&sums)
   return total;
 }
 
-// Partial sums `t [splits, num_rows, width]`, the rows in the order of the list. Grid: x = group, y = split of the inputs
-// (`share` of them, a multiple of 32), z = tiles of ranks by turns.
-extern "C" __global__ void __launch_bounds__(256)
-    shrink(const T* x, i64 stride, const T* weight, float eps, i64 plus_one, const i64* groups, const int* list,
-           i64 place, float* partial, i64 num_rows, i64 width, i64 inputs, i64 share) {
-  wait_for_previous();
-  start_next();  // after the wait: what starts now may read groups and terms before its own
-  __shared__ float totals[WARPS][ROWS * RANKS];
-  __shared__ float of_warps[ROWS][WARPS];  // sums of squares
-  const Group group(groups, blockIdx.x);
-  if (group.terms == nullptr) return;
-  int num_tiles = 0;
-  for (int part = 0; part < PARTS; ++part) num_tiles += Term(group, place, part).rank / RANKS;
-  if (int(blockIdx.z) >= num_tiles) return;
-
+// The rows of a group, behind their norm if there is one; what a lane multiplies of them.
+DEVICE Rows rows_of(const Term& group, const T* x, i64 stride, const T* weight, float eps, bool plus_one,
+                    const int* list, i64 inputs, float (&of_warps)[ROWS][WARPS]) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (weight != nullptr) {
+    __syncthreads();
 #pragma unroll 4
     for (int row = 0; row < group.count; ++row) {
       const float sum = squares(x + load_fresh<1>(list + group.begin + row).at[0] * stride, int(inputs));
@@ -171,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(256)
   }
   Rows rows;
   rows.weight = weight;
-  rows.plus_one = plus_one != 0;
+  rows.plus_one = plus_one;
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
     const int row = lane / 4 + 8 * n;
@@ -179,20 +190,45 @@ extern "C" __global__ void __launch_bounds__(256)
     rows.at[n] = is_there ? x + load_fresh<1>(list + group.begin + row).at[0] * stride : nullptr;
     rows.scale[n] = is_there && weight != nullptr ? row_scale(of_warps[row], int(inputs), eps) : UNUSED;
   }
+  return rows;
+}
+
+// Partial sums `t [splits, num_rows, width]`, the rows in the order of the list. Grid: x = groups by turns, y = split of
+// the inputs (`share` of them, a multiple of 32), z = tiles of ranks by turns.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    shrink(const T* x, i64 stride, const T* weight, float eps, i64 plus_one, const i64* groups, i64 num_groups,
+           const int* list, i64 place, float* partial, i64 num_rows, i64 width, i64 inputs, i64 share) {
+  wait_for_previous();
+  start_next();  // after the wait: what starts now may read groups and terms before its own
+  __shared__ float totals[WARPS][ROWS * RANKS];
+  __shared__ float of_warps[ROWS][WARPS];  // sums of squares
+  __shared__ Terms<PARTS> terms;
   const int begin = int(blockIdx.y * share), limit = begin + int(share);
   const int end = limit < int(inputs) ? limit : int(inputs);
-  int number = 0;
-  for (int part = 0; part < PARTS; ++part) {
-    const Term term(group, place, part);
-    for (int rank = 0; rank < term.rank; rank += RANKS, ++number) {
-      if (number % gridDim.z != blockIdx.z) continue;
-      float sums[2][4] = {};
-      multiply(sums, term.a(rank), rows, inputs, begin, end);
-      const float total = add_warps(totals, sums);
-      const int row = threadIdx.x / RANKS;
-      if (row < group.count) {
-        const i64 at = i64(blockIdx.y) * num_rows + group.begin + row;
-        partial[at * width + term.column + rank + threadIdx.x % RANKS] = total;
+  for (i64 first = blockIdx.x; first < num_groups; first += terms.MOST * gridDim.x) {
+    terms.find(groups, first, gridDim.x, num_groups, place, 0, 0);
+    for (int i = 0; terms.found[i][0].count > 0; ++i) {
+      const Term(&of_parts)[PARTS] = terms.found[i];
+      int num_tiles = 0;
+      for (int part = 0; part < PARTS; ++part) num_tiles += of_parts[part].rank / RANKS;
+      if (int(blockIdx.z) >= num_tiles) continue;
+      const Rows rows = rows_of(of_parts[0], x, stride, weight, eps, plus_one != 0, list, inputs, of_warps);
+      int number = 0;
+#pragma unroll 1
+      for (int part = 0; part < PARTS; ++part) {
+        const Term& term = of_parts[part];
+#pragma unroll 1
+        for (int rank = 0; rank < term.rank; rank += RANKS, ++number) {
+          if (number % gridDim.z != blockIdx.z) continue;
+          float sums[2][4] = {};
+          multiply(sums, term.tile(rank, 0), rows, inputs, begin, end);
+          const float total = add_warps(totals, sums);
+          const int row = threadIdx.x / RANKS;
+          if (row < term.count) {
+            const i64 at = i64(blockIdx.y) * num_rows + term.begin + row;
+            partial[at * width + term.column + rank + threadIdx.x % RANKS] = total;
+          }
+        }
       }
     }
   }
@@ -242,7 +278,7 @@ using Ranks = Pack<u32, 2>[TILES];  // four ranks of the lane's output, in each 
 
 DEVICE void read_ranks(Ranks& b, const Term& term, const Outputs& outputs, int rank) {
   const int lane = threadIdx.x % 32;
-  const T* tile = term.b(rank);
+  const T* tile = term.tile(rank, 1);
 #pragma unroll
   for (int i = 0; i < TILES; ++i) {
     const int output = outputs.column + 8 * i + lane / 4;
@@ -271,48 +307,43 @@ DEVICE void add_ranks(float (&sums)[TILES][4], const Pack<float, 4> (&values)[2]
   }
 }
 
-// `y[row, outputs of the part] += t B^T`. B is exact in tf32, t is the sum of two such. Grid: x = 256 outputs of a part,
-// y = group. `size0` to `size2`: outputs of the parts, even numbers.
-extern "C" __global__ void __launch_bounds__(256, 2)
-    expand(T* y, i64 stride, const i64* groups, const int* list, i64 place, const float* partial, i64 num_rows,
-           i64 width, i64 splits, i64 size0, i64 size1, i64 size2) {
-  start_next();
-  const Outputs outputs(blockIdx.x, int(size0), int(size1), int(size2));
-  const Group group(groups, blockIdx.y);
-  const bool has_term = group.terms != nullptr && outputs.column < outputs.size;
-  const Term term = has_term ? Term(group, place, outputs.part) : Term();
-  if (term.rank == 0) {
-    wait_for_previous();  // all threads of a kernel do, so that the order of kernels is transitive
-    return;
-  }
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  T* target[2];
+// What a term is added to, in the lane's two rows of a group: from its first output on; null behind the last.
+struct Target {
+  T* at[2];
+
+  DEVICE Target(const Term& term, T* y, i64 stride, const int* list, const Outputs& outputs) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const bool is_there = g + 8 * n < group.count;
-    const i64 row = is_there ? load_fresh<1>(list + group.begin + g + 8 * n).at[0] : 0;
-    target[n] = is_there ? y + row * stride + outputs.first + outputs.column + 2 * t : nullptr;
+    for (int n = 0; n < 2; ++n) {
+      const bool is_there = lane / 4 + 8 * n < term.count;
+      const i64 row = is_there ? load_fresh<1>(list + term.begin + lane / 4 + 8 * n).at[0] : 0;
+      at[n] = is_there ? y + row * stride + outputs.first + outputs.column + 2 * (lane % 4) : nullptr;
+    }
   }
-  Ranks b;
-  read_ranks(b, term, outputs, 0);
-  wait_for_previous();
+  DEVICE bool has(int n, int i, const Outputs& outputs) const {
+    return at[n] != nullptr && outputs.column + 8 * i + 2 * int(threadIdx.x % 4) < outputs.size;
+  }
+};
+
+// Adds a term to its rows; `b` is of its first ranks.
+DEVICE void add_term(const Term& term, const Target& target, const Outputs& outputs, Ranks& b, const float* partial,
+                     i64 num_rows, i64 width, i64 splits) {
+  const int lane = threadIdx.x % 32;
   u32 before[TILES][2];
-  const auto is_written = [&](int i, int n) {
-    return target[n] != nullptr && outputs.column + 8 * i + 2 * t < outputs.size;
-  };
 #pragma unroll
   for (int i = 0; i < TILES; ++i)
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-      before[i][n] =
-          is_written(i, n) ? load_fresh<1>(reinterpret_cast<const u32*>(target[n] + 8 * i)).at[0] : 0;
-  const float* from = partial + i64(group.begin + g) * width + term.column + 4 * t;
+      before[i][n] = target.has(n, i, outputs)
+                         ? load_fresh<1>(reinterpret_cast<const u32*>(target.at[n] + 8 * i)).at[0]
+                         : 0;
+  const float* from = partial + i64(term.begin + lane / 4) * width + term.column + 4 * (lane % 4);
   float sums[TILES][4] = {};
   for (int rank = 0; rank < term.rank; rank += RANKS) {
     Pack<float, 4> values[2];
 #pragma unroll
     for (int n = 0; n < 2; ++n)
-      values[n] = read_sum(from + 8 * n * width + rank, target[n] != nullptr, splits, num_rows * width);
+      values[n] = read_sum(from + 8 * n * width + rank, target.at[n] != nullptr, splits, num_rows * width);
     add_ranks(sums, values, b);
     if (rank + RANKS < term.rank) read_ranks(b, term, outputs, rank + RANKS);
   }
@@ -320,9 +351,38 @@ extern "C" __global__ void __launch_bounds__(256, 2)
   for (int i = 0; i < TILES; ++i)
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      if (!is_written(i, n)) continue;
+      if (!target.has(n, i, outputs)) continue;
       const u32 pair = before[i][n];
-      *reinterpret_cast<u32*>(target[n] + 8 * i) =
+      *reinterpret_cast<u32*>(target.at[n] + 8 * i) =
           pack_pair(element(pair, 0) + sums[i][2 * n], element(pair, 1) + sums[i][2 * n + 1]);
     }
+}
+
+// `y[row, outputs of the part] += t B^T`. B is exact in tf32, t is the sum of two such. Grid: x = 256 outputs of a part,
+// y = groups by turns. `size0` to `size2`: outputs of the parts, even numbers.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    expand(T* y, i64 stride, const i64* groups, i64 num_groups, const int* list, i64 place, const float* partial,
+           i64 num_rows, i64 width, i64 splits, i64 size0, i64 size1, i64 size2) {
+  start_next();
+  __shared__ Terms<1> terms;
+  const Outputs outputs(blockIdx.x, int(size0), int(size1), int(size2));
+  bool has_waited = false;
+  for (i64 first = blockIdx.y; first < num_groups; first += terms.MOST * gridDim.y) {
+    terms.find(groups, first, gridDim.y, num_groups, place, outputs.part, 1);
+    Ranks next = {};
+    if (terms.found[0][0].rank > 0) read_ranks(next, terms.found[0][0], outputs, 0);
+    if (!has_waited) wait_for_previous();
+    has_waited = true;
+    for (int i = 0; terms.found[i][0].count > 0; ++i) {
+      const Term& term = terms.found[i][0];
+      Ranks b;
+#pragma unroll
+      for (int tile = 0; tile < TILES; ++tile) b[tile] = next[tile];
+      const Term& behind = terms.found[i + 1][0];
+      if (behind.rank > 0) read_ranks(next, behind, outputs, 0);
+      if (term.rank == 0) continue;
+      add_term(term, Target(term, y, stride, list, outputs), outputs, b, partial, num_rows, width, splits);
+    }
+  }
+  if (!has_waited) wait_for_previous();  // all threads of a kernel do, so that the order of kernels is transitive
 }

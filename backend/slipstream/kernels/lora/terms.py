@@ -20,15 +20,21 @@ TILE = 16  # rows of a group at most; ranks are filled up to a multiple of it
 PARTS = 3  # matrices that a place may have stacked
 WORDS = 4  # of a term: where the addresses of its tiles are, 0, its rank, its first column of t
 FEW_ROWS = 256  # whose sums are split, and whose norm `shrink` computes
-SHARES = {64: 1024, FEW_ROWS: 2048}  # inputs of a split, by the most rows
+SHARES = {64: 768, FEW_ROWS: 1536}  # inputs of a split, by the most rows; a CTA loads 768 at once
+_SPLITS = 8  # at most: `expand` waits for each
 _OUTPUTS = 256  # of a CTA that expands
 _CTAS = 264  # that fill a GPU, about
+_WAVE = (
+    2 * _CTAS
+)  # CTAs of a launch at most; each comes to several groups, of which most may be empty
 
 
 class Table(NamedTuple):
     """The rows of a step that have adapters, in groups of at most `TILE` of one."""
 
-    groups: Tensor  # [g, 2] i64: where the adapter's terms are, or 0; first of `rows` | count << 32
+    groups: (
+        Tensor  # [g, 2] i64: where the adapter's terms are; first of `rows` | count << 32; then 0s
+    )
     rows: Tensor  # [n] i32, in the order of groups
     marks: Tensor  # [n] i32: 1: the row has an adapter
     width: int  # of t: the ranks of a place together, at most
@@ -200,12 +206,13 @@ def variants() -> Iterator[jit.Variant]:
 
 
 def share_of(num_rows: int, inputs: int, is_fixed: bool) -> int:
-    """Count the inputs of a split, a multiple of 32: of few rows what a block loads at once; more
-    of them fill the GPU anyway.
+    """Count the inputs of a split, a multiple of 32: of few rows what a CTA loads at once, if that
+    makes no more splits than `_SPLITS`; more rows fill the GPU anyway.
     """
     whole = -(-inputs // 32) * 32
     found = next((share for most, share in SHARES.items() if num_rows <= most), whole)
-    return whole if is_fixed else min(found, whole)
+    least = -(-whole // (32 * _SPLITS)) * 32
+    return whole if is_fixed else min(max(found, least), whole)
 
 
 def _check(x: Tensor, op_name: str, multiple: int) -> None:
@@ -213,6 +220,11 @@ def _check(x: Tensor, op_name: str, multiple: int) -> None:
     is_aligned = x.stride(1) == 1 and x.stride(0) % multiple == 0
     is_aligned = is_aligned and x.data_ptr() % (2 * multiple) == 0
     jit.require(is_aligned, "{}: rows are not aligned to {} bytes", op_name, 2 * multiple)
+
+
+def _turns(num_groups: int, num_ctas: int) -> int:
+    """Count the CTAs that share groups, beside which there are `num_ctas` of each."""
+    return min(num_groups, max(1, _WAVE // num_ctas))
 
 
 @shrink.cuda
@@ -234,8 +246,8 @@ def _shrink(
     by_turns = min(24, max(2, _CTAS // max(1, len(groups) * splits)))
     weight, eps, plus_one = (0, 0.0, False) if norm is None else norm
     behind = (x, x.stride(0), weight, eps, int(plus_one))
-    args = (*behind, groups, rows, place, partial, num_rows, width, inputs, share)
-    grid = (len(groups), splits, by_turns)
+    args = (*behind, groups, len(groups), rows, place, partial, num_rows, width, inputs, share)
+    grid = (_turns(len(groups), splits * by_turns), splits, by_turns)
     if len(groups):
         jit.launch(variant_of(x.dtype), "shrink", grid, 256, *args, overlaps=True)
     return partial
@@ -248,10 +260,11 @@ def _expand(
     _check(y, "expand", 2)
     splits, num_rows, width = partial.shape
     jit.require(refusal(8, sizes) is None, "expand: parts of {} outputs", sizes)
-    grid = (sum(-(-size // _OUTPUTS) for size in sizes), len(groups))
+    num_tiles = sum(-(-size // _OUTPUTS) for size in sizes)
+    grid = (num_tiles, _turns(len(groups), num_tiles))
     one, two, three = (*sizes, 0, 0)[:PARTS]
-    outputs = (one, two, three)
-    args = (y, y.stride(0), groups, rows, place, partial, num_rows, width, splits, *outputs)
+    table = groups, len(groups), rows
+    args = (y, y.stride(0), *table, place, partial, num_rows, width, splits, one, two, three)
     if len(groups):
         jit.launch(variant_of(y.dtype), "expand", grid, 256, *args, overlaps=True)
     return y
