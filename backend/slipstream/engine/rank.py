@@ -31,7 +31,7 @@ def follow(config: EngineConfig, descriptor: int, rank: int) -> None:
     from slipstream.runner.plan import resolve
     from slipstream.runner.ranks import Follower
 
-    runner, memory = start(resolve(config, rank), descriptor)
+    runner, memory, _ = start(resolve(config, rank), descriptor)
     assert isinstance(runner, Follower), "rank 0 is the engine"
     memory.beat_forever()
     gc.collect()

@@ -6,8 +6,10 @@ where the scheduler does. A head costs a step as much as some layers do, so the 
 fewer of those.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +23,17 @@ from slipstream.models.model_config import ModelConfig
 from slipstream.models.sharding import check_is_ours
 from slipstream.models.source import Weights
 
+_LAYER = "model.layers."
 _ENDS = ("lm_head.weight", "model.embed_tokens.weight")  # the first that a model has is its head
-_Cut = tuple[int, int, tuple[int, ...]]
+Bounds = Sequence[tuple[int, int]]  # the first layer of each stage, and the one behind its last
+_Cut = tuple[float, float, tuple[int, ...]]
+
+
+class Costs(NamedTuple):
+    """What a step takes in each layer, and in the head: in one unit, elements or seconds."""
+
+    layers: Sequence[float]
+    head: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +63,19 @@ def check_stages(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(f"{asked}: num_hidden_layers = {model.dims.num_layers} is below it")
 
 
-def staged(model: ModelConfig, stage: int, count: int, max_tokens: int) -> Staged:
+def staged(
+    model: ModelConfig, stage: int, count: int, max_tokens: int, bounds: Bounds | None = None
+) -> Staged:
     """Return the part of a stage, of `count`, that `check_stages` allows.
 
-    `max_tokens` is the length of the longest sequence. Tables of blocks are those of the whole
-    model on every stage: one scheduler fills them.
+    `max_tokens` is the length of the longest sequence; `bounds` are the layers of the stages, None:
+    by bytes. Tables of blocks are those of the whole model on every stage: one scheduler fills
+    them.
     """
     groups = group_layers(model.windows, max_tokens)
     if count == 1:
         return Staged(model, groups)
-    begin, end = bounds_of(model, count)[stage]
+    begin, end = (bounds or split(*costs_by_bytes(model), count))[stage]
     axes, windows = model.axes, model.windows
     dense = frozenset(i - begin for i in axes.dense_layers if begin <= i < end)
     part = replace(
@@ -78,33 +92,50 @@ def staged(model: ModelConfig, stage: int, count: int, max_tokens: int) -> Stage
     return Staged(part, groups_of_stage(groups, windows, begin, end))
 
 
-def bounds_of(model: ModelConfig, count: int) -> list[tuple[int, int]]:
-    """Return the first layer of each stage, and the one behind its last.
+def costs_by_bytes(model: ModelConfig) -> Costs:
+    """Return what a step reads of layers and head: the elements of their matrices.
 
-    What a step reads of the stage that reads most is least: matrices of layers, by their numbers of
-    elements, and the head's on the first stage. Of an embedding a step reads a row a token.
+    Of an embedding a step reads a row a token.
     """
+    elements = _elements_of(model)
+    layers = [sum(of_layer.values()) for of_layer in _by_layer(model, elements)]
+    return Costs(layers, next((elements[name] for name in _ENDS if name in elements), 0))
+
+
+def kinds_of(model: ModelConfig) -> list[int]:
+    """Return for each layer the first one that is like it: in matrices, rotation and window."""
+    firsts: dict[str, int] = {}
+    likes = zip(_by_layer(model, _elements_of(model)), model.ropes, model.windows, strict=True)
+    return [firsts.setdefault(repr(like), layer) for layer, like in enumerate(likes)]
+
+
+def _by_layer(model: ModelConfig, elements: dict[str, int]) -> list[dict[str, int]]:
+    """Return the elements of each layer's matrices, by their names in the layer."""
+    layers: list[dict[str, int]] = [{} for _ in range(model.dims.num_layers)]
+    for name, count in elements.items():
+        if name.startswith(_LAYER):
+            number, _, rest = name.removeprefix(_LAYER).partition(".")
+            layers[int(number)][rest] = count
+    return layers
+
+
+def _elements_of(model: ModelConfig) -> dict[str, int]:
     source = SizeSource()
     build_any(model, Weights(source, torch.device("meta"), torch.float32), max_model_len=1)
-    layers = [0] * model.dims.num_layers
-    for name, elements in source.elements.items():
-        if name.startswith("model.layers."):
-            layers[int(name.split(".")[2])] += elements
-    head = next((source.elements[name] for name in _ENDS if name in source.elements), 0)
-    return split(layers, head, count)
+    return source.elements
 
 
-def split(layers: list[int], first: int, count: int) -> list[tuple[int, int]]:
+def split(layers: Sequence[float], first: float, count: int) -> list[tuple[int, int]]:
     """Cut layers of these costs into `count` ranges, none empty; `first` is the first one's own.
 
     The largest sum of a range is least; of such cuts an even one is taken.
     """
-    ends = [0]
+    ends: list[float] = [0]
     for cost in layers:
         ends.append(ends[-1] + cost)
 
     # Of the first i layers in so many ranges: the largest sum, the squares of all, the ends.
-    def joined(before: _Cut, sum_of_range: int, end: int) -> _Cut:
+    def joined(before: _Cut, sum_of_range: float, end: int) -> _Cut:
         largest, squares, found = before
         return max(largest, sum_of_range), squares + sum_of_range**2, (*found, end)
 

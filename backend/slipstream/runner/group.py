@@ -154,7 +154,7 @@ class Group(Protocol):
         """Have the other ranks do with an adapter what rank 0 does."""
 
 
-class _Alone:
+class Alone:
     """No other rank."""
 
     def share(self, model: StepDecoder, vocab_size: int) -> None:
@@ -177,7 +177,7 @@ class _Alone:
         """No other rank is there."""
 
 
-ALONE: Group = _Alone()
+ALONE: Group = Alone()
 
 
 class Joined:

@@ -66,6 +66,11 @@ def _listed(path: Path) -> frozenset[int]:
     return frozenset(found)
 
 
+def is_busy(count: int) -> bool:
+    """Whether so many cores were all in use in the last minute: nothing is measured well then."""
+    return os.getloadavg()[0] > count
+
+
 @functools.cache
 def facts() -> dict[str, object]:
     """Return what measurements on this host depend on, whatever is measured."""

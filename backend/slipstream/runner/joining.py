@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -13,6 +14,7 @@ from slipstream.kernels.comm.device import DeviceRanks
 from slipstream.kernels.comm.links import DeviceLinks, HostLinks, Links, Ring
 from slipstream.kernels.comm.nccl import NcclError
 from slipstream.kernels.comm.ranks import HostRanks, Ranks
+from slipstream.runner import stage_times
 from slipstream.runner.devices import ranks_asked
 from slipstream.runner.group import Joined
 from slipstream.runner.model_runner import ModelRunner
@@ -24,8 +26,7 @@ _END_BYTES = 1 << 18  # of each end of a file
 
 
 def join(plan: Plan, memory: RankMemory) -> Joined:
-    """Meet the other ranks; raises `ConfigError` if they differ in what must be the same."""
-    _compare(plan, memory)
+    """Connect with the other ranks, all of which are here."""
     num_stages = plan.model.num_stages
     itemsize, has_sources = plan.dtype.itemsize, plan.max_in_flight > 1 and num_stages == 1
     if num_stages == 1:
@@ -57,9 +58,23 @@ def _links_of(plan: Plan, memory: RankMemory, ring: Ring) -> Links:
         raise ConfigError(f"{ranks_asked(plan.config)}: {error}") from error
 
 
-def start(plan: Plan, descriptor: int) -> tuple[Leader | Follower, RankMemory]:
-    """Load a rank's part of the model, together with all others."""
+class Started(NamedTuple):
+    """A rank that has met all others."""
+
+    runner: Leader | Follower
+    memory: RankMemory
+    plan: Plan  # of the layers that ranks agreed on
+
+
+def start(plan: Plan, descriptor: int) -> Started:
+    """Load a rank's part of the model, together with all others.
+
+    Raises `ConfigError` if they differ in what must be the same, `CheckpointError`.
+    """
     memory = RankMemory(descriptor, plan.config.num_ranks, plan.rank)
+    _compare(plan, memory)
+    if plan.model.num_stages > 1:
+        plan = stage_times.agreed(plan, memory)
     group = join(plan, memory)
     runner: Leader | Follower
     if plan.model.num_stages > 1:
@@ -68,21 +83,21 @@ def start(plan: Plan, descriptor: int) -> tuple[Leader | Follower, RankMemory]:
         runner = Follower(plan, group) if plan.rank else Leader(plan, group)
     memory.meet()
     group.start(plan.config.stuck_after_s)
-    return runner, memory
+    return Started(runner, memory, plan)
 
 
-def make_runner(plan: Plan, descriptor: int | None) -> ModelRunner:
-    """Return the runner of the engine's process: rank 0 of several, or the only one.
+def make_runner(plan: Plan, descriptor: int | None) -> tuple[Plan, ModelRunner]:
+    """Return the runner of the engine's process, rank 0 of several or the only one, and its plan.
 
     `descriptor` is that of the memory that ranks share. Raises `ConfigError`, `CheckpointError`.
     """
     if plan.config.num_ranks == 1:
-        return ModelRunner(plan)
+        return plan, ModelRunner(plan)
     if descriptor is None:
         raise ConfigError(f"{ranks_asked(plan.config)} needs a supervisor that starts the ranks")
-    runner, memory = start(plan, descriptor)
+    runner, memory, plan = start(plan, descriptor)
     memory.beat_forever()
-    return runner
+    return plan, runner
 
 
 def facts_of(plan: Plan) -> dict[str, str]:

@@ -3,22 +3,11 @@
 import logging
 import os
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
 import torch
-from slipstream_contract.limits import MAX_DRAFT_TOKENS
-from slipstream_contract.log_probs import MODES
 
-from slipstream import quant
 from slipstream.config import (
-    BACKEND_MODELS,
-    BLOCK_SIZES,
-    LOAD_FORMATS,
-    MAX_TARGET_ITL,
-    MIN_STUCK_AFTER_S,
-    ON_OFF,
-    SPECULATIONS,
     EngineConfig,
 )
 from slipstream.core.groups import LayerGroups
@@ -32,7 +21,7 @@ from slipstream.models.decoder import block_elements
 from slipstream.models.hf import ignored_keys, weights_dtype
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.sharding import check_ranks, sharded
-from slipstream.models.stages import check_stages, staged
+from slipstream.models.stages import Bounds, check_stages, staged
 from slipstream.runner.cache_dtype import (
     attention_spec,
     cache_dtype,
@@ -43,11 +32,11 @@ from slipstream.runner.cache_dtype import (
 from slipstream.runner.devices import (
     available_on_host,
     check_gpu,
-    check_rank_counts,
     device_of,
     total_memory,
 )
 from slipstream.runner.draft_plan import DraftPlan, plan_drafts
+from slipstream.runner.field_check import at_least, check_fields
 from slipstream.runner.foreign import check_foreign
 from slipstream.runner.matrices import weight_bytes
 from slipstream.runner.scheme_check import check_scheme
@@ -198,14 +187,6 @@ def _device_name(plan: Plan) -> str:
     return f"CPU, {num_threads} thread{'s' if num_threads > 1 else ''}"
 
 
-def _at_least(config: EngineConfig, field: str, low: int) -> int:
-    value = getattr(config, field)
-    assert isinstance(value, int)
-    if value < low:
-        raise ConfigError(f"{field} = {value} is below {low}")
-    return value
-
-
 def dtype_on(device: str, config: EngineConfig, model: ModelConfig) -> torch.dtype:
     """Return the dtype that is configured; auto: the checkpoint's on a GPU, float32 on a CPU."""
     if config.dtype != "auto":
@@ -222,7 +203,7 @@ def dtype_on(device: str, config: EngineConfig, model: ModelConfig) -> torch.dty
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len is None:
         return model.max_positions
-    length = _at_least(config, "max_model_len", 1)
+    length = at_least(config, "max_model_len", 1)
     if length > model.max_positions:
         raise ConfigError(
             f"max_model_len = {length} is above the checkpoint's context of {model.max_positions}"
@@ -237,8 +218,8 @@ def _check_streaming(config: EngineConfig, max_model_len: int) -> None:
         if sinks:
             raise ConfigError(f"sink_tokens = {sinks} needs an attention_window")
         return
-    _at_least(config, "attention_window", 1)
-    _at_least(config, "sink_tokens", 0)
+    at_least(config, "attention_window", 1)
+    at_least(config, "sink_tokens", 0)
     asked = f"attention_window = {window}"
     if sinks >= window:
         raise ConfigError(f"sink_tokens = {sinks} leaves nothing of {asked}")
@@ -266,7 +247,7 @@ def _check_cache(plan: Plan) -> None:
     """Refuse a cache that no machine can have."""
     config = plan.config
     if config.kv_cache_tokens is not None:
-        _at_least(config, "kv_cache_tokens", config.block_size)
+        at_least(config, "kv_cache_tokens", config.block_size)
     wanted = config.kv_cache_host_bytes
     least = plan.block_bytes * config.num_ranks
     if 0 < wanted < least:
@@ -327,69 +308,17 @@ def _num_threads(config: EngineConfig, model: ModelConfig) -> int | None:
     return int(text)
 
 
-def _check_fields(config: EngineConfig) -> None:
-    """Refuse values that no checkpoint and no machine makes possible."""
-    for field in (
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_waiting",
-        "max_waiting_tokens",
-    ):
-        _at_least(config, field, 1)
-    if config.long_prompt_tokens is not None:
-        _at_least(config, "long_prompt_tokens", 1)
-    if config.target_itl is not None and not 0 < config.target_itl <= MAX_TARGET_ITL:
-        raise ConfigError(
-            f"target_itl = {config.target_itl} is not above 0 and at most {MAX_TARGET_ITL} ms"
-        )
-    _at_least(config, "num_draft_tokens", 1)
-    _at_least(config, "suffix_tokens", 0)
-    if config.num_draft_tokens > MAX_DRAFT_TOKENS:
-        raise ConfigError(
-            f"num_draft_tokens = {config.num_draft_tokens} is above {MAX_DRAFT_TOKENS}"
-        )
-    for field in ("kv_cache_host_bytes", "max_logits_bytes", "lora_task_bytes"):
-        _at_least(config, field, 0)
-    if config.adapter_memory is not None:
-        _at_least(config, "adapter_memory", 0)
-    if config.logprobs_mode not in MODES:
-        modes = ", ".join(MODES)
-        raise ConfigError(f"logprobs_mode = {config.logprobs_mode!r} is not one of {modes}")
-    _at_least(config, "stuck_after_s", MIN_STUCK_AFTER_S)
-    if config.memory_share is not None and not 0 < config.memory_share <= 1:
-        raise ConfigError(f"memory_share = {config.memory_share} is not above 0 and at most 1")
-    if not 0 <= config.gpu_hour_price < inf:
-        raise ConfigError(f"gpu_hour_price = {config.gpu_hour_price} is not a price")
-    for name in ("adapter_root", "adapter_dir"):
-        if (path := getattr(config, name)) and not Path(path).is_dir():
-            raise ConfigError(f"{name} = {path!r} is no directory")
-    if config.request_log and not Path(config.request_log).is_absolute():
-        raise ConfigError(f"request_log = {config.request_log!r} is not an absolute path")
-    if config.block_size not in BLOCK_SIZES:
-        raise ConfigError(
-            f"block_size = {config.block_size} is not a power of two between 8 and 256"
-        )
-    check_rank_counts(config)
-    for field, choices in (
-        ("load_format", LOAD_FORMATS),
-        ("backend_model", BACKEND_MODELS),
-        ("idle_tuning", ON_OFF),
-        ("prompt_unpacking", ON_OFF),
-        ("quantization", quant.names()),
-        ("speculation", SPECULATIONS),
-    ):
-        if (value := getattr(config, field)) not in choices:
-            raise ConfigError(f"{field} = {value!r} is not one of {', '.join(choices)}")
-
-
-def settle(config: EngineConfig, device: torch.device, rank: int = 0) -> Plan:
+def settle(
+    config: EngineConfig, device: torch.device, rank: int = 0, bounds: Bounds | None = None
+) -> Plan:
     """Check the configuration against the checkpoint, for a device that need not be there.
 
     The plan is that of one rank, which differs from others by its device and its part of weights.
+    `bounds` are the layers of each stage; None: by the bytes that a step reads.
 
     Raises `ConfigError` (field, value, limit) or `CheckpointError` (file, key, value).
     """
-    _check_fields(config)
+    check_fields(config)
     checkpoint = Path(config.checkpoint)
     model = model_on(device.type, read_checkpoint(checkpoint, config.backend_model))
     check_foreign(config, model)
@@ -404,7 +333,7 @@ def settle(config: EngineConfig, device: torch.device, rank: int = 0) -> Plan:
     note_positions(model, max_model_len)
     max_tokens = max_model_len if config.attention_window is None else ENDLESS
     stage, num_stages = rank // config.tensor_parallel, config.pipeline_parallel
-    part = staged(model, stage, num_stages, max_tokens)
+    part = staged(model, stage, num_stages, max_tokens, bounds)
     model, groups = part.model, part.groups
     attention = _attention(config, model, device, dtype, groups.size)
     plan = Plan(
@@ -430,20 +359,20 @@ def settle(config: EngineConfig, device: torch.device, rank: int = 0) -> Plan:
     return plan
 
 
-def settle_here(config: EngineConfig, rank: int = 0) -> Plan:
+def settle_here(config: EngineConfig, rank: int = 0, bounds: Bounds | None = None) -> Plan:
     """`settle` for the device that this machine gives; raises `ConfigError` if it cannot serve."""
     device = device_of(config, rank)
     if device.type == "cuda":
         check_gpu(device)
-    return settle(config, device, rank)
+    return settle(config, device, rank, bounds)
 
 
-def resolve(config: EngineConfig, rank: int = 0) -> Plan:
+def resolve(config: EngineConfig, rank: int = 0, bounds: Bounds | None = None) -> Plan:
     """`settle_here`, and what this machine's memory allows: what the engine starts with.
 
     Keys of config.json that are ignored are logged, and that it is a class of transformers.
     """
-    plan = settle_here(config, rank)
+    plan = settle_here(config, rank, bounds)
     _check_memory(plan)
     for line in filter(None, (ignored_keys(plan.model), notes(plan.model))):
         _log.warning(line)

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import torch
 
-from slipstream.models.files import tensor_entries
-from slipstream.runner.host import MIN_ELEMENTS, Cores, Kept, cores_here
+from slipstream.runner.host import MIN_ELEMENTS, Cores, Kept, cores_here, is_busy
 from slipstream.runner.joining import make_runner
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import THREADS, Plan
 from slipstream.runner.step_arrays import StepShape
+from slipstream.runner.step_facts import facts_of_step
 
 _log = logging.getLogger(__name__)
 _ROWS = (1, 16)
@@ -32,7 +32,7 @@ Timer = Callable[[int, int], float]  # seconds of a step, by threads and rows
 
 def start_runner(plan: Plan, descriptor: int | None) -> tuple[Plan, ModelRunner]:
     """`make_runner` for a server's engine; return the plan with the threads that were measured."""
-    runner = make_runner(plan, descriptor)
+    plan, runner = make_runner(plan, descriptor)
     return chosen(plan, runner), runner
 
 
@@ -44,7 +44,7 @@ def chosen(plan: Plan, runner: ModelRunner) -> Plan:
     found = cores_here()
     if found.all == 1:
         return _set(plan, 1)
-    kept = Kept("threads", _what(plan))
+    kept = Kept("threads", facts_of_step(plan, plan.model))
     known = kept.read()
     count = None if known is None else known.get("threads")
     if isinstance(count, int) and 1 <= count <= found.all:
@@ -65,11 +65,6 @@ def chosen(plan: Plan, runner: ModelRunner) -> Plan:
         *(count, found.all, _ROWS[1], said, where),
     )
     return _set(plan, count)
-
-
-def is_busy(count: int) -> bool:
-    """Whether so many cores were all in use in the last minute: nothing is measured well then."""
-    return os.getloadavg()[0] > count
 
 
 def candidates(found: Cores) -> list[int]:
@@ -132,20 +127,6 @@ def _timer(runner: ModelRunner, most: int) -> Timer:
 
     timed(most, 1)  # what a first step does once
     return timed
-
-
-def _what(plan: Plan) -> dict[str, object]:
-    """Return what steps depend on: the model's shape, and the bytes of its weights."""
-    entries = {} if plan.config.load_format == "random" else tensor_entries(plan.checkpoint)
-    return {
-        "model": plan.model.dims,
-        "architecture": plan.model.architecture,
-        "bytes": sum(entry.end - entry.begin for entry in entries.values()),
-        "dtype": plan.dtype,
-        "quantization": plan.config.quantization,
-        "deterministic": plan.config.deterministic,
-        "cache": plan.cache_dtype,
-    }
 
 
 def _set(plan: Plan, count: int) -> Plan:

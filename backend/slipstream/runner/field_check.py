@@ -1,0 +1,85 @@
+"""Checks of an `EngineConfig` by itself: what no checkpoint and no machine makes possible."""
+
+from math import inf
+from pathlib import Path
+
+from slipstream_contract.limits import MAX_DRAFT_TOKENS
+from slipstream_contract.log_probs import MODES
+
+from slipstream import quant
+from slipstream.config import (
+    BACKEND_MODELS,
+    BLOCK_SIZES,
+    LOAD_FORMATS,
+    MAX_TARGET_ITL,
+    MIN_STUCK_AFTER_S,
+    ON_OFF,
+    SPECULATIONS,
+    EngineConfig,
+)
+from slipstream.errors import ConfigError
+from slipstream.runner.devices import check_rank_counts
+
+
+def at_least(config: EngineConfig, field: str, low: int) -> int:
+    """Return the value of a field; raises `ConfigError` if it is below `low`."""
+    value = getattr(config, field)
+    assert isinstance(value, int)
+    if value < low:
+        raise ConfigError(f"{field} = {value} is below {low}")
+    return value
+
+
+def check_fields(config: EngineConfig) -> None:
+    """Raise `ConfigError` with field, value and limit for the first that is out of range."""
+    for field in (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_waiting",
+        "max_waiting_tokens",
+    ):
+        at_least(config, field, 1)
+    if config.long_prompt_tokens is not None:
+        at_least(config, "long_prompt_tokens", 1)
+    if config.target_itl is not None and not 0 < config.target_itl <= MAX_TARGET_ITL:
+        raise ConfigError(
+            f"target_itl = {config.target_itl} is not above 0 and at most {MAX_TARGET_ITL} ms"
+        )
+    at_least(config, "num_draft_tokens", 1)
+    at_least(config, "suffix_tokens", 0)
+    if config.num_draft_tokens > MAX_DRAFT_TOKENS:
+        raise ConfigError(
+            f"num_draft_tokens = {config.num_draft_tokens} is above {MAX_DRAFT_TOKENS}"
+        )
+    for field in ("kv_cache_host_bytes", "max_logits_bytes", "lora_task_bytes"):
+        at_least(config, field, 0)
+    if config.adapter_memory is not None:
+        at_least(config, "adapter_memory", 0)
+    if config.logprobs_mode not in MODES:
+        modes = ", ".join(MODES)
+        raise ConfigError(f"logprobs_mode = {config.logprobs_mode!r} is not one of {modes}")
+    at_least(config, "stuck_after_s", MIN_STUCK_AFTER_S)
+    if config.memory_share is not None and not 0 < config.memory_share <= 1:
+        raise ConfigError(f"memory_share = {config.memory_share} is not above 0 and at most 1")
+    if not 0 <= config.gpu_hour_price < inf:
+        raise ConfigError(f"gpu_hour_price = {config.gpu_hour_price} is not a price")
+    for name in ("adapter_root", "adapter_dir"):
+        if (path := getattr(config, name)) and not Path(path).is_dir():
+            raise ConfigError(f"{name} = {path!r} is no directory")
+    if config.request_log and not Path(config.request_log).is_absolute():
+        raise ConfigError(f"request_log = {config.request_log!r} is not an absolute path")
+    if config.block_size not in BLOCK_SIZES:
+        raise ConfigError(
+            f"block_size = {config.block_size} is not a power of two between 8 and 256"
+        )
+    check_rank_counts(config)
+    for field, choices in (
+        ("load_format", LOAD_FORMATS),
+        ("backend_model", BACKEND_MODELS),
+        ("idle_tuning", ON_OFF),
+        ("prompt_unpacking", ON_OFF),
+        ("quantization", quant.names()),
+        ("speculation", SPECULATIONS),
+    ):
+        if (value := getattr(config, field)) not in choices:
+            raise ConfigError(f"{field} = {value!r} is not one of {', '.join(choices)}")
