@@ -7,8 +7,10 @@ memory; `adapter_room.py` decides which of them are on the device.
 """
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +29,7 @@ from slipstream.wire import AdapterInfo, Submit
 _log = logging.getLogger(__name__)
 
 MAX_NAME = 256  # characters
+MAX_NAMES = 1 << 16  # as metrics say (`max_lora`)
 _SHOWN = 8  # names in an error
 
 
@@ -103,6 +106,9 @@ class AdapterStore:
         self._adapters: dict[bytes, Adapter] = {}  # by digest
         self._tasks: dict[int, Adapter] = {}  # by the clients' numbers, the last used last
         self._max_task_bytes = max_task_bytes
+        self._num_tasks: Counter[bytes] = Counter()  # by digest
+        self._task_bytes = 0  # of different ones
+        self._read: Future[Any] | None = None  # weights of the request that is submitted
         self._loading: list[_Loading] = []
         self._threads: ThreadPoolExecutor | None = None
         self._directory: AdapterDirectory | None = None
@@ -141,13 +147,35 @@ class AdapterStore:
             raise ContractError(f"{TABLE} beside an adapter (lora_name, lora_task_id): ask for one")
         return message.table.num_rows
 
+    @property
+    def can_read(self) -> bool:
+        """Whether requests may bring weights."""
+        return self._holder is not None
+
+    def read_weights(self, message: Submit) -> Any:
+        """Read what a request brings, in any thread; return `ReadWeights`. Raises `StartError`."""
+        assert self._holder is not None, "checked"
+        if message.table is not None:
+            return self._holder.read_table(message.table)
+        assert message.task is not None, "it brings one of them"
+        return self._holder.read_task(message.task)
+
+    @contextmanager
+    def having(self, weights: Future[Any]) -> Iterator[None]:
+        """Have `choose` take weights that were read before, in what runs inside."""
+        self._read = weights
+        try:
+            yield
+        finally:
+            self._read = None
+
     def choose(self, message: Submit) -> Adapter | None:
         """Return the adapter of a request: of its own table, by name or by number. One of a table
         is there until `release`. Raises ContractError.
         """
         if message.table is not None:
-            return self._of_table(message.table)
-        found = self.find(message.adapter) if message.task is None else self._of_task(message.task)
+            return self._of_weights(message, TABLE)
+        found = self.find(message.adapter) if message.task is None else self._of_task(message)
         values = message.sampling.values
         if found is None or values is None or not found.changes_head:
             return found
@@ -158,18 +186,24 @@ class AdapterStore:
             )
         return found
 
-    def _of_table(self, table: PromptTable) -> Adapter:
+    def _of_weights(self, message: Submit, what: str) -> Adapter:
+        """Return the adapter that a request brings, which errors call `what`."""
         if self._holder is None:
             raise ContractError("this engine serves no adapters", Code.UNSUPPORTED)
         try:
-            return self._adopt(self._holder.read_table(table), TABLE)
+            weights = self.read_weights(message) if self._read is None else self._read.result()
+            return self._adopt(weights, what)
         except StartError as error:
             raise ContractError(str(error)) from None
+        except MemoryError:
+            raise ContractError(f"{what}: there is no memory for it", Code.UNAVAILABLE) from None
 
-    def _of_task(self, task: LoraTask) -> Adapter:
+    def _of_task(self, message: Submit) -> Adapter:
         """Return the adapter that a client has numbered, after its weights were taken if it sends
         them: for this request and later ones. Raises ContractError (NOT_FOUND).
         """
+        task = message.task
+        assert task is not None, "checked"
         if not task.num_rows:
             adapter = self._tasks.pop(task.task_id, None)
             if adapter is None:
@@ -180,21 +214,30 @@ class AdapterStore:
                 )
             self._tasks[task.task_id] = adapter  # the last used
             return adapter
-        if self._holder is None:
-            raise ContractError("this engine serves no adapters", Code.UNSUPPORTED)
-        try:
-            adapter = self._adopt(self._holder.read_task(task), f"LoRA task {task.task_id}")
-        except StartError as error:
-            raise ContractError(str(error)) from None
-        adapter.num_names += 1
+        adapter = self._of_weights(message, f"LoRA task {task.task_id}")
+        self._take_task(adapter)
         before, self._tasks[task.task_id] = self._tasks.pop(task.task_id, None), adapter
-        self._drop(before)
-        while len(self._tasks) > 1 and self._task_bytes() > self._max_task_bytes:
-            self._drop(self._tasks.pop(next(iter(self._tasks))))
+        self._drop_task(before)
+        while len(self._tasks) > 1 and self._task_bytes > self._max_task_bytes:
+            self._drop_task(self._tasks.pop(next(iter(self._tasks))))
         return adapter
 
-    def _task_bytes(self) -> int:
-        return sum({found.digest: found.num_bytes for found in self._tasks.values()}.values())
+    def _take_task(self, adapter: Adapter) -> None:
+        """Have one more number point to an adapter, whose bytes count once."""
+        adapter.num_names += 1
+        self._num_tasks[adapter.digest] += 1
+        if self._num_tasks[adapter.digest] == 1:
+            self._task_bytes += adapter.num_bytes
+
+    def _drop_task(self, adapter: Adapter | None) -> None:
+        """Take a number from what it pointed to."""
+        if adapter is None:
+            return
+        self._num_tasks[adapter.digest] -= 1
+        if not self._num_tasks[adapter.digest]:
+            del self._num_tasks[adapter.digest]
+            self._task_bytes -= adapter.num_bytes
+        self._drop(adapter)
 
     def infos(self) -> list[AdapterInfo]:
         """Return what there is, by name."""
@@ -296,6 +339,9 @@ class AdapterStore:
             assert adapter.num_names == names
             assert adapter.num_users >= 0
             assert names or adapter.num_users, "an adapter without a use"
+        tasks = {each.digest: each.num_bytes for each in self._tasks.values()}
+        assert self._task_bytes == sum(tasks.values())
+        assert self._num_tasks == Counter(each.digest for each in self._tasks.values())
         assert self._names.keys() == self._paths.keys()
 
     def _check(self, name: str) -> None:
@@ -307,6 +353,11 @@ class AdapterStore:
             )
         if "," in name:  # separates names in lora_requests_info
             raise ContractError(f"the adapter's name is {clip(name)}, which has a comma")
+        if name not in self._names and len(self._names) >= MAX_NAMES:
+            raise ContractError(
+                f"adapter {clip(name)}: {MAX_NAMES} have names, no more are served",
+                Code.UNAVAILABLE,
+            )
         if name == self._base:
             raise ContractError(f"the adapter's name is {clip(name)}, which is the model's")
 

@@ -36,8 +36,8 @@ from slipstream.config import EngineConfig
 from slipstream.core.laps import Laps, process_age
 from slipstream.engine import drafter_choice
 from slipstream.engine.chores import Chores
-from slipstream.engine.engine import Engine
 from slipstream.engine.keepers import Keepers
+from slipstream.engine.reading import ReadingEngine
 from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.served import Served
 from slipstream.engine.settings import adapters_of, edit_context_of, limits_of
@@ -370,7 +370,7 @@ def load(
     telemetry = Telemetry(config.gpu_hour_price, runner.memory)
     request_log = RequestLog(Path(config.request_log), telemetry) if config.request_log else None
     clock = time.monotonic_ns
-    engine = Engine(
+    engine = ReadingEngine(
         limits,
         runner,
         vocab,
