@@ -5,9 +5,9 @@ import struct
 from pathlib import Path
 
 import pytest
-from fixtures.models.checkpoints import make_model, make_runner
+from fixtures.models.checkpoints import make_model, make_runner, sizes_of
 from fixtures.models.configs import BASE
-from fixtures.models.gguf_files import SIZES, unpacked, write_gguf
+from fixtures.models.gguf_files import LATENT_SIZES, SIZES, unpacked, write_gguf
 from gguf import GGUFReader
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -161,6 +161,24 @@ def test_refused_by_name(keys: dict[str, object], words: str, tmp_path: Path) ->
         load(file)
     assert words in str(caught.value)
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"expert_gating_func": 3}, "'deepseek2.expert_gating_func' = 3 is not implemented; 1 and"),
+        ({"attention.key_length": 70}, "'deepseek2.attention.key_length' = 70 is not 80, that of"),
+        ({"attention.key_length_mla": 16}, "key_length_mla' = 16 is not above 16 that rotate"),
+        ({"expert_group_count": 5}, "n_group = 5 does not divide 12 experts"),
+    ],
+)
+def test_latents_refused_by_name(keys: dict[str, object], words: str, tmp_path: Path) -> None:
+    sizes = sizes_of("deepseek_v3", **SIZES) | LATENT_SIZES | {"n_group": 3, "topk_group": 2}
+    model = make_model("deepseek_v3", **sizes)
+    file = write_gguf(model, "deepseek_v3", tmp_path / "model.gguf", **keys)
+    with pytest.raises(CheckpointError) as caught:
+        load(file)
+    assert words in str(caught.value)
 
 
 def test_unknown_keys_are_reported(tmp_path: Path) -> None:

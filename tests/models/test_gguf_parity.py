@@ -17,7 +17,7 @@ from fixtures.models.checkpoints import (
     random_prompts,
     sizes_of,
 )
-from fixtures.models.gguf_files import SIZES, unpacked, write_gguf
+from fixtures.models.gguf_files import LATENT_SIZES, SIZES, unpacked, write_gguf
 from fixtures.models.remote_drawn import REMOTE
 from fixtures.tiers import quick_of
 from slipstream.kernels.cpu.native import library
@@ -109,7 +109,32 @@ CASES |= {
     ),
     "starcoder2": ("starcoder2", {"sliding_window": 12}, {}),
 }
-QUICK = ("llama", "gemma3", "falcon, groups", "gpt-oss", "phi3")
+_STRETCHED = {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}}
+_GREEDY = {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+_LIMITED = {"q_lora_rank": 96, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+# Files of before keys' and values' matrices were apart, and before they said how scores are made.
+_TOGETHER = {
+    "attention.head_count_kv": 4,
+    "attention.key_length": 48,
+    "attention.value_length": 32,
+    "attention.key_length_mla": None,
+    "attention.value_length_mla": None,
+}
+CASES |= {
+    "deepseek2, v2": ("deepseek_v2", LATENT_SIZES | _GREEDY, {}),
+    "deepseek2, v2, groups, yarn": ("deepseek_v2", LATENT_SIZES | _LIMITED | _STRETCHED, {}),
+    "deepseek2, v2, matrices in one": (
+        "deepseek_v2",
+        LATENT_SIZES | _GREEDY,
+        _TOGETHER | {"expert_gating_func": None},
+    ),
+    "deepseek2, v3": (
+        "deepseek_v3",
+        LATENT_SIZES | _STRETCHED | {"q_lora_rank": 96, "n_group": 3, "topk_group": 2},
+        {},
+    ),
+}
+QUICK = ("llama", "gemma3", "falcon, groups", "gpt-oss", "phi3", "deepseek2, v3")
 # Blocks of matrices whose rows are moved, and of experts.
 MOVED = {
     "gpt2": ("gpt2", "Q8_0"),
@@ -118,6 +143,8 @@ MOVED = {
     "command-r": ("command-r", "Q4_0"),
     "gpt-oss": ("gpt-oss", "MXFP4"),
     "qwen3moe": ("qwen3moe", "Q8_0"),
+    "deepseek2": ("deepseek2, v3", "Q8_0"),
+    "deepseek2, in one": ("deepseek2, v2, matrices in one", "Q4_0"),
 }
 TYPES = [kind.name for kind in BLOCK_TYPES.values()]
 
@@ -220,6 +247,7 @@ def test_families_that_transformers_lacks(name: str, tmp_path: Path) -> None:
     file = SimpleNamespace(
         config=SimpleNamespace(**{**keys, "rope_parameters": rope}),
         named_parameters=lambda: stored.items(),
+        named_buffers=tuple,
     )
     path = write_gguf(file, name, tmp_path / "model.gguf")
     check(model, unpacked(path, tmp_path / "checkpoint"))

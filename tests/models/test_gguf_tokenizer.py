@@ -129,6 +129,23 @@ PIECES = {
     "llama-bpe": ["It", "'S", " ", "123", "4", " abC", "?!\n", " ", " x"],
     "qwen2": ["It", "'S", " ", "1", "2", "3", " abC", "?!\n", " ", " x"],
     "tekken": ["It", "'S", " ", "1", "2", " ab", "C", "?!/\n", " ", " x"],
+    # Marks from ":" to "~" have letters among them, which a word of others is split at.
+    "deepseek-llm": [
+        "It",
+        "'",
+        "s",
+        " \u00dc",
+        "n",
+        " ",
+        "1234",
+        " a",
+        "?!",
+        "\n",
+        "\u4e00\ud55c",
+        "  ",
+    ],
+    "deepseek-coder": ["It", "'", "s", " \u00dcn", " ", "1", "2", " a", "?!", "\n", " b"],
+    "deepseek-v3": ["It", "'s", " ", "123", "4", "\u3042\u4e00", "#include", " ?!\n", " ", " x"],
     "gpt-4o": ["It's", " ", "123", "4", " ab", "C", "?!/\n", " ", " x"],
 }
 

@@ -17,7 +17,7 @@ from fixtures.models.checkpoints import (
     sizes_of,
 )
 from fixtures.models.drawn import DRAWN
-from fixtures.models.gguf_files import SIZES, unpacked, write_gguf
+from fixtures.models.gguf_files import LATENT_SIZES, SIZES, unpacked, write_gguf
 from fixtures.models.parity import GRID, engine_greedy
 from fixtures.models.quantised import model_of
 from fixtures.models.ranks import Group, compare, driven, ranks_of
@@ -61,7 +61,7 @@ def test_a_family(case: str, tmp_path: Path) -> None:
 FORMATS = ["awq-gemm-32", "gptq-v1-4-32", "gptq-v2-8-64", "bnb-int8", "bnb-nf4", "gguf Q4_0"]
 FORMATS += [f"modelopt-{each}" for each in ("int4", "int8", "fp8", "nvfp4")]
 FORMATS += [f"compressed {each}" for each in tiny.FORMATS] + ["gguf Q6_K"]
-FORMATS += ["gguf phi3 Q4_K", "gguf phi3 Q8_0", "gguf phi3 Q2_K"]
+FORMATS += ["gguf phi3 Q4_K", "gguf phi3 Q8_0", "gguf phi3 Q2_K", "gguf deepseek_v3 MXFP4"]
 
 
 def quantised(name: str, directory: Path) -> Path:
@@ -70,7 +70,8 @@ def quantised(name: str, directory: Path) -> Path:
     if kind == "gguf":
         *named, blocks = rest.split()
         family = named[0] if named else "llama"
-        model = make_model(family, **sizes_of(family, **SIZES))
+        latent = LATENT_SIZES | {"n_group": 1} if family == "deepseek_v3" else {}
+        model = make_model(family, **(sizes_of(family, **SIZES) | latent))
         path = write_gguf(model, family, directory / "a.gguf", blocks)
         return unpacked(path, directory / "model")
     if kind == "compressed":

@@ -56,9 +56,7 @@ class LatentAttention:
         row = rank + latent.rotated
         self.down = Linear.read(w, ("kv_a_proj_with_mqa",), (row,), hidden, bias)
         self.norm = Norm(w.at("kv_a_layernorm"), rank, _EPS)
-        up = _up(w, dims.num_heads * (latent.plain + latent.value), rank)
-        sizes = [latent.plain, latent.value]
-        keys, values = torch.split(up.view(dims.num_heads, -1, rank), sizes, 1)
+        keys, values = _up(w, dims.num_heads, latent)
         self.to_latents = _each_head(keys, w.deterministic)
         self.of_latents = _each_head(values.transpose(1, 2), w.deterministic)
         size = dims.num_heads * latent.value
@@ -99,14 +97,25 @@ class LatentAttention:
         return out
 
 
-def _up(w: WeightSource, rows: int, rank: int) -> Tensor:
-    """Read what makes keys and values of latents, `[rows, rank]`, in the model's dtype."""
-    name = "kv_b_proj"
+def _up(w: WeightSource, heads: int, latent: LatentConfig) -> tuple[Tensor, Tensor]:
+    """Read what makes keys and values of latents, in the model's dtype.
+
+    Returns `[heads, plain, rank]` and `[heads, value, rank]`. A checkpoint has them in one, those
+    of each head under one another, or apart, and the former with ranks as rows (GGUF).
+    """
+    name, rank = "kv_b_proj", latent.rank
+    if w.has("k_b_proj.weight"):
+        keys = w.tensor("k_b_proj.weight", heads, rank, latent.plain)
+        return keys.transpose(1, 2), w.tensor("v_b_proj.weight", heads, latent.value, rank)
+    rows = heads * (latent.plain + latent.value)
     part = w.quantized(name, rows, rank)
     if part is None:
-        return w.tensor(f"{name}.weight", rows, rank)
-    w.note("keys and values of latents: dequantised as they are loaded")
-    return dequantised(w, [(name, rows)], [part], rank)
+        up = w.tensor(f"{name}.weight", rows, rank)
+    else:
+        w.note("keys and values of latents: dequantised as they are loaded")
+        up = dequantised(w, [(name, rows)], [part], rank)
+    keys, values = torch.split(up.view(heads, -1, rank), [latent.plain, latent.value], 1)
+    return keys, values
 
 
 def _each_head(matrices: Tensor, is_sliced: bool) -> Callable[[Tensor], Tensor]:

@@ -79,7 +79,7 @@ _RULES = tuple(
     (re.compile(rf"(?:^|\.){pattern}$"), dim, kind)
     for pattern, dim, kind in (
         (r"self_attn\.q_proj\.(?:weight|bias)", 0, "even"),
-        (r"self_attn\.(?:q|kv)_b_proj\.weight", 0, "even"),
+        (r"self_attn\.(?:q|kv?|v)_b_proj\.weight", 0, "even"),
         (r"self_attn\.[kv]_proj\.(?:weight|bias)", 0, "keys"),
         (r"self_attn\.o_proj\.weight", 1, "even"),
         (r"self_attn\.o_proj\.bias", 0, "row"),

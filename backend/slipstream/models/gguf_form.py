@@ -82,6 +82,16 @@ class GgufKeys:
 Config = Callable[[GgufKeys], Mapping[str, object]]
 
 
+def plain_experts(keys: GgufKeys) -> dict[str, object]:
+    """Return how many experts there are, and how many a row has; refuse other ways to choose."""
+    if keys.get("expert_weights_scale") not in (None, 0.0, 1.0):
+        raise keys.refusal("expert_weights_scale", "is not implemented")
+    return {
+        "num_experts": keys.whole("expert_count"),
+        "num_experts_per_tok": keys.whole("expert_used_count"),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class GgufForm:
     """What a family is in GGUF files.
@@ -90,7 +100,10 @@ class GgufForm:
         name: `general.architecture`. Where families share it, experts and a window decide.
         pairs_rows: whether the rows of q and k are stored so that two neighbours rotate together.
         norms_added: what is added to all weights of norms.
-        has_experts: whether MLPs are mixtures.
+        told_by: a key of the metadata, and its value where files are of this family and not of
+            another of the same name.
+        has_experts: whether MLPs are mixtures; experts: keys of config.json that say which.
+        is_latent: whether the cache has latents: heads of keys and values then have own sizes.
         qkv, joins_gate_up: as of `TensorNames`; files have own orders, and nothing transposed.
         norms_each_head: likewise.
         names: parts of names in the file -> of the decoder, where they differ from Llama's.
@@ -98,13 +111,16 @@ class GgufForm:
         flags: keys of config.json that are true where layer 0 has this tensor.
         numbers: keys of config.json -> of the metadata, where these are there and not 0.
         fixed: keys of config.json that all files have, and their values.
-        config: returns other keys of config.json that the family alone has; None leaves one out.
+        config: returns other keys of config.json that the family alone has; None: a null.
     """
 
     name: str
     pairs_rows: bool = False
     norms_added: float = 0.0
+    told_by: tuple[str, object] | None = None
     has_experts: bool = False
+    experts: Config = plain_experts
+    is_latent: bool = False
     qkv: QkvOrder = QkvOrder.SPLIT
     joins_gate_up: bool = False
     norms_each_head: bool = False

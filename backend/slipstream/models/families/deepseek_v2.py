@@ -3,11 +3,19 @@
 from slipstream.kernels.experts.spec import MAX_EXPERTS, MAX_TOP_K, Routing
 from slipstream.models.axes import Axes
 from slipstream.models.family import family
+from slipstream.models.gguf_latent import SOFTMAX, latent_form
 from slipstream.models.latent import KEYS, derived, latent_axes, names, with_groups
 from slipstream.models.reader import Reader
 
 
-@family("DeepseekV2ForCausalLM", keys=KEYS, has_windows=False, derived=derived, tensors=names)
+@family(
+    "DeepseekV2ForCausalLM",
+    keys=KEYS,
+    has_windows=False,
+    derived=derived,
+    tensors=names,
+    gguf=latent_form(SOFTMAX),
+)
 def deepseek_v2(config: Reader) -> Axes:
     """Read the sizes of latents, and how experts are chosen; weights are not normalised."""
     config.refuse_unless("norm_topk_prob", value=False)

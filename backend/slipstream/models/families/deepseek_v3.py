@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from slipstream.models.axes import Axes
 from slipstream.models.family import family
+from slipstream.models.gguf_latent import SIGMOID, latent_form
 from slipstream.models.latent import KEYS, derived, latent_axes, names, sigmoid_routing
 from slipstream.models.reader import Reader
 
@@ -14,6 +15,7 @@ from slipstream.models.reader import Reader
     has_windows=False,
     derived=derived,
     tensors=names,
+    gguf=latent_form(SIGMOID),
 )
 def deepseek_v3(config: Reader) -> Axes:
     """Read the sizes of latents, and how experts are chosen: by scores with a correction."""

@@ -17,11 +17,12 @@ ROPE_FACTORS = "rope_freqs.weight"  # by which each frequency is divided: a part
 ROPE_FACTORS_BY_LENGTH = ("rope_factors_long.weight", "rope_factors_short.weight")
 EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 OF_SOME = ("intermediate_size", "num_key_value_heads", "head_dim", "rms_norm_eps")
+_MAGNITUDE = "rope.scaling.yarn_log_multiplier"
 # Keys of rotary scaling -> the one value that changes nothing.
 _NEUTRAL_ROPE = {
     "rope.scaling.alpha": 1.0,
     "rope.scaling.attn_factor": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0,
+    _MAGNITUDE: 0.0,
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scale_linear": 1.0,
@@ -44,7 +45,7 @@ def form_of(family: Family) -> GgufForm:
 def family_of_file(file: GgufFile) -> Family:
     """Return the family of a file; raises `CheckpointError` for one that is not served.
 
-    A file with experts, or with a window, is of the family that has them.
+    A file with experts, or with a window, is of the family that has them; a key may tell, too.
     """
     name = file.metadata.get(ARCHITECTURE)
     found = [family for family in families_in_gguf() if form_of(family).name == name]
@@ -59,7 +60,16 @@ def family_of_file(file: GgufFile) -> Family:
     has_window = file.metadata.get(f"{name}.attention.sliding_window") not in (None, 0)
     found.sort(key=lambda each: each.has_windows != has_window)
     found.sort(key=lambda each: form_of(each).has_experts != has_experts)
+    found.sort(key=lambda each: not _is_told(form_of(each), file))
     return found[0]
+
+
+def _is_told(form: GgufForm, file: GgufFile) -> bool:
+    """Return whether a key says that the file is of this family."""
+    if form.told_by is None:
+        return False
+    key, value = form.told_by
+    return file.metadata.get(f"{form.name}.{key}") == value
 
 
 def keys_of(file: GgufFile) -> GgufKeys:
@@ -93,16 +103,16 @@ def config_of(file: GgufFile) -> dict[str, object]:
         "tie_word_embeddings": _HEAD not in file.tensors,
         "dtype": _dtype(file),
     }
-    config |= _rope(file, keys, size, config["max_position_embeddings"])
+    config |= _rope(file, keys, form, size)
     if form.is_partial:
         config["partial_rotary_factor"] = keys.whole("rope.dimension_count", size) / size
-    _check_sizes(keys, size, form.is_partial)
+    if not form.is_latent:
+        _check_sizes(keys, size, form.is_partial)
     if form.has_experts:
-        config |= _experts(keys)
+        config |= form.experts(keys)
     own = form.own_keys(keys)
     rest = {key: value for key, value in config.items() if key not in own}
-    said = {key: value for key, value in own.items() if value is not None}
-    return _named(rest, family) | said | _others(keys)
+    return _named(rest, family) | own | _others(keys)
 
 
 def _named(config: Mapping[str, object], family: Family) -> dict[str, object]:
@@ -118,18 +128,6 @@ def _named(config: Mapping[str, object], family: Family) -> dict[str, object]:
 def _epsilon(keys: GgufKeys) -> str:
     names = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
     return names[0] if keys.has(names[0]) else names[1]
-
-
-def _experts(keys: GgufKeys) -> dict[str, object]:
-    """Return how many experts there are, and how many a row has; refuse other ways to choose."""
-    neutral = {"expert_weights_norm": None, "expert_weights_scale": (None, 0.0, 1.0)}
-    for key, values in neutral.items():
-        if values is not None and keys.get(key) not in values:
-            raise keys.refusal(key, "is not implemented")
-    return {
-        "num_experts": keys.whole("expert_count"),
-        "num_experts_per_tok": keys.whole("expert_used_count"),
-    }
 
 
 def _vocab_size(file: GgufFile, keys: GgufKeys) -> int:
@@ -157,9 +155,10 @@ def _check_sizes(keys: GgufKeys, size: int, is_partial: bool) -> None:
             raise keys.refusal(key, f"is not implemented; only the {size} of a head's keys is")
 
 
-def _rope(file: GgufFile, keys: GgufKeys, size: int, context: object) -> dict[str, object]:
-    """Return the keys of config.json for the rotary embedding."""
+def _rope(file: GgufFile, keys: GgufKeys, form: GgufForm, size: int) -> dict[str, object]:
+    """Return the keys of config.json for the rotary embedding, of heads of `size`."""
     config: dict[str, object] = {"rope_theta": keys.positive("rope.freq_base", 10_000.0)}
+    context = keys.whole("context_length")
     scaling = _scaling(keys, context)
     lists = [name for name in (ROPE_FACTORS, *ROPE_FACTORS_BY_LENGTH) if name in file.tensors]
     neutral = dict(_NEUTRAL_ROPE)
@@ -172,9 +171,12 @@ def _rope(file: GgufFile, keys: GgufKeys, size: int, context: object) -> dict[st
         scaling |= {"attention_factor": 1.0, "original_max_position_embeddings": context}
     if ROPE_FACTORS_BY_LENGTH[0] in lists:
         key = "rope.scaling.original_context_length"
-        config["original_max_position_embeddings"] = keys.whole(key, int(str(context)))
+        config["original_max_position_embeddings"] = keys.whole(key, context)
         scaling["attention_factor"] = keys.positive("rope.scaling.attn_factor", 1.0)
         del neutral["rope.scaling.attn_factor"]
+    if form.is_latent and scaling.get("rope_type") == "yarn":
+        scaling |= _magnitude(keys)
+        del neutral[_MAGNITUDE]
     for key, value in neutral.items():
         if keys.get(key) not in (None, value):
             raise keys.refusal(key, f"is not implemented; only {value:g} is")
@@ -183,11 +185,22 @@ def _rope(file: GgufFile, keys: GgufKeys, size: int, context: object) -> dict[st
     return config | ({"rope_scaling": scaling} if scaling else {})
 
 
-def _scaling(keys: GgufKeys, context: object) -> dict[str, object]:
+def _magnitude(keys: GgufKeys) -> dict[str, object]:
+    """Return how much a stretched rotation adds to scores of latents; cosines and sines stay.
+
+    llama.cpp's converter writes a tenth of `mscale_all_dim`.
+    """
+    if not keys.has(_MAGNITUDE):
+        return {}
+    weight = 10 * keys.positive(_MAGNITUDE)
+    return {"mscale": weight, "mscale_all_dim": weight}
+
+
+def _scaling(keys: GgufKeys, context: int) -> dict[str, object]:
     """Return how positions are stretched; empty: they are not. Without a type it is linear."""
     kind = keys.get("rope.scaling.type") or "linear"
     factor = keys.positive("rope.scaling.factor") if keys.get("rope.scaling.factor") else 1.0
-    original = keys.whole("rope.scaling.original_context_length", int(str(context)))
+    original = keys.whole("rope.scaling.original_context_length", context)
     fast = keys.positive("rope.scaling.yarn_beta_fast", 32.0)
     slow = keys.positive("rope.scaling.yarn_beta_slow", 1.0)
     if kind not in ("none", "linear", "yarn"):

@@ -7,6 +7,8 @@ names (`tokenizer.ggml.pre`); the patterns are those of the models' own tokenize
 from dataclasses import dataclass
 from typing import Any
 
+from slipstream.models.gguf.cased import CASED, EAST, KANA, MARKS
+
 _NUMBERS = r"\p{N}{1,3}"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -23,6 +25,7 @@ class PreTokenizer:
 
     Attributes:
         pattern: pieces are its matches; empty: GPT-2's, which ByteLevel has.
+        before: other patterns, by which texts are split first, one after another.
         splits_digits: before that, every digit is a piece.
         ignores_merges: a piece that is a token is not merged.
         adds_bos: whether a file means so that does not say.
@@ -30,6 +33,7 @@ class PreTokenizer:
     """
 
     pattern: str = ""
+    before: tuple[str, ...] = ()
     splits_digits: bool = False
     ignores_merges: bool = False
     adds_bos: bool = False
@@ -39,10 +43,10 @@ class PreTokenizer:
         """Return the `pre_tokenizer` of tokenizer.json."""
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         parts: list[dict[str, Any]] = [level | {"use_regex": not self.pattern}]
-        if self.pattern:
-            pattern = {"Regex": self.pattern}
-            split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-            parts.insert(0, split)
+        patterns = [*self.before, *filter(None, [self.pattern])]
+        rest = {"behavior": "Isolated", "invert": False}
+        splits = [{"type": "Split", "pattern": {"Regex": each}} | rest for each in patterns]
+        parts = splits + parts
         if self.splits_digits:
             parts.insert(0, {"type": "Digits", "individual_digits": True})
         return {"type": "Sequence", "pretokenizers": parts} if len(parts) > 1 else parts[0]
@@ -79,6 +83,23 @@ _GPT4O = PreTokenizer(
         )
     )
 )
+_DEEPSEEK_LLM = PreTokenizer(
+    r"\p{N}+",
+    before=(r"[\r\n]", rf"\s?[{CASED}]+", rf"\s?[{MARKS}]+", r"\s+$", f"[{EAST}]+"),
+)
+_DEEPSEEK_CODER = PreTokenizer(
+    r"\p{N}", before=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", f"[{EAST}]+")
+)
+_DEEPSEEK_V3 = PreTokenizer(
+    "|".join(
+        (
+            r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+",
+            r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+",
+            r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        )
+    ),
+    before=(_NUMBERS, f"[{KANA}]+"),
+)
 
 PRE_TOKENIZERS = {
     "gpt-2": _GPT2,
@@ -97,6 +118,9 @@ PRE_TOKENIZERS = {
     "llama-v3": _LLAMA3,
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-v3": _DEEPSEEK_V3,
     "tekken": _TEKKEN,
     "gpt-4o": _GPT4O,
     "llama4": _GPT4O,

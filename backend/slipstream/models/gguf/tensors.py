@@ -42,6 +42,14 @@ _INNER = {
     "attn_v": "self_attn.v_proj",
     "attn_qkv": JOINED_QKV,
     "attn_output": "self_attn.o_proj",
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
     "post_attention_norm": "attention_out_norm",
@@ -52,6 +60,7 @@ _INNER = {
     "post_ffw_norm": "mlp_out_norm",
     "attn_sinks": "self_attn.sinks",
     "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b": "mlp.gate.e_score_correction",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
@@ -104,11 +113,16 @@ def entries(file: GgufFile) -> dict[str, TensorEntry]:
         shape = tensor.shape
         if own.endswith("shared_expert_gate.weight") and len(shape) == 1:
             shape = (1, *shape)
-        name = own.removesuffix(".weight") if own.endswith(".sinks.weight") else own
-        found[name] = TensorEntry(
+        found[_flat(own)] = TensorEntry(
             tensor.path, tensor.type.name, shape, tensor.begin, tensor.end, paired, added
         )
     return found
+
+
+def _flat(name: str) -> str:
+    """Return the name of a tensor that stands in its layer by itself, not below one of its own."""
+    name = name.removesuffix(".weight") if name.endswith(".sinks.weight") else name
+    return name.replace(".e_score_correction.bias", ".e_score_correction_bias")
 
 
 def _experts(
