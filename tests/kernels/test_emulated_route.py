@@ -44,8 +44,7 @@ def test_groups(
     emulate(monkeypatch)
     routing = grouped_routing(seed, score, most=32)
     logits = drawn_scores(num_rows, routing.num_experts, seed, ties)
-    is_corrected = corrected and score is Score.SIGMOID
-    correction = drawn_scores(1, routing.num_experts, seed)[0] * 0.2 if is_corrected else None
+    correction = drawn_scores(1, routing.num_experts, seed)[0] * 0.2 if corrected else None
     check(logits, routing, correction)
 
 
@@ -58,6 +57,7 @@ def test_groups(
         Routing(512, 16, Score.SIGMOID, groups=64, top_groups=7),
         Routing(320, 16, groups=64, top_groups=40),
         Routing(96, 5),
+        Routing(64, 6, normalises=True),
     ],
     ids=str,
 )
@@ -65,7 +65,7 @@ def test_many_experts(routing: Routing, monkeypatch: pytest.MonkeyPatch) -> None
     emulate(monkeypatch)
     dtype = torch.float16 if routing.num_experts == 160 else torch.bfloat16
     correction = None
-    if routing.score is Score.SIGMOID:
+    if routing.score is Score.SIGMOID or routing.normalises:
         correction = torch.linspace(-1, 1, routing.num_experts) ** 3
     for num_rows in (3, 130 // routing.top_k):
         logits = drawn_scores(num_rows, routing.num_experts, num_rows, ties=True).to(dtype)

@@ -64,12 +64,13 @@ def test_softmax(num_rows: int, num_experts: int, seed: int, normalises: bool, t
 
 
 @pytest.mark.parametrize("normalises", [False, True])
-def test_sigmoid_with_corrections(normalises: bool) -> None:
+@pytest.mark.parametrize("score", [Score.SIGMOID, Score.SOFTMAX])
+def test_corrections(score: Score, normalises: bool) -> None:
     """A correction moves the choice, not the weight."""
     logits, correction = logits_of(50, 16, 0), torch.linspace(-1, 1, 16)
-    routing = Routing(16, 4, Score.SIGMOID, normalises)
+    routing = Routing(16, 4, score, normalises)
     experts, weights = choose(logits, routing, correction)
-    scores = logits.sigmoid()
+    scores = logits.sigmoid() if score is Score.SIGMOID else logits.softmax(-1)
     assert torch.equal(experts, (scores + correction).topk(4).indices)
     assert not torch.equal(experts, scores.topk(4).indices)
     expected = scores.gather(1, experts)

@@ -118,6 +118,7 @@ def test_sizes_are_those_of_the_model(name: str, is_tied: bool, tmp_path: Path) 
     (directory / "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
     counted = block_elements(read_config(directory))
     matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1}
+    matrices = {name: size for name, size in matrices.items() if "correction" not in name}
     inside = sum(size for name, size in matrices.items() if re.search(r"\.\d+\.", name))
     assert counted == inside
 

@@ -33,7 +33,7 @@ from slipstream.runner.plan import settle
 from slipstream_contract.sampling import SamplingParams
 
 NAME = "transformers"
-NEMOTRON, PERSIMMON, EXAONE, _, HYPERCLOVA = SHAPES
+JAIS, PERSIMMON, EXAONE, _, HYPERCLOVA = SHAPES
 
 
 def is_greedy(model: torch.nn.Module, prompt: list[int], outputs: list[int]) -> bool:
@@ -83,7 +83,7 @@ def test_a_preempted_sequence_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        (NEMOTRON, {}),
+        (JAIS, {}),
         pytest.param(EXAONE, {"speculation": "lookup"}, marks=pytest.mark.rest),
         pytest.param(PERSIMMON, {"block_size": 16}, marks=pytest.mark.rest),
     ],
@@ -115,7 +115,7 @@ def test_tokens_of_the_engine(name: str, options: dict[str, object], tmp_path: P
 )
 def test_other_dtypes(options: dict[str, object], tmp_path: Path) -> None:
     """Logits are near those of fp32, of a cache of 8 bits as of weights of 16."""
-    model = make_foreign(NEMOTRON)
+    model = make_foreign(JAIS)
     runner = make_runner(save(model, tmp_path), backend_model=NAME, block_size=32, **options)
     driver, generation = Driver(runner, keep_logits=True), Generation(random_prompts([50])[0], 1)
     driver.finish([generation], 17)
@@ -147,7 +147,7 @@ def test_what_a_start_reads_and_says(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert 0 <= plan.weight_bytes - 4 * parameters < 1000  # frequencies of the rotation
     blocks = [p for p in model.model.layers.parameters() if p.ndim > 1]
     assert plan.block_elements == sum(p.numel() for p in blocks)
-    others = save(make_foreign(NEMOTRON), tmp_path / "others")
+    others = save(make_foreign(JAIS), tmp_path / "others")
     for path, how in ((tmp_path, NAME), (others, "auto")):
         asked = EngineConfig(checkpoint=str(path), device="cpu", backend_model=how)
         assert "slower" in " ".join(preflight(asked).notes)
@@ -159,7 +159,7 @@ def test_what_a_start_reads_and_says(tmp_path: Path, caplog: pytest.LogCaptureFi
 def test_auto_prefers_a_family(tmp_path: Path) -> None:
     save(make_model("llama"), tmp_path / "llama")
     assert isinstance(make_runner(tmp_path / "llama", backend_model="auto")._model, Decoder)
-    save(make_foreign(NEMOTRON), tmp_path / "other")
+    save(make_foreign(JAIS), tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"is not supported.*--backend-model transformers"):
         make_runner(tmp_path / "other")
     with pytest.raises(ConfigError, match="backend_model = 'ours' is not one of auto, slipstream"):
@@ -195,7 +195,7 @@ def test_tied_weights_that_differ(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 def test_tensors_of_another_model(tmp_path: Path) -> None:
     """A tensor that is missing or has no place is named, before and while weights are read."""
-    save(make_foreign(NEMOTRON), tmp_path)
+    save(make_foreign(JAIS), tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
     config = read_checkpoint(tmp_path, NAME)
     kept: list[torch.Tensor] = []
@@ -280,7 +280,7 @@ def test_tokens_that_see_others_beside_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A class that mixes a token with the one before, as a convolution does, is refused."""
-    save(make_foreign(NEMOTRON), tmp_path)
+    save(make_foreign(JAIS), tmp_path)
     usual = foreign_decoder.empty_model
 
     def mixed(*arguments: object) -> torch.nn.Module:

@@ -87,6 +87,7 @@ CASES |= {
     "granite": ("granite", {"attention_multiplier": 0.1, "logits_scaling": 3.0}, {}),
     "mixtral": ("mixtral", _LOCAL, {}),
     "mpt": ("mpt", {"attn_config": {"clip_qkv": 0.9}}, {}),
+    "nemotron": ("nemotron", {"rope_parameters": _PART | {"partial_rotary_factor": 0.5}}, {}),
     "olmo": ("olmo", {"clip_qkv": 0.8}, {}),
     "olmo2": ("olmo2", {}, {}),
     "olmoe": ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}, {}),

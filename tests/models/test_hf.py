@@ -364,6 +364,9 @@ def test_a_silent_file_is_what_transformers_takes(family: str, tmp_path: Path) -
     assert ours.eos_ids == tuple(i for i in eos if i < dims.vocab_size)
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * dims.num_layers
     window = getattr(theirs, "sliding_window", None) or 0
+    if family == "gpt_neo":
+        named = {"local": "sliding_attention"}
+        kinds, window = [named.get(kind) for kind in theirs.attention_layers], theirs.window_size
     assert ours.windows == tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
     ropes = getattr(theirs, "rope_parameters", None)
     if ropes is None:

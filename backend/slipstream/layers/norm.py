@@ -43,6 +43,7 @@ class LayerNorm:
         has_weight, has_bias: whether it has them.
         groups: rows `[n, groups, size]` have a weight for each group, in one tensor or (as
             `norms.0`, ...) in one each.
+        added: to weights.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class LayerNorm:
         has_weight: bool = True,
         has_bias: bool = True,
         groups: int = 0,
+        added: float = 0.0,
     ) -> None:
         self.weight = None
         if has_weight and groups and not w.has("weight"):
@@ -60,6 +62,8 @@ class LayerNorm:
             self.weight = w.stacked(names, [size] * groups).view(groups, size)
         elif has_weight:
             self.weight = w.tensor("weight", *((groups, size) if groups else (size,)))
+        if self.weight is not None and added:
+            self.weight = self.weight + added
         self._is_grouped = groups > 0
         self.bias = w.tensor("bias", size) if has_bias else None
         self.eps = eps

@@ -21,6 +21,7 @@ class NormKind(Enum):
     LAYER = "layer norm"
     LAYER_WITHOUT_BIAS = "layer norm without bias"
     LAYER_ALONE = "layer norm without weights"
+    LAYER_ONE_PLUS = "layer norm of 1 + weight"
 
 
 class Activation(Enum):
@@ -222,6 +223,8 @@ class TensorNames:
     transposed: layers, by the decoder's names, whose matrices are `[inputs, outputs]`.
     norms_each_head: whether norms of q and k have weights for each head, `[heads, size]`.
     changed: other changes, by the ends of the decoder's names.
+    stacked: ends of names of tensors that are several under one another, and the ends of these
+    ones' names, with `{}` for an expert's number: `[experts, rows, inputs]`, or `[rows, inputs]`.
     change: what makes a tensor of the decoder from the stored one, all of these together; None: it
     is that. Set when dims are known (transforms.py).
     moves: the same of a quantised matrix, whose name ends in no `.weight`.
@@ -238,6 +241,7 @@ class TensorNames:
     transposed: tuple[str, ...] = ()
     norms_each_head: bool = False
     changed: Mapping[str, Change] = field(default_factory=dict)
+    stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     change: Callable[[str], Change | None] = field(default=_unchanged, compare=False)
     moves: Callable[[str], Moves | None] = field(default=_unmoved, compare=False)
     cuts: Cuts | None = None

@@ -38,6 +38,7 @@ _LAYER_NORMS = {  # whether it has a weight, and a bias
     NormKind.LAYER: (True, True),
     NormKind.LAYER_WITHOUT_BIAS: (True, False),
     NormKind.LAYER_ALONE: (False, False),
+    NormKind.LAYER_ONE_PLUS: (True, True),
 }
 
 
@@ -114,7 +115,8 @@ class _Builder:
         """Read a norm of the axes' kind; `size` is the hidden size if it is None."""
         size, kind = size or self._dims.hidden_size, self._axes.norm
         if kind in _LAYER_NORMS:
-            return LayerNorm(w, size, self._dims.eps, *_LAYER_NORMS[kind])
+            plus = float(kind is NormKind.LAYER_ONE_PLUS)
+            return LayerNorm(w, size, self._dims.eps, *_LAYER_NORMS[kind], added=plus)
         return Norm(w, size, self._dims.eps, kind is NormKind.ONE_PLUS_WEIGHT)
 
     def _before(self, w: Weights) -> RowNorm:

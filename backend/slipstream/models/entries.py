@@ -1,6 +1,7 @@
 """Define where a tensor lies, and how it is stored. No torch."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
@@ -19,3 +20,31 @@ class TensorEntry:
     end: int
     paired_heads: int = 0  # rows are of so many heads, in each the two that rotate side by side
     added: float = 0.0  # to every value
+
+
+def unstacked(
+    entries: Mapping[str, TensorEntry], stacked: Mapping[str, Sequence[str]]
+) -> dict[str, TensorEntry]:
+    """Return the tensors, of which those that are several under one another are apart.
+
+    stacked: as of `TensorNames`. A tensor whose shape has no such parts stays as it is.
+    """
+    found: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        end = next((each for each in stacked if name.endswith(f".{each}")), None)
+        if end is None or len(entry.shape) not in (2, 3) or entry.shape[-2] % len(stacked[end]):
+            found[name] = entry
+        else:
+            found |= _parts(name.removesuffix(end), entry, stacked[end])
+    return found
+
+
+def _parts(stem: str, entry: TensorEntry, ends: Sequence[str]) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield the parts of a tensor of each expert, or of the one that it is, by their names."""
+    *counts, rows, inputs = entry.shape
+    count = counts[0] if counts else 1
+    size = (entry.end - entry.begin) // max(count * len(ends), 1)
+    for i in range(count * len(ends)):
+        begin = entry.begin + i * size
+        shape, name = (rows // len(ends), inputs), ends[i % len(ends)].format(i // len(ends))
+        yield f"{stem}{name}", replace(entry, shape=shape, begin=begin, end=begin + size)

@@ -118,7 +118,8 @@ class Changes:
         """Return what makes a tensor; None: it is the stored one."""
         part = _NAME.search(name)
         if part is None:
-            return None
+            ends = (end for end in self._names.changed if name.endswith(f".{end}"))
+            return self._names.changed.get(next(ends, ""))
         name, is_matrix = part[1], part[2] == "weight"
         found: list[Change] = []
         if is_matrix and name in self._names.transposed:

@@ -20,7 +20,7 @@ from slipstream.errors import CheckpointError
 from slipstream.layers.source import Stored
 from slipstream.models.axes import Change, TensorNames
 from slipstream.models.cuts import Cut
-from slipstream.models.entries import TensorEntry
+from slipstream.models.entries import TensorEntry, unstacked
 from slipstream.models.files import SINGLE, tensor_entries
 from slipstream.models.gguf.kept import KEPT
 from slipstream.models.gguf.part import fill_part
@@ -54,7 +54,7 @@ class _Checkpoint:
     def __init__(self, directory: Path, tensors: TensorNames, single: str = SINGLE) -> None:
         self._directory = directory
         self._tensors = tensors
-        self._entries = tensor_entries(directory, single)
+        self._entries = unstacked(tensor_entries(directory, single), tensors.stacked)
         self._unread = set(self._entries)
         lacks = tensors.optional and not any(n.startswith(tensors.optional) for n in self._entries)
         self._lacking = tensors.optional if lacks else ""

@@ -73,7 +73,10 @@ struct Row {
       }
       key[i] = real ? ordered(by) : 0;
     }
-    if (choice.score == SOFTMAX) soften();
+    if (choice.score == SOFTMAX) {
+      soften();
+      if (choice.correction != nullptr) correct(choice.correction);
+    }
 #if GROUPED
     keep_groups(choice);
 #endif
@@ -151,6 +154,13 @@ struct Row {
     if (!by_two) return best;
     const u32 owner = lowest(first == best ? lane : 32u);
     return ordered(number_of(best) + number_of(highest(lane == owner ? second : first)));
+  }
+  // Order experts by the softmax plus a correction.
+  DEVICE void correct(const float* correction) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < VALUES; ++i)
+      if (key[i] != 0) key[i] = ordered(score[i] + correction[lane + 32 * i]);
   }
   DEVICE void soften() {
     float most = -INFINITE;

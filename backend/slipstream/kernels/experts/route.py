@@ -54,7 +54,7 @@ def route(
         logits: of the router.
         routing: how to choose.
         tile_rows: of the GEMMs that follow.
-        correction: `[e] f32`, added to the scores by which experts are chosen (sigmoid alone).
+        correction: `[e] f32`, added to the scores by which experts are chosen.
     """
     experts, weights = choose(logits.float(), routing, correction)
     return placed(experts, weights, routing.num_experts, tile_rows)
@@ -86,7 +86,8 @@ def choose(
     else:
         is_softmax = routing.score is Score.SOFTMAX
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
-        by = logits if is_softmax else scores if correction is None else scores + correction
+        plain = logits if is_softmax else scores
+        by = plain if correction is None else scores + correction
         if routing.groups > 1:
             by = _of_best_groups(by, routing)
         experts = by.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]

@@ -12,7 +12,7 @@ class Score(Enum):
     """What a router's logits become before experts are chosen by them; values are kernels'."""
 
     SOFTMAX = 0  # over all experts; normalised over the chosen it is the softmax of those alone
-    SIGMOID = 1  # chosen by the score plus a correction, weighed by the score
+    SIGMOID = 1  # logistic; of both, a correction moves the choice and no weight
     SPARSEMIXER = 2  # the best of those left each time, among what is near (Liu et al., 2024)
 
 

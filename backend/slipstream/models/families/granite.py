@@ -5,11 +5,12 @@ from slipstream.models.family import family
 from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
+KEYS = "attention_bias embedding_multiplier attention_multiplier residual_multiplier logits_scaling"
+
 
 @family(
     "GraniteForCausalLM",
-    keys="attention_bias mlp_bias embedding_multiplier attention_multiplier residual_multiplier "
-    "logits_scaling",
+    keys=f"{KEYS} mlp_bias",
     has_windows=False,
     gguf=GgufForm(
         "granite",

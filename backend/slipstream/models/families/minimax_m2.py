@@ -1,0 +1,37 @@
+"""MiniMax M2 (2025): norms of all heads together, experts by logistic scores."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from slipstream.kernels.experts.spec import Score
+from slipstream.models.axes import Axes, QkNorms, TensorNames
+from slipstream.models.experts import KEYS, read_experts, read_routing
+from slipstream.models.families import mixtral
+from slipstream.models.family import family
+from slipstream.models.reader import Reader
+from slipstream.models.ropes import read_partial_rope
+
+CORRECTION = "e_score_correction_bias"
+NAMES = {**mixtral.NAMES, f"mlp.gate.{CORRECTION}": f"block_sparse_moe.{CORRECTION}"}
+
+
+def derived(config: Reader) -> Mapping[str, object]:
+    """Return which share of a head rotates, of which the published files give the numbers."""
+    if not config.has("rotary_dim") or config.has("partial_rotary_factor"):
+        return {}
+    return {"partial_rotary_factor": config.whole("rotary_dim") / config.whole("head_dim")}
+
+
+@family(
+    "MiniMaxM2ForCausalLM",
+    keys=f"{KEYS} rotary_dim router_jitter_noise",
+    has_windows=False,
+    read_ropes=read_partial_rope,
+    derived=derived,
+    tensors=TensorNames(NAMES),
+)
+def minimax_m2(config: Reader) -> Axes:
+    """Read the experts, which are chosen by scores with a correction; jitter is of training."""
+    routing = read_routing(config, Score.SIGMOID)
+    experts = read_experts(config, routing, "intermediate_size")
+    return Axes(qk_norms=QkNorms.WHOLE, experts=replace(experts, corrected=True))
