@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.kernels.cpu.native import library
 from slipstream.kernels.elementwise.norm import rms_norm
-from slipstream.kernels.lora.terms import RowScale, shrink
+from slipstream.kernels.lora.terms import RowScale, expand, shrink
 from slipstream.kernels.runtime.registry import CPU
 
 if library() is None:
@@ -23,7 +23,8 @@ def test_terms_are_those_of_torch(shape: Shape, data: st.DataObject) -> None:
     )
     form = data.draw(st.sampled_from(HERE), label="form")
     plus_one = data.draw(st.none() | st.booleans(), label="norm")
-    made = Adapted(shape, torch.float32, "cpu")
+    is_turned = data.draw(st.booleans(), label="B is turned")
+    made = Adapted(shape, torch.float32, "cpu", is_turned=is_turned)
     y = torch.randn(len(numbers), sum(shape.sizes) + 3)[:, 1:-2]
     x = torch.randn(len(numbers), shape.inputs + 5)[:, 2:-3]
     weight = torch.randn(shape.inputs)
@@ -31,16 +32,21 @@ def test_terms_are_those_of_torch(shape: Shape, data: st.DataObject) -> None:
     with within(form):
         found = made.run(y, x, numbers, norm)
     rows = x if norm is None else rms_norm(x.contiguous(), weight, 1e-5, norm.plus_one)
-    wanted = made.by_torch(y, rows, numbers)
+    table = made.table(numbers)
+    t = shrink.oracle(rows, table.groups, table.rows, 1, table.width)
+    by_oracle = expand.oracle(y.clone(), table.groups, table.rows, t, 1, shape.sizes)
+    wanted = made.by_torch(y.clone(), rows, numbers)
+    assert ((by_oracle - wanted).abs() / (1 + wanted.abs())).max() < 1e-4
     assert ((found - wanted).abs() / (1 + wanted.abs())).max() < 1e-4
     others = [n == 0 for n in numbers]
     assert torch.equal(found[others], y[others])
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
 @pytest.mark.parametrize("form", HERE)
-def test_a_row_has_the_same_bits_whatever_is_beside_it(form: str) -> None:
+def test_a_row_has_the_same_bits_whatever_is_beside_it(form: str, is_turned: bool) -> None:
     shape = Shape(72, (70, 6, 34), ((1, 0, 40), (16, 5, 16), (0, 33, 0)))
-    made = Adapted(shape, torch.float32, "cpu")
+    made = Adapted(shape, torch.float32, "cpu", is_turned=is_turned)
     numbers = [1, 2, 1, 3, 0, 2, 2, 1] * 6
     y, x = torch.randn(len(numbers), 110), torch.randn(len(numbers), 72)
     with within(form):

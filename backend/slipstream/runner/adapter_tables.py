@@ -81,7 +81,9 @@ class AdapterTables:
         self._places = [each for each in places if each.linear is not None and each.name != HEAD]
         self._device = device
         self.staging = Staging(device, _ROW_BYTES * max_tokens + 4096)
+        self._is_turned = device.type == "cpu"
         largest = max((max(each.inputs, *each.sizes) for each in self._places), default=1)
+        largest = -(-largest // TILE) * TILE
         self.page_bytes = page_bytes_of(largest, dtype.itemsize)
         refusals = [lora.refusal(each.inputs, each.sizes) for each in self._places]
         self.refusal = next(filter(None, refusals), None)
@@ -91,7 +93,7 @@ class AdapterTables:
         described = self._described(terms)
         if described is None:
             return None
-        sizes = [tile.num_bytes for tile in _tiles(described)]
+        sizes = [tile.num_bytes for tile in self._tiles(described)]
         return pack(sizes, self.page_bytes)[1]
 
     def lay_out(self, terms: Terms) -> Laid | None:
@@ -99,7 +101,7 @@ class AdapterTables:
         described = self._described(terms)
         if described is None:
             return None
-        tiles = _tiles(described)
+        tiles = self._tiles(described)
         spots, _ = pack([tile.num_bytes for tile in tiles], self.page_bytes)
         pages = copy_pages(tiles, spots, self.page_bytes, self._device)
         addresses = iter([pages[spot.page].data_ptr() + spot.offset for spot in spots])
@@ -109,7 +111,8 @@ class AdapterTables:
                 return None
             return [(next(addresses), next(addresses)) for _ in cut(pair)]
 
-        words, width = lora.describe([[of(pair) for pair in parts] for parts in described])
+        found = [[of(pair) for pair in parts] for parts in described]
+        words, width = lora.describe(found, self._is_turned)
         words = words.to(self._device)
         ranks = [[0 if pair is None else len(pair[0]) for pair in parts] for parts in described]
         placed = (
@@ -117,6 +120,15 @@ class AdapterTables:
             for tile, spot in zip(tiles, spots, strict=True)
         )
         return Laid(words, words.data_ptr(), width, self._views(ranks, placed))
+
+    def _tiles(self, described: Sequence[Sequence[Pair | None]]) -> list[Tile]:
+        """Return the tiles of all pairs, of each 16 ranks A's and then B's."""
+        found: list[Tile] = []
+        for pair in (pair for parts in described for pair in parts):
+            for a, b in () if pair is None else cut(pair):
+                b = lora.turned(b) if self._is_turned else b
+                found += Tile(a, (TILE, a.shape[1])), Tile(b, (len(b), TILE))
+        return found
 
     def _views(self, ranks: Sequence[Sequence[int]], tiles: Iterator[Tensor]) -> list[InPages]:
         """Return the terms of parts of these ranks, whose tiles follow each other."""
@@ -172,18 +184,6 @@ class AdapterTables:
         if self._device.type == "cpu":
             return views, False
         return views, views[0].data_ptr() == self.staging.home.data_ptr()
-
-
-def _tiles(described: Sequence[Sequence[Pair | None]]) -> list[Tile]:
-    """Return the tiles of all pairs, of each 16 ranks A's and then B's."""
-    return [
-        tile
-        for parts in described
-        for pair in parts
-        if pair is not None
-        for a, b in cut(pair)
-        for tile in (Tile(a, (TILE, a.shape[1])), Tile(b, (len(b), TILE)))
-    ]
 
 
 def _put(term: Term, sizes: Sequence[int], parts: list[Pair | None]) -> bool:

@@ -1,7 +1,8 @@
 // Low-rank terms of adapters, `x A^T B^T`, of all groups of rows of a step at a place.
 //
 // Tables and tiles are those of lora/terms.py: of each 16 ranks A `[16, inputs]` and B
-// `[outputs, 16]`. A sum has 16 parts as in by_row.h: its bits do not depend on other rows.
+// `[outputs, 16]`, or turned: of each 16 outputs `[16 ranks, 16]`, so that a sum's lanes are outputs
+// and none has to be added up. A sum has 16 parts as in by_row.h: its bits do not depend on other rows.
 #pragma once
 
 #include "by_row.h"
@@ -10,12 +11,13 @@ namespace {
 
 constexpr int STACKED = 3;         // matrices that a place may have
 constexpr int MEMBERS = 16;          // rows of a group at most
+constexpr int CHAINS = 4;            // sums of a lane that do not wait for each other
 constexpr int64_t OF_PART = 256;   // outputs that a thread expands at a time
 
 // A term of a part of a place.
 struct Words {
     int64_t tiles;   // words from the first of all to the addresses of its tiles
-    int64_t unused;
+    int64_t is_turned;  // whether its tiles of B are
     int64_t rank;    // a multiple of 16; 0: there is none
     int64_t column;  // of t
 };
@@ -95,6 +97,34 @@ void expand_rows(const Terms &of, const Members &own, const Words &term, int64_t
     }
 }
 
+// The same, of turned tiles: rows of a group share the loads of B.
+void expand_turned(const Terms &of, const Members &own, const Words &term, int64_t begin,
+                   int64_t end, float *y, int64_t y_stride) {
+    for (int64_t output = begin; output < end; output += TILE) {
+        const int64_t some = std::min<int64_t>(TILE, end - output);
+        F16 sums[MEMBERS];
+        for (int64_t i = 0; i < own.count; ++i) sums[i] = splat(0);
+        for (int64_t tile = 0; tile < term.rank / TILE; ++tile) {
+            const float *b = own.tile(term, tile, 1) + output * TILE;
+            F16 lanes[TILE];
+            for (int rank = 0; rank < TILE; ++rank) lanes[rank] = load(b + rank * TILE);
+            for (int64_t i = 0; i < own.count; ++i) {
+                const float *t =
+                    of.partial + (own.begin + i) * of.width + term.column + tile * TILE;
+                F16 part[CHAINS];
+                for (int c = 0; c < CHAINS; ++c) part[c] = splat(0);
+                for (int rank = 0; rank < TILE; ++rank)
+                    part[rank % CHAINS] = fma(splat(t[rank]), lanes[rank], part[rank % CHAINS]);
+                sums[i] = sums[i] + ((part[0] + part[1]) + (part[2] + part[3]));
+            }
+        }
+        for (int64_t i = 0; i < own.count; ++i) {
+            float *to = y + of.rows[own.begin + i] * y_stride + output;
+            store_some(to, load_some(to, some) + sums[i], some);
+        }
+    }
+}
+
 void expand(const Terms &of, const int64_t *sizes, float *y, int64_t y_stride, int threads) {
     const int64_t parts = std::max<int64_t>(
         1, (std::max({sizes[0], sizes[1], sizes[2]}) + OF_PART - 1) / OF_PART);
@@ -107,8 +137,9 @@ void expand(const Terms &of, const int64_t *sizes, float *y, int64_t y_stride, i
             float *to = y;
             for (int part = 0; part < STACKED; to += sizes[part++])
                 if (terms[part].rank && begin < sizes[part])
-                    expand_rows(of, own, terms[part], begin,
-                                std::min(sizes[part], begin + OF_PART), to, y_stride);
+                    (terms[part].is_turned ? expand_turned : expand_rows)(
+                        of, own, terms[part], begin, std::min(sizes[part], begin + OF_PART), to,
+                        y_stride);
         }
     });
 }

@@ -18,7 +18,7 @@ from slipstream.kernels.runtime.op import op
 
 TILE = 16  # rows of a group at most; ranks are filled up to a multiple of it
 PARTS = 3  # matrices that a place may have stacked
-WORDS = 4  # of a term: where the addresses of its tiles are, 0, its rank, its first column of t
+WORDS = 4  # of a term: where its tiles' addresses are, if B is turned, rank, first column of t
 FEW_ROWS = 256  # whose sums are split, and whose norm `shrink` computes
 SHARES = {64: 768, FEW_ROWS: 1536}  # inputs of a split, by the most rows; a CTA loads 768 at once
 _SPLITS = 8  # at most: `expand` waits for each
@@ -62,7 +62,18 @@ def tiles_of(pair: Pair) -> list[Pair]:
     return [(a[own], b[:, own]) for own in ranks]
 
 
-def describe(places: Sequence[Sequence[Addresses | None]]) -> tuple[Tensor, int]:
+def turned(b: Tensor) -> Tensor:
+    """Return a tile of B `[outputs, r]` with the outputs of each 16 side by side, by rank:
+    `[outputs filled up to 16, TILE]` in memory.
+    """
+    whole = b.new_zeros((-(-len(b) // TILE) * TILE, TILE))
+    whole[: len(b), : b.shape[1]] = b
+    return whole.view(-1, TILE, TILE).transpose(1, 2).reshape(-1, TILE).contiguous()
+
+
+def describe(
+    places: Sequence[Sequence[Addresses | None]], is_turned: bool = False
+) -> tuple[Tensor, int]:
     """Return what a group points to, i64, and the width that it takes.
 
     First `[places, PARTS, WORDS]`, then the addresses of all tiles, which terms find by their
@@ -70,6 +81,7 @@ def describe(places: Sequence[Sequence[Addresses | None]]) -> tuple[Tensor, int]
 
     Args:
         places: of each its parts' tiles.
+        is_turned: whether tiles of B are, as the processor's kernels have them; see `turned`.
     """
     words = [[0] * WORDS for _ in range(len(places) * PARTS)]
     tiles: list[int] = []
@@ -80,7 +92,7 @@ def describe(places: Sequence[Sequence[Addresses | None]]) -> tuple[Tensor, int]
             if addresses is not None:
                 rank = len(addresses) * TILE
                 where = len(words) * WORDS + len(tiles)
-                words[number * PARTS + part] = [where, 0, rank, column]
+                words[number * PARTS + part] = [where, int(is_turned), rank, column]
                 tiles += [address for pair in addresses for address in pair]
                 column += rank
         width = max(width, column)
@@ -144,7 +156,7 @@ def expand(
             here = slice(first, first := first + size)
             if not words[2]:
                 continue
-            b = torch.cat([_at(at, (size, TILE), y.dtype) for at in _tiles(address, words, 1)], 1)
+            b = torch.cat([_b_at(at, size, words, y.dtype) for at in _tiles(address, words, 1)], 1)
             t = partial[:, begin:end, words[3] : words[3] + words[2]].sum(0)
             y[own, here] = (y[own, here].float() + t @ b.float().t()).to(y.dtype)
     return y
@@ -173,6 +185,14 @@ def _tiles(address: int, words: Sequence[int], which: int) -> list[int]:
     found = _at(address + 8 * words[0], (words[2] // TILE, 2), torch.int64)
     tiles: list[int] = found[:, which].tolist()
     return tiles
+
+
+def _b_at(address: int, size: int, words: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tile of B, `[size, TILE]`."""
+    if not words[1]:
+        return _at(address, (size, TILE), dtype)
+    found = _at(address, (-(-size // TILE) * TILE, TILE), dtype)
+    return turned(found)[:size]  # twice is the tile itself
 
 
 def _at(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
