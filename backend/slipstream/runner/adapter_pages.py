@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.lora.terms import TILE
+from slipstream.kernels.lora.terms import TILE, turned
 
 LEAST_PAGE = 1 << 18  # bytes
 _ALIGNMENT = 256
@@ -23,6 +23,7 @@ class Tile(NamedTuple):
 
     values: Tensor
     shape: tuple[int, int]  # that it is filled up to, by zeros
+    is_turned: bool = False  # on the device, a tile of B; see `turned`
 
     @property
     def num_bytes(self) -> int:
@@ -81,8 +82,9 @@ def copy_pages(
     for number in range(len(of_page)):
         made = torch.zeros(page_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         for tile, offset in of_page[number]:
-            rows, columns = tile.values.shape
-            at(made, offset, tile.shape, tile.values.dtype)[:rows, :columns] = tile.values
+            values = turned(tile.values) if tile.is_turned else tile.values
+            rows, columns = values.shape
+            at(made, offset, tile.shape, values.dtype)[:rows, :columns] = values
         pages.append(made.to(device, non_blocking=True))
     return pages
 

@@ -31,11 +31,14 @@ class InPages(NamedTuple):
     first: int  # output
     rank: int
     tiles: list[Pair]
+    outputs: int
+    is_turned: bool  # the tiles of B
 
     def whole(self) -> Term:
         """Return a copy of the term in one piece, for torch."""
         a = torch.cat([a for a, _ in self.tiles])[: self.rank]
-        return Term(self.first, a, torch.cat([b for _, b in self.tiles], 1)[:, : self.rank])
+        tiles = [lora.turned(b) if self.is_turned else b for _, b in self.tiles]
+        return Term(self.first, a, torch.cat(tiles, 1)[: self.outputs, : self.rank])
 
 
 class Laid(NamedTuple):
@@ -126,8 +129,8 @@ class AdapterTables:
         found: list[Tile] = []
         for pair in (pair for parts in described for pair in parts):
             for a, b in () if pair is None else cut(pair):
-                b = lora.turned(b) if self._is_turned else b
-                found += Tile(a, (TILE, a.shape[1])), Tile(b, (len(b), TILE))
+                rows = -(-len(b) // TILE) * TILE if self._is_turned else len(b)
+                found += Tile(a, (TILE, a.shape[1])), Tile(b, (rows, TILE), self._is_turned)
         return found
 
     def _views(self, ranks: Sequence[Sequence[int]], tiles: Iterator[Tensor]) -> list[InPages]:
@@ -138,7 +141,7 @@ class AdapterTables:
             for size, rank in zip(place.sizes, of_parts, strict=True):
                 pairs = [(next(tiles), next(tiles)) for _ in range(-(-rank // TILE))]
                 if pairs:
-                    found.append(InPages(place.name, first, rank, pairs))
+                    found.append(InPages(place.name, first, rank, pairs, size, self._is_turned))
                 first += size
         return found
 
