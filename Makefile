@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu bench-cpu bench-cpu-served test-cpu-forms guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots sanitize-cpu perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields pairs attention compose-check figures draft clean loc
+.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu bench-cpu bench-cpu-served test-cpu-forms test-amx guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots sanitize-cpu perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields pairs attention compose-check figures draft clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -118,10 +118,15 @@ test-cpu-forms: install ## the quick tests of what a CPU computes, with each les
 	  SLIPSTREAM_CPU_ISA=$$form $(PYTEST) --tier quick $(BESIDE) tests/kernels tests/fuse tests/models tests/runner tests/engine $(PYTEST_ARGS) || status=1; \
 	done; exit $$status
 
+test-amx: install ## the tests of the CPU kernels on an emulated processor with AMX, of Bochs' sources in BOCHS=DIR
+	@SLIPSTREAM_TEST_EMULATOR=$$(tools/amx/build.sh $(BOCHS) .slipstream/amx) \
+	$(PYTEST) -p no:cacheprovider $(CPU_KERNEL_TESTS) $(PYTEST_ARGS)
+
+CPU_KERNEL_TESTS = $(wildcard tests/kernels/test_cpu_*.py) tests/fuse/test_whole_blocks.py
 sanitize-cpu: install ## the tests of the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@SLIPSTREAM_CPU_FLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" \
 	ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so.6)" \
-	$(PYTEST) -s -p no:cacheprovider tests/kernels/test_cpu_gemm.py tests/kernels/test_cpu_attention.py tests/kernels/test_cpu_sample.py tests/fuse/test_whole_blocks.py $(PYTEST_ARGS)
+	$(PYTEST) -s -p no:cacheprovider $(CPU_KERNEL_TESTS) $(PYTEST_ARGS)
 
 perf: install    ## perf_analyzer on the default repository; report in benchmarks/out/
 	@$(BIN)/python load/run_perf.py $(PERF_ARGS)

@@ -24,6 +24,7 @@ _SOURCES: dict[str, tuple[str, ...]] = {  # with what each may use
     "avx2.cpp": ("-mavx2", "-mfma", "-mf16c"),
     "avx512.cpp": _WIDE,
     "vnni.cpp": (*_WIDE, "-mavx512vnni"),
+    "amx.cpp": (*_WIDE, "-mavx512vnni", "-mamx-tile", "-mamx-int8"),
     "step.cpp": (),
     "pool.cpp": (),
 }

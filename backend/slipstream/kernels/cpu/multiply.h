@@ -124,6 +124,15 @@ struct Rows {
     const typename Kind::Code *codes;
     const float *scales, *sums;
     int64_t pitch, blocks;
+    const uint8_t *bytes;  // of the codes, `[n, 2, padded]`: all low ones, all high ones; or null
+};
+
+// How groups of rows are multiplied by other instructions than single ones, where a form has such
+// (tiles.h); as many rows as a group has.
+template <class Kind>
+struct InGroups {
+    static constexpr int rows = 0;
+    struct Scope {};
 };
 
 template <class Kind>
@@ -247,13 +256,19 @@ void multiply_all(const Product &p, const Rows<Kind> &x, int64_t n, const Output
                   int threads) {
     const int64_t width = p.gated ? p.weights.outputs / 2 : p.weights.outputs;
     const int64_t tiles = (width + TILE - 1) / TILE;
-    const int64_t fit = std::max<int64_t>(R, CACHED / (x.pitch * sizeof(typename Kind::Code)) / R * R);
+    using Groups = InGroups<Kind>;
+    constexpr int64_t least = std::max(R, Groups::rows);
+    const int64_t cached = CACHED / (x.pitch * sizeof(typename Kind::Code));
+    const int64_t fit = std::max(least, cached / least * least);
     const int64_t passes = (n + fit - 1) / fit;
     const int64_t grain = std::max<int64_t>(1, passes * tiles / (8 * threads));
     parallel(threads, passes * tiles, grain, [&](int64_t first, int64_t last, int) {
+        [[maybe_unused]] const typename Groups::Scope scope{};
         for (int64_t i = first; i < last; ++i) {
-            const int64_t begin = i / tiles * fit;
-            finish_rows<R>(p, i % tiles, x, begin, std::min(n, begin + fit), out);
+            int64_t row = i / tiles * fit;
+            const int64_t end = std::min(n, row + fit);
+            if constexpr (Groups::rows > 0) row = Groups::finish(p, i % tiles, x, row, end, out);
+            finish_rows<R>(p, i % tiles, x, row, end, out);
         }
     });
 }
@@ -271,10 +286,13 @@ void product_of(const Product &p, const float *x, int64_t x_stride, int64_t n, c
     using Code = typename Kind::Code;
     static std::vector<Code> codes;
     static std::vector<float> factors;
+    static std::vector<uint8_t> halves;
     const int64_t padded = up(p.weights.inputs, BLOCK), blocks = padded / BLOCK;
     Code *to = room(codes, n * padded);
     constexpr int64_t parts = PARTS<Kind>;
     float *scales = room(factors, (1 + parts) * n * blocks), *sums = scales + n * blocks;
+    const bool in_groups = InGroups<Kind>::rows > 0 && n >= InGroups<Kind>::rows;
+    uint8_t *bytes = in_groups ? room(halves, 2 * n * padded) : nullptr;
     const int64_t grain = std::max<int64_t>(1, 4096 / padded);
     parallel(threads, n, grain, [&](int64_t first, int64_t last, int) {
         static thread_local std::vector<float> row;
@@ -283,9 +301,12 @@ void product_of(const Product &p, const float *x, int64_t x_stride, int64_t n, c
             normalise(p, x + i * x_stride, y, padded);
             float *sums_of_row = sums + i * parts * blocks;
             quantise<Kind>(y, to + i * padded, scales + i * blocks, sums_of_row, blocks);
+            if constexpr (InGroups<Kind>::rows > 0)
+                if (bytes) InGroups<Kind>::split_row(to + i * padded, bytes + 2 * i * padded, blocks);
         }
     });
-    multiply_all<ROWS_OF_CODES>(p, Rows<Kind>{to, scales, sums, padded, blocks}, n, out, threads);
+    const Rows<Kind> rows{to, scales, sums, padded, blocks, bytes};
+    multiply_all<ROWS_OF_CODES>(p, rows, n, out, threads);
 }
 
 }  // namespace

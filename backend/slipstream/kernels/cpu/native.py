@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 VARIABLE = "SLIPSTREAM_CPU_ISA"
 ROWS = "SLIPSTREAM_CPU_ROWS"
 FLAGS = "SLIPSTREAM_CPU_FLAGS"
-FORMS = ("avx2", "avx512", "vnni")  # in the order of `enum Form`, from 1 on
+FORMS = ("avx2", "avx512", "vnni", "amx")  # in the order of `enum Form`, from 1 on
 
 
 class Weights(ctypes.Structure):

@@ -1,5 +1,7 @@
 // What Python calls: the choice of a form, single kernels, and the blocks of a step.
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -11,11 +13,11 @@
 
 namespace slipstream {
 
-extern const Kernels kernels_avx2, kernels_avx512, kernels_vnni;
+extern const Kernels kernels_avx2, kernels_avx512, kernels_vnni, kernels_amx;
 
 namespace {
 
-enum Form { AVX2 = 1, AVX512 = 2, VNNI = 3 };
+enum Form { AVX2 = 1, AVX512 = 2, VNNI = 3, AMX = 4 };
 
 std::mutex one_at_a_time;  // kernels keep their memory
 const Kernels *chosen = nullptr;
@@ -24,6 +26,13 @@ uint64_t enabled_states() {
     uint32_t low, high;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return static_cast<uint64_t>(high) << 32 | low;
+}
+
+// Whether the kernel keeps the state of tiles, and lets this process have it: asked for once.
+bool may_use_tiles() {
+    constexpr long ask = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
+    constexpr uint64_t tiles = 1u << 17 | 1u << 18;
+    return (enabled_states() & tiles) == tiles && syscall(SYS_arch_prctl, ask, tile_data) == 0;
 }
 
 struct Blocks {
@@ -86,12 +95,14 @@ int slipstream_best_form() {
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b >> 5 & 1)) return 0;
     const uint32_t wide = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
     if ((b & wide) != wide || (enabled_states() & 0xe6) != 0xe6) return AVX2;
-    return c >> 11 & 1 ? VNNI : AVX512;
+    if (!(c >> 11 & 1)) return AVX512;
+    return (d >> 24 & 3) == 3 && may_use_tiles() ? AMX : VNNI;  // tiles, and those of bytes
 }
 
 int slipstream_choose(int form) {
-    const Kernels *forms[] = {nullptr, &kernels_avx2, &kernels_avx512, &kernels_vnni};
-    if (form < AVX2 || form > VNNI || form > slipstream_best_form()) return -1;
+    const Kernels *forms[] = {nullptr, &kernels_avx2, &kernels_avx512, &kernels_vnni,
+                              &kernels_amx};
+    if (form < AVX2 || form > AMX || form > slipstream_best_form()) return -1;
     chosen = forms[form];
     return 0;
 }
