@@ -5,7 +5,10 @@ import random
 import pytest
 import torch
 from fixtures.kernels.lora import Adapted, Shape
+from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.gemm.op import Around, Spec, Terms, gemm, scratch_of, spec_of
+from slipstream.kernels.gemm.sm90 import gemv
 from slipstream.kernels.lora import terms as lora
 from torch import Tensor
 
@@ -110,3 +113,100 @@ def test_one_graph_serves_any_mix() -> None:
         table.rows.copy_(other.rows)
         graph.replay()
         assert torch.equal(out, made.run(y, x, numbers))
+
+
+def of_gemv(seed: int) -> tuple[Shape, list[int], str]:
+    """A place that a GEMV takes, the adapters of one or two rows, and the stage behind."""
+    rng = random.Random(seed)
+    stage = rng.choice(("", "silu", "residual"))
+    size = 2 * rng.randint(1, 3000)
+    sizes = {
+        "silu": (size, size),
+        "residual": (size,),
+        "": tuple(2 * rng.randint(1, 3000) for _ in range(3)),
+    }[stage]
+    widest = 1792 if stage == "residual" else 1024
+    most = rng.choice((16, 64, 512))
+    own = [tuple(rng.choice((0, rng.randint(1, most))) for _ in sizes) for _ in range(3)]
+    numbers = [rng.randint(0, 3) for _ in range(rng.choice((1, 2)))]
+    return Shape(8 * rng.randint(1, widest), sizes, tuple(own)), numbers, stage
+
+
+def taken(spec: Spec, patch: pytest.MonkeyPatch) -> bool:
+    patch.setattr(gemv, "HAS_RUN", True)
+    return gemv.adapts(spec) is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_gemv_adds_terms(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again, as launches share the counts; rows without an adapter keep their bits."""
+    shape, numbers, stage = of_gemv(seed)
+    dtype = (torch.bfloat16, torch.float16)[seed % 2]
+    made = Adapted(shape, dtype, "cuda", seed)
+    y, x = rows_of(shape, len(numbers), dtype, seed)
+    rng = torch.Generator("cuda").manual_seed(seed)
+    weight = torch.randn(sum(shape.sizes), shape.inputs, generator=rng, device="cuda")
+    weight = (weight * shape.inputs**-0.5).to(dtype)
+    norm = None if stage == "residual" else x[0].clone()
+    gate = stage if stage == "silu" else ""
+
+    def around() -> Around:
+        return Around(norm, 1e-5, gate=gate, residual=y.clone() if stage == "residual" else None)
+
+    if not taken(spec_of(x, weight, around()), monkeypatch):
+        pytest.skip("a GEMM of more rows takes it")
+    table = made.table(numbers)
+    scratch = scratch_of(made.width, torch.device("cuda"))
+    terms = Terms(table.groups, table.rows, 1, scratch, shape.sizes)
+    plain = gemm.oracle(x, weight, Around(norm, 1e-5))
+    behind = x if norm is None else rms_norm(x, norm, 1e-5, False)
+    wanted = made.by_torch(plain, behind, numbers)
+    wanted = activate(gate, wanted) if gate else wanted
+    wanted = wanted + y.float() if stage == "residual" else wanted
+    first = gemv.adapted(x, weight, around(), terms)
+    assert ((first.float() - wanted).abs() / (1 + wanted.abs())).max() < 4 * EPSILON[dtype]
+    others = [n == 0 for n in numbers]
+    assert torch.equal(first[others], gemv.gemv(x, weight, around())[others])
+    for _ in range(20):
+        assert torch.equal(gemv.adapted(x, weight, around(), terms), first)
+    assert scratch[:2].tolist() == [0, 0]
+
+
+def test_gemvs_with_terms_behind_each_other_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for t of its own while the next is on its way; any mix of two rows."""
+    monkeypatch.setattr(gemv, "HAS_RUN", True)
+    shape = Shape(4096, (4096,), ((16,), (300,), (0,)))
+    made = Adapted(shape, torch.bfloat16, "cuda")
+    _, x = rows_of(shape, 2, torch.bfloat16, 0)
+    weight = torch.randn(4096, 4096, device="cuda").bfloat16() / 64
+    table = made.table([0, 1], spare=3)
+    scratch = scratch_of(made.width, torch.device("cuda"))
+    terms = Terms(table.groups, table.rows, 1, scratch, shape.sizes)
+    out = torch.empty_like(x)
+
+    def step() -> None:
+        rows = x
+        for _ in range(12):
+            rows = gemv.adapted(rows, weight, Around(x[0], 1e-5), terms)
+        out.copy_(rows)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for numbers in ([0, 1], [2, 1], [3, 0], [1, 1], [0, 0], [2, 2]):
+        other = made.table(numbers, spare=0)
+        table.groups.zero_()
+        table.groups[: len(other.groups)] = other.groups
+        table.rows.copy_(other.rows)
+        graph.replay()
+        found = out.clone()
+        step()
+        assert torch.equal(found, out)
+        wanted = x
+        for _ in range(12):
+            behind = rms_norm(wanted, x[0], 1e-5, False)
+            plain = gemm.oracle(wanted, weight, Around(x[0], 1e-5))
+            wanted = made.by_torch(plain, behind, numbers).bfloat16()
+        assert ((out.float() - wanted.float()).abs().max() / wanted.float().abs().max()) < 0.1

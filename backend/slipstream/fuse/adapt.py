@@ -7,7 +7,6 @@ from slipstream.fuse.places import Gated, NormedAdd
 from slipstream.fuse.rewrite import Place, fused, layers_of, places_of
 from slipstream.layers.adapted import (
     AdaptedGatedLinear,
-    AdaptedHeads,
     AdaptedLinear,
     AdaptedLinearAdd,
     AdaptedNormLinear,
@@ -17,6 +16,7 @@ from slipstream.layers.adapted import (
     VirtualRows,
 )
 from slipstream.layers.adapted_experts import DOWN, GATE_UP, ExpertTerms
+from slipstream.layers.adapted_heads import AdaptedHeads
 from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import Decoder
 from slipstream.layers.embedding import Table

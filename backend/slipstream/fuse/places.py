@@ -10,8 +10,14 @@ from torch import Tensor
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.scales import Scales
-from slipstream.kernels.gemm.linear import Operand, follow, multiply, route_of
-from slipstream.kernels.gemm.op import E4M3, Around
+from slipstream.kernels.gemm.linear import (
+    Operand,
+    follow,
+    multiply,
+    multiply_adapted,
+    route_of,
+)
+from slipstream.kernels.gemm.op import E4M3, Around, Terms
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import LayerNorm, Norm, RowNorm
 from slipstream.layers.residual import Residual
@@ -36,6 +42,16 @@ def _behind_norm(
     return x, how._replace(bias=linear.bias, gate=gate, addend=addend)
 
 
+def _adapted_behind_norm(
+    linear: Linear, norm: RowNorm, residual: Residual, terms: Terms, gate: str = ""
+) -> Tensor | None:
+    """Return a product behind a norm, with terms of adapters; None: it takes several kernels."""
+    if linear.matrix is None:
+        return None
+    x, around = _behind_norm(linear, norm, Residual(residual.values), gate)
+    return multiply_adapted(x, linear.matrix, around, terms)
+
+
 class FusedNormLinear(NormLinear):
     """(residual, norm, quantise, linear): scales are left to a reader that applies them."""
 
@@ -51,6 +67,10 @@ class FusedNormLinear(NormLinear):
         if self.leaves_scales and y.product.dtype == x.dtype:
             return y
         return y.finish(x.dtype), None
+
+    def adapted(self, norm: RowNorm, residual: Residual, terms: Terms) -> Tensor | None:
+        """Compute what `NormLinear` computes."""
+        return _adapted_behind_norm(self.linear, norm, residual, terms)
 
 
 class FusedGatedLinear(GatedLinear):
@@ -79,6 +99,10 @@ class FusedGatedLinear(GatedLinear):
         if quantises and self.gate == "silu":
             return fp8.silu_mul_quantize(y.product, *y.scales)
         return activate(self.gate, y.finish(x.dtype))
+
+    def adapted(self, norm: RowNorm, residual: Residual, terms: Terms) -> Operand | None:
+        """Compute what `GatedLinear` computes."""
+        return _adapted_behind_norm(self.linear, norm, residual, terms, self.gate)
 
 
 class Gated(GatedLinear):
@@ -112,6 +136,13 @@ class FusedLinearAdd(LinearAdd):
         y = multiply(x, matrix, Around(bias=self.linear.bias, residual=residual.values))
         if not isinstance(y, Tensor):
             residual.add_later(y)
+
+    def adapted(self, x: Operand, residual: Residual, terms: Terms) -> bool:
+        """Add what `LinearAdd` adds."""
+        if self.linear.matrix is None or self.linear.ranks is not None:
+            return False
+        around = Around(bias=self.linear.bias, residual=residual.values)
+        return multiply_adapted(x, self.linear.matrix, around, terms) is not None
 
     def part(self, x: Operand, before: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return what `LinearAdd` returns."""

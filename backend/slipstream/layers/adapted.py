@@ -3,7 +3,8 @@
 Each wraps a place, fused or not, and is that place in every step of which no row has an adapter
 with a term for it. Else the place runs as it does without adapters and the term is added to what it
 made; so rows without an adapter, and rows whose term is zero, keep their bits. A gate needs its
-product complete: such a place multiplies, adds and then applies the gate.
+product complete: such a place multiplies, adds and then applies the gate. Of one or two rows a GEMM
+may add the terms itself, where it adds a bias.
 
 A step's adapters are known by tables in device memory, which kernels read, or by groups of rows,
 for which torch adds one term after another.
@@ -20,12 +21,13 @@ from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.fp8 import Quantized
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
+from slipstream.kernels.gemm.op import MOST_ADAPTED_ROWS
+from slipstream.kernels.gemm.op import Terms as StepTerms
 from slipstream.kernels.lora.add import add, times
 from slipstream.kernels.lora.terms import FEW_ROWS, RowScale, Table, expand, shrink
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import Norm, RowNorm
 from slipstream.layers.residual import Residual
-from slipstream.layers.sliced import ROWS, sliced
 
 
 class Term(NamedTuple):
@@ -124,6 +126,15 @@ class Delta:
         found: Sequence[Group] = getattr(self._groups, self._which)
         return [group for group in found if group.terms.get(self.name)]
 
+    def terms(self, num_rows: int) -> StepTerms | None:
+        """Return the terms as a GEMM of few rows takes them; None: it cannot."""
+        table = self._table
+        if table is None or table.scratch is None or num_rows > MOST_ADAPTED_ROWS:
+            return None
+        assert self._linear.stacked is not None, "tables have places that were read"
+        sizes = self._linear.stacked.outputs
+        return StepTerms(table.groups, table.rows, self._number, table.scratch, sizes)
+
     def start(self, x: Tensor, norm: RowNorm | None = None) -> Tensor:
         """Return what `finish` needs of the rows `x [n, inputs]`, behind a norm if there is one.
 
@@ -204,6 +215,10 @@ class AdaptedNormLinear(NormLinear):
         """Compute what `NormLinear` computes, with the terms."""
         if not self._delta.is_active:
             return self.place(norm, residual)
+        if (terms := self._delta.terms(len(residual))) is not None:
+            whole = self._finished.adapted(norm, residual, terms)
+            if whole is not None:
+                return whole, None
         started = self._delta.start(residual.values, norm)
         y, scales = self._finished(norm, residual)
         assert scales is None, "what a term is added to is complete"
@@ -235,66 +250,6 @@ class AdaptedLinear(Linear):
         return y
 
 
-class AdaptedHeads:
-    """Matrices of heads on one side of latent attention: `[n, heads, a] -> [n, heads, b]`.
-
-    Those of both sides are of one layer, `kv_b_proj`, whose term has rows for keys, then for
-    values, of each head. What makes keys of latents multiplies queries, so its term does:
-    `q B_h A`. What makes values multiplies results: `x A^T B_h^T`. A sequence's latents are of its
-    own adapter.
-
-    Args:
-        own: what it is without adapters.
-        name: of the layer.
-        groups: of the step.
-        which: the field of `groups` whose rows it sees.
-        rows: of each head's keys, and of its values.
-        of_keys: whether it is that of keys.
-        is_fixed: whether a row's bits may not depend on how many rows there are.
-    """
-
-    def __init__(
-        self,
-        own: Callable[[Tensor], Tensor],
-        name: str,
-        groups: StepGroups,
-        which: str,
-        rows: tuple[int, int],
-        of_keys: bool,
-        is_fixed: bool,
-    ) -> None:
-        self._own, self._name = own, name
-        self._groups, self._which = groups, which
-        self._rows, self._of_keys, self._is_fixed = rows, of_keys, is_fixed
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply, with the terms."""
-        y = self._own(x)
-        found: Sequence[Group] = getattr(self._groups, self._which)
-        for group in found:
-            for term in group.terms.get(self._name, ()):
-                change = self._term(x[group.rows], term)
-                y[group.rows] = (y[group.rows].float() + change).to(y.dtype)
-        return y
-
-    def _term(self, x: Tensor, term: Term) -> Tensor:
-        assert term.a is not None, "whole matrices are of head and embedding"
-        a = term.a.float()
-        b = term.b.float().view(-1, sum(self._rows), term.b.shape[1])
-        keys, values = torch.split(b, list(self._rows), 1)
-
-        def multiply(rows: Tensor) -> Tensor:
-            if self._of_keys:
-                return torch.einsum("nhk,hkr->nhr", rows, keys) @ a
-            return torch.einsum("nhr,hvr->nhv", rows @ a.t(), values)
-
-        x, count = x.float(), len(x)
-        if not self._is_fixed:
-            return multiply(x)
-        padded = torch.cat([x, x.new_zeros(-count % ROWS, *x.shape[1:])])
-        return sliced(multiply)(padded)[:count]
-
-
 class AdaptedGatedLinear(GatedLinear):
     """A linear layer of a norm, before a gate.
 
@@ -312,6 +267,10 @@ class AdaptedGatedLinear(GatedLinear):
         """Compute what `GatedLinear` computes, with the terms."""
         if not self._delta.is_active:
             return self._place(norm, residual)
+        if (terms := self._delta.terms(len(residual))) is not None:
+            whole = self._place.adapted(norm, residual, terms)
+            if whole is not None:
+                return whole
         started = self._delta.start(residual.values, norm)
         y, scales = self._product(norm, residual)
         assert scales is None, "a gate applies no scales"
@@ -355,6 +314,9 @@ class AdaptedLinearAdd(LinearAdd):
             return
         if self.linear.ranks is not None:
             self.add_part(x, residual)
+            return
+        terms = self._delta.terms(len(residual))
+        if terms is not None and self._place.adapted(x, residual, terms):
             return
         started = self._delta.start(_plain(x, residual.dtype))
         self._place(x, residual)

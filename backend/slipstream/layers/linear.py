@@ -16,7 +16,7 @@ from slipstream.kernels.comm.ranks import Ranks
 from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
-from slipstream.kernels.gemm.op import Matrix
+from slipstream.kernels.gemm.op import Matrix, Terms
 from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.sliced import ROWS, sliced
@@ -111,6 +111,10 @@ class NormLinear:
         """`linear(norm(residual))`, `[n, out]`, and the scales that are left to its reader."""
         return self.linear(norm(residual.values)), None
 
+    def adapted(self, norm: RowNorm, residual: Residual, terms: Terms) -> Tensor | None:
+        """Return the product with terms of adapters added; None: it takes several kernels."""
+        return None
+
 
 class GatedLinear:
     """A linear layer of a norm, `[gate | up]`, with the gate applied, or with an activation of
@@ -126,6 +130,10 @@ class GatedLinear:
         reads it would quantise it.
         """
         return activate(self.gate, self.linear(norm(residual.values)))
+
+    def adapted(self, norm: RowNorm, residual: Residual, terms: Terms) -> Operand | None:
+        """Compute it with terms of adapters before the gate; None: it takes several kernels."""
+        return None
 
 
 class LinearAdd:
@@ -143,6 +151,10 @@ class LinearAdd:
             return
         y = self.linear(x)
         residual.values.add_(y if self.norm is None else self.norm(y))
+
+    def adapted(self, x: Operand, residual: Residual, terms: Terms) -> bool:
+        """Add it with terms of adapters; False, and nothing done: it takes several kernels."""
+        return False
 
     def add_part(self, x: Operand, residual: Residual) -> None:
         """Leave this rank's part to the sum over ranks that comes before the next reader."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.fuse.adapt import HEAD, AdaptedPlace
+from slipstream.kernels.gemm.op import scratch_of
 from slipstream.kernels.lora import terms as lora
 from slipstream.kernels.lora.terms import TILE, Pair, Table
 from slipstream.kernels.lora.terms import tiles_of as cut
@@ -85,6 +86,7 @@ class AdapterTables:
         self._device = device
         self.staging = Staging(device, _ROW_BYTES * max_tokens + 4096)
         self._is_turned = device.type == "cpu"
+        self._scratch = scratch_of(WIDEST, device) if device.type == "cuda" else None
         largest = max((max(each.inputs, *each.sizes) for each in self._places), default=1)
         largest = -(-largest // TILE) * TILE
         self.page_bytes = page_bytes_of(largest, dtype.itemsize)
@@ -176,7 +178,13 @@ class AdapterTables:
         made = [tabulate(each, addresses, most_groups(len(each), shape)) for each in of.values()]
         views, is_home = self._copied([array for arrays in made for array in arrays])
         tables = {
-            name: Table(views[3 * i], views[3 * i + 1], views[3 * i + 2], max(width, TILE))
+            name: Table(
+                groups=views[3 * i],
+                rows=views[3 * i + 1],
+                marks=views[3 * i + 2],
+                width=max(width, TILE),
+                scratch=self._scratch,
+            )
             for i, name in enumerate(of)
         }
         tables.setdefault("kept", tables["tokens"])

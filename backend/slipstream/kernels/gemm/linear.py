@@ -5,7 +5,8 @@ before the GEMM (norm, quantise), the GEMM with what it fuses, and one kernel be
 cheapest route of a spec is chosen once; after that the choice is one look into a dict.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -21,6 +22,8 @@ from slipstream.kernels.gemm.op import (
     Around,
     Matrix,
     Spec,
+    Terms,
+    adapted,
     gemm,
     normed,
     spec_of,
@@ -142,6 +145,25 @@ def multiply(x: Operand, matrix: Matrix, around: Around = PLAIN) -> Tensor | Uns
         around: the stages, without scales: these come with `x` and `matrix`.
     """
     return follow(route_of(x, matrix, around), x, matrix, around)
+
+
+def multiply_adapted(x: Operand, matrix: Matrix, around: Around, terms: Terms) -> Tensor | None:
+    """`multiply` with the terms of adapters, before gate and sum, in one kernel.
+
+    None, and nothing done: no kernel takes it all.
+    """
+    assert around.addend is None, "a term is of complete rows"
+    if isinstance(x, Quantized) or matrix.groups is not None:
+        return None
+    around = _with_scales(x, matrix, around)
+    run = _adapted_by(spec_of(x, matrix.values, around))
+    return None if run is None else run(x, matrix.values, around, terms)
+
+
+@functools.lru_cache(_MOST_ROUTES)
+def _adapted_by(spec: Spec) -> Callable[..., Tensor] | None:
+    found = adapted.choose(spec, spec.target)
+    return None if found is None else found.implementation.run
 
 
 def linear(x: Tensor, matrix: Matrix, around: Around = PLAIN) -> Tensor:

@@ -26,7 +26,7 @@ from slipstream.kernels.elementwise.scales import Scales, scaled
 from slipstream.kernels.gemm import cpu_packing
 from slipstream.kernels.gemm.packing import Groups, Packing, arranged, dense
 from slipstream.kernels.runtime.op import op
-from slipstream.kernels.runtime.registry import Target, target_of
+from slipstream.kernels.runtime.registry import Implementations, Target, target_of
 
 ALIGNED = 16  # bytes
 
@@ -81,6 +81,25 @@ class Around(NamedTuple):
 
 
 PLAIN = Around()
+
+
+class Terms(NamedTuple):
+    """What adapters add to a few rows of a result: `t B^T` of `t = x A^T` (`kernels/lora/`)."""
+
+    groups: Tensor  # [g, 2] i64: of a table of the step's adapters
+    rows: Tensor  # [n] i32: likewise
+    place: int
+    scratch: Tensor  # i32, as `scratch_of` makes it
+    sizes: tuple[int, ...]  # outputs of each part, three at most
+
+
+MOST_ADAPTED_ROWS = 2
+COUNTS = 4  # words of the scratch memory before t
+
+
+def scratch_of(width: int, device: torch.device) -> Tensor:
+    """Return what GEMMs with terms share: counts, and `width` columns of t, a multiple of 16."""
+    return torch.zeros(COUNTS + MOST_ADAPTED_ROWS * width, dtype=torch.int32, device=device)
 
 
 class Spec(NamedTuple):
@@ -176,3 +195,7 @@ def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     if around.residual is not None:
         return around.residual.copy_(around.residual.float() + y)
     return y.to(dtype)
+
+
+adapted: Implementations[Spec] = Implementations(__package__)
+"""GEMMs that also add `Terms`, before gate and residual sum; what none takes is done in three."""

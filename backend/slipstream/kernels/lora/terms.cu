@@ -3,53 +3,14 @@
 // Which rows and adapters there are is read from the device: one CUDA graph serves them all. A row's sums have one
 // order, whatever rows and groups are beside it.
 // -D ELEMENT (T, 16 bits)
-#include "runtime/common.cuh"
+#include "lora/table.cuh"
 #include "runtime/mma.cuh"
 
-constexpr int ROWS = 16, RANKS = 16;         // of a tile
+constexpr int ROWS = 16;                     // of a group
 constexpr int WARPS = 8, BLOCK = 32;         // inputs that a warp multiplies at once
 constexpr int AHEAD = 3;                     // blocks whose loads are on their way
 constexpr int COLUMNS = 32;                  // outputs of a warp
-constexpr int PARTS = 3;                     // matrices of a place
-constexpr int WORDS = 4;                     // of a term
 constexpr float UNUSED = 0.0f;
-
-// Rows `begin` to `begin + count` of the step's list have the adapter of these terms; null: the group is empty.
-struct Group {
-  const i64* terms;
-  int begin, count;
-
-  DEVICE Group(const i64* groups, i64 number) {
-    const Pack<i64, 2> found = load_fresh<2>(groups + 2 * number);
-    terms = reinterpret_cast<const i64*>(found.at[0]);
-    begin = int(found.at[1] & 0xffffffff);
-    count = int(found.at[1] >> 32);
-  }
-};
-
-// What a CTA has to know of the term that one part of a place has for a group; in tiles of 16 ranks, each somewhere: of
-// A `[16, inputs]`, of B `[outputs, 16]`.
-struct Term {
-  const T* first;     // tile, of A or of B
-  const i64* tiles;   // of each 16 ranks: where A's is, where B's is
-  int begin, count;   // of the group; count 0: there is none, nor one behind it
-  int rank, column;   // 0: there is no term; its first column of t
-
-  DEVICE static Term none() { return {nullptr, nullptr, 0, 0, 0, 0}; }
-  DEVICE static Term of(const i64* groups, i64 number, i64 place, int part, int which) {
-    const Group group(groups, number);
-    if (group.terms == nullptr) return none();
-    const i64* at = group.terms + (place * PARTS + part) * WORDS;
-    const Pack<i64, 2> found = load_fresh<2>(at), sizes = load_fresh<2>(at + 2);
-    Term term{nullptr, group.terms + found.at[0], group.begin, group.count, int(sizes.at[0]), int(sizes.at[1])};
-    if (term.rank > 0) term.first = term.tile(0, which);
-    return term;
-  }
-  DEVICE const T* tile(int rank, int which) const {
-    if (rank == 0 && first != nullptr) return first;
-    return reinterpret_cast<const T*>(load_fresh<1>(tiles + rank / RANKS * 2 + which).at[0]);
-  }
-};
 
 // The terms of the groups that a CTA comes to, every `distance`th, found by all threads at once: one after another they
 // would cost three answers of memory each.
@@ -221,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         for (int rank = 0; rank < term.rank; rank += RANKS, ++number) {
           if (number % gridDim.z != blockIdx.z) continue;
           float sums[2][4] = {};
-          multiply(sums, term.tile(rank, 0), rows, inputs, begin, end);
+          multiply(sums, term.known(rank, 0), rows, inputs, begin, end);
           const float total = add_warps(totals, sums);
           const int row = threadIdx.x / RANKS;
           if (row < term.count) {
@@ -278,7 +239,7 @@ using Ranks = Pack<u32, 2>[TILES];  // four ranks of the lane's output, in each 
 
 DEVICE void read_ranks(Ranks& b, const Term& term, const Outputs& outputs, int rank) {
   const int lane = threadIdx.x % 32;
-  const T* tile = term.tile(rank, 1);
+  const T* tile = term.known(rank, 1);
 #pragma unroll
   for (int i = 0; i < TILES; ++i) {
     const int output = outputs.column + 8 * i + lane / 4;

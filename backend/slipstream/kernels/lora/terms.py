@@ -38,6 +38,7 @@ class Table(NamedTuple):
     rows: Tensor  # [n] i32, in the order of groups
     marks: Tensor  # [n] i32: 1: the row has an adapter
     width: int  # of t: the ranks of a place together, at most
+    scratch: Tensor | None = None  # of GEMMs that add terms themselves
 
 
 class RowScale(NamedTuple):

@@ -4,26 +4,20 @@
 // width, so a row's result does not depend on its neighbours.
 // -D ELEMENT (T: of x and y, 16 bits), FP8 (whether W is e4m3 rather than T), ROWS (1 or 2), CHUNKS (pieces of 8
 // weights of a row for each thread), GROUP (weight rows multiplied at once), CTAS (of a multiprocessor), CENTRES
-// (whether the norm is a layer norm), ACTIVATES (every output: 0 not, 1 by GELU, 2 by GELU's tanh form, 3 by ReLU)
+// (whether the norm is a layer norm), ACTIVATES (every output: 0 not, 1 by GELU, 2 by GELU's tanh form, 3 by ReLU),
+// ADAPTS (whether rows have terms of adapters)
 #ifndef CENTRES
 #define CENTRES 0
 #endif
 #ifndef ACTIVATES
 #define ACTIVATES 0
 #endif
-#include "gemm/sm90/gemv_part.cuh"
+#ifndef ADAPTS
+#define ADAPTS 0
+#endif
+#include "gemm/sm90/gemv_task.cuh"
 #include "runtime/ring.cuh"
 
-#if FP8
-using Weight = E4m3;
-using Pair = u16;
-#else
-using Weight = T;
-using Pair = u32;
-#endif
-
-constexpr int WARPS = 8;  // that multiply; one more copies
-constexpr int THREADS = 32 * WARPS;
 constexpr int SUMS = GROUP * ROWS;  // of a group; each is left with LANES lanes
 constexpr int LANES = 32 / SUMS;
 constexpr int MAX_SLOTS = 16;
@@ -31,33 +25,6 @@ constexpr int MAX_SLOTS = 16;
 // to answer. More would queue before memory, and whatever else is read meanwhile behind it: for the query of attention
 // in front, which the kernel before has just written, that was 4 us.
 constexpr int UNDER_WAY = 64 << 10;
-constexpr bool PACKED = CHUNKS > 7;  // x stays in 16 bits: fp32 takes too many registers
-
-struct Task {
-  const T* x;
-  i64 x_stride;
-  const u8* weight;  // [streams * num_outputs, width]
-  const T* norm;     // x is normalised with it, unless null
-  const T* bias;     // of each weight row, or null
-  const float* scales;
-  T* out;
-  i64 out_stride;
-  int num_rows, num_outputs, width;
-  int streams;  // weight rows of an output: 1, or 2 for silu(gate) * up
-  int share;    // outputs of a slot, which holds their rows of one stream behind those of the other
-  int batch;    // outputs that are finished together: a multiple of the share, at most one a thread
-  bool adds;    // to `out`
-  float eps, inverse_width;
-  int begin, end;  // this CTA's outputs
-#if CENTRES
-  const T* shift;  // added by the layer norm, or null
-#endif
-
-  DEVICE int row_bytes() const { return width * int(sizeof(Weight)); }
-  DEVICE int slot_rows() const { return share * streams; }
-};
-
-DEVICE void barrier_of_readers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
 DEVICE void stream_weights(const Task& task, CopyRing& ring) {
   const u64 policy = evict_first();
@@ -81,17 +48,6 @@ DEVICE void stream_weights(const Task& task, CopyRing& ring) {
     ring.advance();
   }
 }
-
-// Element at which piece i of this thread begins; of a piece behind the end, where x counts as zero, the row's first.
-DEVICE int piece_begin(const Task& task, int i) {
-  const int element = (threadIdx.x + THREADS * i) * PIECE;
-  return element < task.width ? element : 0;
-}
-DEVICE bool is_inside(const Task& task, int i) {
-  return (threadIdx.x + THREADS * i) * PIECE < task.width;
-}
-
-using Words = Pack<u32, 4>;  // a piece of x or of the norm
 
 // `squares` gets this thread's share of the sum of squares of each row, if they are normalised.
 template <bool NORMS>
@@ -118,13 +74,6 @@ DEVICE void convert(const Task& task, const Words (&words)[ROWS][CHUNKS],
       }
     }
   }
-}
-
-DEVICE float total(const float* of_warps) {
-  float result = of_warps[0];
-#pragma unroll
-  for (int warp = 1; warp < WARPS; ++warp) result += of_warps[warp];
-  return result;
 }
 
 #if CENTRES
@@ -251,29 +200,56 @@ DEVICE void multiply(const Task& task, const u8* weights, const Part<PACKED>& pa
   }
 }
 
-// Sums over the warp: lane l is left with number l / LANES, added in the same order however many there are.
-template <int MASK = 16, int COUNT>
-DEVICE float reduce(const float (&sums)[COUNT]) {
-  constexpr int HALF = COUNT / 2;
-  const bool upper = threadIdx.x & MASK;
-  float folded[HALF > 0 ? HALF : 1];
-  if constexpr (HALF == 0) folded[0] = sums[0] + __shfl_xor_sync(ALL_LANES, sums[0], MASK);
-#pragma unroll
-  for (int i = 0; i < HALF; ++i) {
-    const float kept = upper ? sums[HALF + i] : sums[i];
-    folded[i] = kept + __shfl_xor_sync(ALL_LANES, upper ? sums[i] : sums[HALF + i], MASK);
-  }
-  if constexpr (MASK == 1)
-    return folded[0];
-  else
-    return reduce<MASK / 2>(folded);
-}
-
 DEVICE float activated(float x) {
   if constexpr (ACTIVATES == 1) return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
   if constexpr (ACTIVATES == 2) return times_logistic_fast(x, 1.5957691216057308f * (x + 0.044715f * x * x * x));
   return x < 0.0f ? 0.0f : x;  // a NaN stays one
 }
+
+#if ADAPTS
+// Multiplies this CTA's rows of A, of all that there are, with the row of x that has them. By all threads that multiply.
+DEVICE void make_t(const Task& task, const Part<PACKED>& part, const float* squares) {
+  SharedTerms& shared = *task.terms;
+  int next = int(gridDim.x - 1 - blockIdx.x), first = 0;
+#pragma unroll 1
+  for (int i = 0; i < ROWS * PARTS; ++i) {
+    const Term& term = shared.of_row[i / PARTS][i % PARTS];
+    for (; next < first + term.rank; next += gridDim.x) {
+      const int rank = next - first;
+      const T* a = term.tile(rank, 0) + i64(rank % RANKS) * task.width;
+      Words words[CHUNKS];
+      float sums[ROWS] = {};
+#pragma unroll
+      for (int k = 0; k < CHUNKS; ++k)
+        words[k] = load_fresh<4>(reinterpret_cast<const u32*>(a + piece_begin(task, k)));
+#pragma unroll
+      for (int k = 0; k < CHUNKS; ++k)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          float of_a[2], x[2];
+          unpack(words[k].at[j], of_a, T{});
+#pragma unroll
+          for (int row = 0; row < ROWS; ++row) {
+            part.get(row, k, 2 * j, x);
+            sums[row] = fmaf(of_a[1], x[1], fmaf(of_a[0], x[0], sums[row]));
+          }
+        }
+      const float sum = reduce(sums);
+      if (threadIdx.x % (32 / ROWS) == 0) shared.sums[threadIdx.x % 32 * ROWS / 32][threadIdx.x / 32] = sum;
+      barrier_of_readers();
+      if (threadIdx.x == 0) {
+        const int row = i / PARTS;
+        task.adapters.t[row * task.adapters.width + term.column + rank] =
+            total(shared.sums[row]) * inverse_rms(task, squares + row * WARPS);
+        __threadfence();
+        atomicAdd(task.adapters.arrivals, 1);
+      }
+      barrier_of_readers();
+    }
+    first += term.rank;
+  }
+}
+#endif
 
 // The one output of a batch that this thread finishes. What it takes beside the sum is loaded as the batch begins.
 class Output {
@@ -281,6 +257,9 @@ class Output {
   int row, column;
   int at;  // where the batch's sums of it begin
   float before = 0.0f, scale[2] = {1.0f, 1.0f}, bias[2] = {};
+#if ADAPTS
+  OutputTerm terms[2];
+#endif
 
  public:
   DEVICE Output(const Task& task, int first, int end)
@@ -298,13 +277,28 @@ class Output {
     }
     if (task.adds) before = to_float(load_fresh<1>(task.out + row * task.out_stride + column).at[0]);
   }
+#if ADAPTS
+  DEVICE void load_terms(const Task& task) {
+    if (!real) return;
+    if (task.streams == 1) {
+      terms[0] = OutputTerm::of_stacked(task.adapters, *task.terms, row, column);
+      return;
+    }
+#pragma unroll
+    for (int stream = 0; stream < 2; ++stream) terms[stream] = OutputTerm(*task.terms, row, stream, column);
+  }
+  // Adds terms as if they were biases.
+  DEVICE void add_terms(const Task& task) {
+#pragma unroll
+    for (int stream = 0; stream < 2; ++stream)
+      if (terms[stream].is_there()) bias[stream] += terms[stream].value(task.adapters, *task.terms);
+  }
+#endif
 
   // `sums [row of the batch's slots][row of x][warp]`, `squares [row of x][warp]`.
   DEVICE void write(const Task& task, const float* sums, const float* squares) const {
     if (!real) return;
-    float rstd = 1.0f;
-    if (!CENTRES && task.norm != nullptr)
-      rstd = rsqrtf(total(squares + row * WARPS) * task.inverse_width + task.eps);
+    const float rstd = inverse_rms(task, squares + row * WARPS);
     float value = total(sums + at) * rstd * scale[0] + bias[0];
     if (task.streams == 2) {
       const float up = total(sums + at + task.share * ROWS * WARPS) * rstd * scale[1] + bias[1];
@@ -325,9 +319,17 @@ DEVICE void multiply_rows(const Task& task, CopyRing& ring, float* sums, float* 
     square[row] = warp_sum(square[row]);
     if (lane == 0) squares[row * WARPS + warp] = square[row];
   }
+#if ADAPTS
+  task.terms->find(task.adapters);
+  barrier_of_readers();
+  make_t(task, part, squares);
+#endif
   for (int first = task.begin; first < task.end; first += task.batch) {
     const int end = min(first + task.batch, task.end);
-    const Output output(task, first, end);
+    Output output(task, first, end);
+#if ADAPTS
+    output.load_terms(task);
+#endif
     float* target = sums + warp;
     for (int begin = first; begin < end; begin += task.share) {
       // Behind the last output lies what the slot held before: summed, never written.
@@ -345,9 +347,27 @@ DEVICE void multiply_rows(const Task& task, CopyRing& ring, float* sums, float* 
       target += task.slot_rows() * ROWS * WARPS;
     }
     barrier_of_readers();
+#if ADAPTS
+    if (first == task.begin) barrier_of_all();
+    output.add_terms(task);
+#endif
     output.write(task, sums, squares);
     if (end < task.end) barrier_of_readers();
   }
+}
+
+DEVICE void run(const Task& task, CopyRing& ring, float* sums, float* squares) {
+  if (threadIdx.x == THREADS)
+    stream_weights(task, ring);
+  else if (threadIdx.x < THREADS)
+    multiply_rows(task, ring, sums, squares);
+#if ADAPTS
+  if (threadIdx.x < THREADS) return;
+  __syncwarp();
+  wait_for_previous();
+  fetch_t(task.adapters, *task.terms);
+  barrier_of_all();
+#endif
 }
 
 // Every CTA has `quotient` outputs, the first `remainder` one more.
@@ -360,10 +380,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, CTAS)
          ,
          const T* shift
 #endif
+#if ADAPTS
+         ,
+         const i64* groups, i64 num_groups, const int* list, i64 place, int* scratch, i64 t_width, i64 size0, i64 size1
+#endif
     ) {
   extern __shared__ __align__(128) u8 slots[];
   __shared__ u64 barriers[2 * MAX_SLOTS];
   __shared__ float sums[THREADS * WARPS], squares[ROWS * WARPS];
+#if ADAPTS
+  __shared__ SharedTerms terms;
+  terms.clear();
+#endif
   const int cta = blockIdx.x, begin = cta * int(quotient) + min(cta, int(remainder));
   const Task task{x,
                   x_stride,
@@ -373,12 +401,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, CTAS)
                   scales,
                   out,
                   out_stride,
-                  int(num_rows),
-                  int(num_outputs),
-                  int(width),
-                  int(streams),
-                  int(share),
-                  int(batch),
+                  int(num_rows), int(num_outputs), int(width),
+                  int(streams), int(share), int(batch),
                   adds != 0,
                   eps,
                   inverse_width,
@@ -388,16 +412,18 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, CTAS)
                       ,
                   shift
 #endif
+#if ADAPTS
+                      ,
+                  {groups, int(num_groups), list, place, scratch, reinterpret_cast<float*>(scratch + 4),
+                   int(t_width), {int(size0), int(size1)}},
+                  &terms
+#endif
   };
   CopyRing ring(slots, barriers, task.slot_rows() * task.row_bytes(), int(num_slots));
-  const bool copies = threadIdx.x == THREADS;
-  if (copies) {
+  if (threadIdx.x == THREADS) {
     start_next();
     ring.init(WARPS);
   }
   __syncthreads();
-  if (copies)
-    stream_weights(task, ring);
-  else if (threadIdx.x < THREADS)
-    multiply_rows(task, ring, sums, squares);
+  run(task, ring, sums, squares);
 }

@@ -13,8 +13,19 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise.activation import EVERY, GATES
-from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Spec, gemm
+from slipstream.kernels.gemm.op import (
+    COUNTS,
+    E4M3,
+    MOST_ADAPTED_ROWS,
+    PLAIN,
+    Around,
+    Spec,
+    Terms,
+    gemm,
+)
+from slipstream.kernels.gemm.op import adapted as adapted_gemm
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.registry import Implementation
 
 MAX_ROWS = 2
 DTYPES = (torch.float16, torch.bfloat16)
@@ -30,6 +41,9 @@ RING_BYTES = {1: 200 << 10, 2: 104 << 10}
 MIN_BYTES = {1: 110 << 10, 2: 78 << 10}
 # Activations of every column, as gemv.cu counts them.
 ACTIVATIONS = {EVERY + name: n for n, name in enumerate(("gelu", "gelu, by tanh", "relu"), 1)}
+
+
+HAS_RUN = False  # on a GPU, with terms of adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +70,25 @@ class GemvTiling:
 
 @functools.cache
 def tiling(
-    num_rows: int, width: int, row_bytes: int, gated: bool, is_centred: bool = False
+    num_rows: int,
+    width: int,
+    row_bytes: int,
+    gated: bool,
+    is_centred: bool = False,
+    has_terms: bool = False,
 ) -> GemvTiling | None:
     """For `num_rows` rows of x and weight rows of `width` elements; None where it does not fit."""
     chunks = next((c for c in CHUNKS if c * THREADS * PIECE >= width), None)
-    if chunks is None or chunks > (4 if num_rows == 2 and is_centred else MAX_CHUNKS[num_rows]):
+    if chunks is None or chunks > (
+        4 if num_rows == 2 and (is_centred or has_terms) else MAX_CHUNKS[num_rows]
+    ):
         return None
     is_fp8 = row_bytes == width
     group = 4 if chunks <= 2 else 2 if is_fp8 and (num_rows, chunks) == (1, 7) else 1
     step = max(group, 2 if gated else 1)
     # Measured: for one row, two CTAs a multiprocessor win 1 % wherever their rings are deep enough.
-    # A layer norm of many inputs has no registers for that.
-    in_pairs = num_rows == 1 and chunks in ((2,) if is_fp8 or is_centred else (2, 7))
+    # A layer norm of many inputs, and terms of adapters to them, have no registers for that.
+    in_pairs = num_rows == 1 and chunks in ((2,) if is_fp8 or is_centred or has_terms else (2, 7))
     for ctas in (2, 1) if in_pairs else (1,):
         slot_bytes = SLOT_BYTES // (2 if is_fp8 and ctas == 2 else 1)
         slot_rows = min(max(slot_bytes // row_bytes // step * step, step), THREADS // num_rows)
@@ -115,11 +136,29 @@ def cost(spec: Spec) -> float:
     return 2.5 if spec.weight == E4M3 and spec.rows > 1 else 0.0
 
 
-def _variant(dtype: torch.dtype, fp8: bool, tiles: GemvTiling, gate: str = "") -> jit.Variant:
+def adapts(spec: Spec) -> str | None:
+    """Say why the kernel does not take terms of adapters beside a product; None: it does."""
+    if not HAS_RUN:
+        return "has not run with terms of adapters"
+    if spec.norm == "layer norm" or spec.gate in ACTIVATIONS:
+        return "takes terms of adapters behind RMS norms, and before SiLU alone"
+    row_bytes = spec.inputs * spec.weight.itemsize
+    if (why := refusal(spec)) is not None:
+        return why
+    if tiling(spec.rows, spec.inputs, row_bytes, spec.gate in GATES, has_terms=True) is None:
+        return "finds no registers for terms of adapters to so many inputs"
+    return None
+
+
+def _variant(
+    dtype: torch.dtype, fp8: bool, tiles: GemvTiling, gate: str = "", has_terms: bool = False
+) -> jit.Variant:
     sizes = {"ROWS": tiles.rows, "CHUNKS": tiles.chunks, "GROUP": tiles.group, "CTAS": tiles.ctas}
     more = {"CENTRES": 1} if tiles.is_centred else {}
     if gate in ACTIVATIONS:
         more["ACTIVATES"] = ACTIVATIONS[gate]
+    if has_terms:
+        more["ADAPTS"] = 1
     return jit.variant("gemm/sm90/gemv.cu", dtype, FP8=int(fp8), **sizes, **more)
 
 
@@ -133,6 +172,10 @@ def variants() -> Iterator[jit.Variant]:
         tiles = tiling(rows, width, width * size, gate in GATES, is_centred)
         if tiles is not None and not (is_centred and tiles.is_packed):
             found[_variant(dtype, size == 1, tiles, gate)] = None
+        if not is_centred and gate not in ACTIVATIONS:
+            tiles = tiling(rows, width, width * size, gate in GATES, has_terms=True)
+            if tiles is not None:
+                found[_variant(dtype, size == 1, tiles, gate, has_terms=True)] = None
     yield from found
 
 
@@ -150,7 +193,24 @@ def gemv(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     return launch(tiles, x, weight, around)
 
 
-def launch(tiles: GemvTiling, x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
+def adapted(x: Tensor, weight: Tensor, around: Around, terms: Terms) -> Tensor:
+    """`gemm` with terms of adapters added before gate and residual, in one kernel (`adapts`)."""
+    is_gated = around.gate in GATES
+    tiles = tiling(*x.shape, x.shape[1] * weight.itemsize, is_gated, has_terms=True)
+    assert tiles is not None, "`adapts` said so"
+    return launch(tiles, x, weight, around, terms)
+
+
+adapted_gemm.add(Implementation("gemv", adapted, "cuda", "sm_90a", adapts))
+
+
+def launch(
+    tiles: GemvTiling,
+    x: Tensor,
+    weight: Tensor,
+    around: Around = PLAIN,
+    terms: Terms | None = None,
+) -> Tensor:
     """`gemv` with tiles of choice."""
     num_rows, width = x.shape
     streams = 2 if around.gate in GATES else 1
@@ -164,7 +224,7 @@ def launch(tiles: GemvTiling, x: Tensor, weight: Tensor, around: Around = PLAIN)
     num_ctas = min(tiles.ctas * jit.num_multiprocessors(x.get_device()), num_outputs)
     share = tiles.slot_rows // streams
     jit.launch(
-        _variant(x.dtype, weight.dtype == E4M3, tiles, around.gate),
+        _variant(x.dtype, weight.dtype == E4M3, tiles, around.gate, terms is not None),
         "gemv",
         (num_ctas,),
         THREADS + 32,
@@ -186,7 +246,16 @@ def launch(tiles: GemvTiling, x: Tensor, weight: Tensor, around: Around = PLAIN)
         around.eps,
         1.0 / width,
         *((shift,) if tiles.is_centred else ()),
+        *(_behind(terms) if terms is not None else ()),
         shared_memory=tiles.bytes(width * weight.itemsize),
         overlaps=True,
     )
     return out
+
+
+def _behind(terms: Terms) -> tuple[Tensor | int, ...]:
+    """Return the kernel's last arguments."""
+    width = (len(terms.scratch) - COUNTS) // MOST_ADAPTED_ROWS
+    one, two, *_ = (*terms.sizes, 0)
+    table = (terms.groups, len(terms.groups), terms.rows, terms.place)
+    return *table, terms.scratch, width, one, two

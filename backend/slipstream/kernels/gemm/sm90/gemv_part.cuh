@@ -1,9 +1,10 @@
-// A thread's part of x, as floats or in 16 bits, and the unpacking of words (gemv.cu).
+// A thread's part of x, as floats or in 16 bits, the unpacking of words, and sums over warps (gemv.cu).
 // -D ELEMENT (T), ROWS (of x), CHUNKS (pieces of 8 elements for each thread)
 #pragma once
 #include "runtime/common.cuh"
 
 constexpr int PIECE = 8;
+constexpr int WARPS = 8;  // that multiply; one more copies
 
 struct E4m3 {
   u8 bits;
@@ -48,3 +49,29 @@ struct Part<true> {
     unpack(word, pair, T{});
   }
 };
+
+// Sums over the warp: lane l is left with number l / LANES, added in the same order however many there are.
+template <int MASK = 16, int COUNT>
+DEVICE float reduce(const float (&sums)[COUNT]) {
+  constexpr int HALF = COUNT / 2;
+  const bool upper = threadIdx.x & MASK;
+  float folded[HALF > 0 ? HALF : 1];
+  if constexpr (HALF == 0) folded[0] = sums[0] + __shfl_xor_sync(ALL_LANES, sums[0], MASK);
+#pragma unroll
+  for (int i = 0; i < HALF; ++i) {
+    const float kept = upper ? sums[HALF + i] : sums[i];
+    folded[i] = kept + __shfl_xor_sync(ALL_LANES, upper ? sums[i] : sums[HALF + i], MASK);
+  }
+  if constexpr (MASK == 1)
+    return folded[0];
+  else
+    return reduce<MASK / 2>(folded);
+}
+
+// The sum over warps, in their order.
+DEVICE float total(const float* of_warps) {
+  float result = of_warps[0];
+#pragma unroll
+  for (int warp = 1; warp < WARPS; ++warp) result += of_warps[warp];
+  return result;
+}

@@ -1,0 +1,46 @@
+// Where a step's adapters are, as its tables in device memory say (terms.py, `Table`).
+// -D ELEMENT (T, 16 bits)
+#pragma once
+#include "runtime/common.cuh"
+
+constexpr int RANKS = 16;  // of a tile
+constexpr int PARTS = 3;   // matrices of a place
+constexpr int WORDS = 4;   // of a term
+
+// Rows `begin` to `begin + count` of the step's list have the adapter of these terms; null: the group is empty.
+struct Group {
+  const i64* terms;
+  int begin, count;
+
+  DEVICE Group(const i64* groups, i64 number) {
+    const Pack<i64, 2> found = load_fresh<2>(groups + 2 * number);
+    terms = reinterpret_cast<const i64*>(found.at[0]);
+    begin = int(found.at[1] & 0xffffffff);
+    count = int(found.at[1] >> 32);
+  }
+};
+
+// What a CTA has to know of the term that one part of a place has for a group; in tiles of 16 ranks, each somewhere: of
+// A `[16, inputs]`, of B `[outputs, 16]`.
+struct Term {
+  const T* first;     // tile, of A or of B
+  const i64* tiles;   // of each 16 ranks: where A's is, where B's is
+  int begin, count;   // of the group; count 0: there is none, nor one behind it
+  int rank, column;   // 0: there is no term; its first column of t
+
+  DEVICE static Term none() { return {nullptr, nullptr, 0, 0, 0, 0}; }
+  DEVICE static Term of(const i64* groups, i64 number, i64 place, int part, int which) {
+    const Group group(groups, number);
+    if (group.terms == nullptr) return none();
+    const i64* at = group.terms + (place * PARTS + part) * WORDS;
+    const Pack<i64, 2> found = load_fresh<2>(at), sizes = load_fresh<2>(at + 2);
+    Term term{nullptr, group.terms + found.at[0], group.begin, group.count, int(sizes.at[0]), int(sizes.at[1])};
+    if (term.rank > 0) term.first = term.tile(0, which);
+    return term;
+  }
+  // From rank `rank` on, of A (0) or B (1); `known` of the one that `of` looked up.
+  DEVICE const T* tile(int rank, int which) const {
+    return reinterpret_cast<const T*>(load_fresh<1>(tiles + rank / RANKS * 2 + which).at[0]);
+  }
+  DEVICE const T* known(int rank, int which) const { return rank == 0 ? first : tile(rank, which); }
+};

@@ -1,0 +1,69 @@
+"""Matrices of heads of latent attention, to which adapters add low-rank terms."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from slipstream.layers.adapted import Group, StepGroups, Term
+from slipstream.layers.sliced import ROWS, sliced
+
+
+class AdaptedHeads:
+    """Matrices of heads on one side of latent attention: `[n, heads, a] -> [n, heads, b]`.
+
+    Those of both sides are of one layer, `kv_b_proj`, whose term has rows for keys, then for
+    values, of each head. What makes keys of latents multiplies queries, so its term does:
+    `q B_h A`. What makes values multiplies results: `x A^T B_h^T`. A sequence's latents are of its
+    own adapter.
+
+    Args:
+        own: what it is without adapters.
+        name: of the layer.
+        groups: of the step.
+        which: the field of `groups` whose rows it sees.
+        rows: of each head's keys, and of its values.
+        of_keys: whether it is that of keys.
+        is_fixed: whether a row's bits may not depend on how many rows there are.
+    """
+
+    def __init__(
+        self,
+        own: Callable[[Tensor], Tensor],
+        name: str,
+        groups: StepGroups,
+        which: str,
+        rows: tuple[int, int],
+        of_keys: bool,
+        is_fixed: bool,
+    ) -> None:
+        self._own, self._name = own, name
+        self._groups, self._which = groups, which
+        self._rows, self._of_keys, self._is_fixed = rows, of_keys, is_fixed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply, with the terms."""
+        y = self._own(x)
+        found: Sequence[Group] = getattr(self._groups, self._which)
+        for group in found:
+            for term in group.terms.get(self._name, ()):
+                change = self._term(x[group.rows], term)
+                y[group.rows] = (y[group.rows].float() + change).to(y.dtype)
+        return y
+
+    def _term(self, x: Tensor, term: Term) -> Tensor:
+        assert term.a is not None, "whole matrices are of head and embedding"
+        a = term.a.float()
+        b = term.b.float().view(-1, sum(self._rows), term.b.shape[1])
+        keys, values = torch.split(b, list(self._rows), 1)
+
+        def multiply(rows: Tensor) -> Tensor:
+            if self._of_keys:
+                return torch.einsum("nhk,hkr->nhr", rows, keys) @ a
+            return torch.einsum("nhr,hvr->nhv", rows @ a.t(), values)
+
+        x, count = x.float(), len(x)
+        if not self._is_fixed:
+            return multiply(x)
+        padded = torch.cat([x, x.new_zeros(-count % ROWS, *x.shape[1:])])
+        return sliced(multiply)(padded)[:count]
