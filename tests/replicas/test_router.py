@@ -8,6 +8,7 @@ import pytest
 from fixtures.bridge.launching import wait_for
 from fixtures.bridge.replicated import Client, stopped
 from slipstream import wire
+from slipstream.bridge.totals import Totals
 from slipstream_contract.errors import Code, ContractError
 
 pytestmark = pytest.mark.rest
@@ -82,7 +83,10 @@ def test_an_engine_that_dies_costs_what_it_had_begun_and_the_other_serves_on(ser
 def test_a_router_that_dies_finds_the_engines_as_they_are(server, client):
     pids = [each.engine_pid for each in client.replicas]
     first = server.router
+    totals = Totals()  # as the server's metrics have them
+    took(client, totals)
     want = client.complete(1, [9, 9, 9])
+    wait_for(lambda: took(client, totals) >= 4)
     os.kill(first, signal.SIGKILL)
     wait_for(lambda: client.connection.wait_welcome(0) is None)
     welcome = client.connection.wait_welcome(180)
@@ -90,6 +94,23 @@ def test_a_router_that_dies_finds_the_engines_as_they_are(server, client):
     assert welcome.engine_pid != first
     assert [each.engine_pid for each in client.wait_up()] == pids
     assert client.complete(2, [9, 9, 9]) == want
+    wait_for(lambda: took(client, totals) >= 8)
+    assert took(client, totals) == 8
+    requests = [totals.values[f"replica:{number}:requests_total"] for number in range(2)]
+    assert sum(requests) == 2
+    # An engine that is replaced adds nothing but its own.
+    os.kill(pids[0], signal.SIGKILL)
+    wait_for(lambda: client.replicas[0].engine_pid != pids[0])
+    client.wait_up()
+    assert client.complete(3, [9, 9, 9]) == want
+    wait_for(lambda: took(client, totals) >= 12)
+    assert took(client, totals) == 12
+
+
+def took(client: Client, totals: Totals) -> float:
+    """Look at the figures; return the tokens that all engines have made since the first look."""
+    totals.advance(client.connection.request_status(60, with_figures=True))
+    return totals.values["output_tokens"]
 
 
 def test_a_router_whose_engines_all_hang_answers_no_probe(server, client):

@@ -81,20 +81,15 @@ def replica_metrics(count: int, deployment: str = DEFAULT) -> list[Metric]:
 
 
 def replica_values(replicas: Sequence[ReplicaState]) -> dict[str, float]:
-    """Return the values of `replica_metrics`."""
+    """Return the gauges of `replica_metrics`."""
     values: dict[str, float] = {}
     for each in replicas:
         used = each.kv_blocks_total - each.kv_blocks_free
-        found = (
-            float(each.is_up),
-            each.running,
-            each.waiting,
-            used / max(1, each.kv_blocks_total),
-            each.num_requests,
-            each.num_restarts,
-        )
-        for name, value in zip(_REPLICA, found, strict=True):
-            values[f"replica:{each.number}:{name}"] = value
+        name = f"replica:{each.number}:"
+        values[name + "up"] = float(each.is_up)
+        values[name + "running_sequences"] = each.running
+        values[name + "waiting_sequences"] = each.waiting
+        values[name + "kv_usage"] = used / max(1, each.kv_blocks_total)
     return values
 
 

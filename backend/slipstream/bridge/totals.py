@@ -31,9 +31,12 @@ class Totals:
 
 
 def _flat(status: wire.Status) -> Values:
-    """Return counters and the cells of histograms (`name#0` and so on) by name."""
+    """Return counters, those of replicas too, and cells of histograms (`name#0` ...) by name."""
     assert status.figures is not None
     values = dict(status.figures.counters)
+    for each in status.replicas:
+        values[f"replica:{each.number}:requests_total"] = each.num_requests
+        values[f"replica:{each.number}:restarts_total"] = each.num_restarts
     for name, (counts, total) in status.figures.histograms.items():
         values |= {f"{name}#{number}": count for number, count in enumerate(counts)}
         values[f"{name}#sum"] = total

@@ -78,6 +78,7 @@ def make(
     mark = socket.parent / _ALL_UP
     try:
         welcome = _wait(router, needs_all=not mark.exists())
+        router.look()
     except BaseException:
         router.close(ends_replicas=True)
         raise

@@ -71,6 +71,7 @@ class Router:
 
     def __init__(self, runtime: Runtime, places: Sequence[Place], server_pid: int) -> None:
         """Start to connect to all; returns at once."""
+        since_s = time.time()  # before any engine that is started now
         self.fatal: Exception | None = None  # a router has no device
         self.num_steps = 0  # of all engines, as far as they brought tokens
         self.prefixes = PrefixIndex(1)  # of no block: nobody asks a router
@@ -89,7 +90,11 @@ class Router:
         for number, place in enumerate(places):
             self.replicas.append(Replica(number, runtime, place, server_pid, key, self))
         self.adapters = RoutedAdapters(self.replicas)
-        self._gatherer = Gatherer(self.replicas)
+        self._gatherer = Gatherer(self.replicas, since_s)
+
+    def look(self) -> None:
+        """Learn what engines have counted before the first request comes."""
+        self._gatherer.look()
 
     def close(self, ends_replicas: bool = False) -> None:
         """End all connections; the engines end as unused, and starting ones if `ends_replicas`."""

@@ -66,19 +66,29 @@ def sum_statuses(statuses: Sequence[wire.Status]) -> wire.Status:
 
 
 class ReplicaTotals:
-    """What one replica's engines have counted, one after the other."""
+    """What one replica's engines have counted since `since_s`, one after the other.
 
-    def __init__(self) -> None:
+    An engine that began before is one that an earlier router had: what it had counted when it was
+    first seen is not counted again.
+    """
+
+    def __init__(self, since_s: float) -> None:
         self.figures: wire.Figures | None = None  # of all, but gauges and samples of the last
+        self._since_s = since_s
         self._pid = 0
+        self._found: wire.Figures | None = None  # what the engine had counted before
         self._before: wire.Figures | None = None  # of engines that have ended
 
     def take(self, status: wire.Status) -> None:
         """Take the figures of an engine."""
         assert status.figures is not None
-        if status.engine_pid != self._pid:
-            self._pid, self._before = status.engine_pid, self.figures
         now = status.figures
+        if status.engine_pid != self._pid:
+            is_old = now.gauges["start_time_s"] < self._since_s
+            self._pid, self._before = status.engine_pid, self.figures
+            self._found = now if is_old else None
+        if self._found is not None:
+            now = _less(now, self._found)
         old = self._before
         self.figures = now if old is None else sum_figures([now, _counts(old)])
 
@@ -86,6 +96,17 @@ class ReplicaTotals:
 def _counts(figures: wire.Figures) -> wire.Figures:
     """Return figures without what holds only while an engine runs."""
     return wire.Figures({}, figures.counters, figures.histograms, {})
+
+
+def _less(figures: wire.Figures, found: wire.Figures) -> wire.Figures:
+    """Return figures without what had been counted before."""
+    counters = {name: n - found.counters.get(name, 0.0) for name, n in figures.counters.items()}
+    histograms = dict[str, tuple[list[int], float]]()
+    for name, (cells, total) in figures.histograms.items():
+        before, before_total = found.histograms.get(name, ([0] * len(cells), 0.0))
+        left = [one - other for one, other in zip(cells, before, strict=True)]
+        histograms[name] = left, total - before_total
+    return wire.Figures(figures.gauges, counters, histograms, figures.samples)
 
 
 def sum_figures(all_figures: Sequence[wire.Figures]) -> wire.Figures:
@@ -111,12 +132,16 @@ def sum_figures(all_figures: Sequence[wire.Figures]) -> wire.Figures:
 
 
 class Gatherer:
-    """A thread that asks all replicas for their figures once a second."""
+    """A thread that asks all replicas for their figures once a second.
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
+    Sums begin at 0 with the router, which began at `since_s`: with its process they are those of an
+    engine to whoever adds up what one engine after the other has counted.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], since_s: float) -> None:
         assert set(_SAME) <= set(GAUGES)
-        self._replicas = replicas
-        self._totals = {each.number: ReplicaTotals() for each in replicas}
+        self._replicas, self._since_s = replicas, since_s
+        self._totals = {each.number: ReplicaTotals(since_s) for each in replicas}
         self._samples: dict[str, list[float]] = defaultdict(list)
         self._lock = threading.Lock()
         self._is_closing = threading.Event()
@@ -132,7 +157,8 @@ class Gatherer:
         figures.counters["dropped_messages"] = (
             figures.counters.get("dropped_messages", 0.0) + num_dropped
         )
-        return msgspec.structs.replace(figures, samples=samples)
+        gauges = figures.gauges | ({"start_time_s": self._since_s} if known else {})
+        return msgspec.structs.replace(figures, gauges=gauges, samples=samples)
 
     def close(self) -> None:
         """End the thread."""
