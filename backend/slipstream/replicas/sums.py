@@ -134,8 +134,8 @@ def sum_figures(all_figures: Sequence[wire.Figures]) -> wire.Figures:
 class Gatherer:
     """A thread that asks all replicas for their figures once a second.
 
-    Sums begin at 0 with the router, which began at `since_s`: with its process they are those of an
-    engine to whoever adds up what one engine after the other has counted.
+    Sums begin at 0 with the router, which began at `since_s`. So a bridge, which adds up the counts
+    of one engine after the other, can take each router for an engine.
     """
 
     def __init__(self, replicas: Sequence[Replica], since_s: float) -> None:
