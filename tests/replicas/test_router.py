@@ -8,6 +8,7 @@ import pytest
 from fixtures.bridge.launching import wait_for
 from fixtures.bridge.replicated import Client, stopped
 from slipstream import wire
+from slipstream.bridge import connection
 from slipstream.bridge.totals import Totals
 from slipstream_contract.errors import Code, ContractError
 
@@ -42,6 +43,21 @@ def test_a_stream_is_cancelled_where_it_runs_and_its_id_is_unique_over_all(serve
     wait_for(lambda: other.tokens[8])
     other.connection.close()
     wait_for(lambda: client.connection.request_status(60).running == 0)
+
+
+def test_an_end_on_its_way_is_not_lost(server, client, monkeypatch):
+    """A bridge asks which requests there are while tokens of ended ones wait in the router."""
+    monkeypatch.setattr(connection, "_PING_S", 0.001)
+    monkeypatch.setattr(connection, "_POLL_MS", 1)
+    asking = Client(server, max_unanswered=1 << 30)
+    assert asking.connection.wait_welcome(60)
+    for first in range(0, 400, 8):
+        for number in range(first, first + 8):
+            asking.submit(number, [number % 50, 1 + number % 7], 1 + number % 3)
+        wait_for(lambda first=first: all(asking.is_over(first + i) for i in range(8)))
+    assert not asking.lost
+    assert not asking.rejected
+    asking.connection.close()
 
 
 def test_an_engine_that_dies_costs_what_it_had_begun_and_the_other_serves_on(server, client):

@@ -155,7 +155,7 @@ class Router:
     def cancel_bridge(self, bridge: bytes) -> int:
         """Cancel and remove all requests of a bridge that is gone; return how many there were."""
         with self._lock:
-            gone = self.requests_of(bridge)
+            gone = [number for owner, number in self._by_bridge if owner == bridge]
             for number in gone:
                 routed = self._by_bridge[bridge, number]
                 self.cancel(bridge, number, wire.CancelCause.BRIDGE)
@@ -164,8 +164,15 @@ class Router:
             return len(gone)
 
     def requests_of(self, bridge: bytes) -> list[int]:
-        """Return the numbers of a bridge's requests that have not ended."""
-        return [number for owner, number in list(self._by_bridge) if owner == bridge]
+        """Return the numbers of a bridge's requests whose end it has not been sent.
+
+        An end that `step` or `take_rejected` has not taken yet comes after the answer to a `Ping`.
+        """
+        with self._lock:
+            found = {number for owner, number in self._by_bridge if owner == bridge}
+            found |= {tokens.request for tokens in self._outbox.get(bridge, ())}
+            found |= {rejected.request for owner, rejected in self._rejected if owner == bridge}
+            return list(found)
 
     def slack_ns(self) -> float:
         """Return 0: tokens are sent on at once."""
