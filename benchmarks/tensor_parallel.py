@@ -32,6 +32,11 @@ from step import can_import_peer, peer_environment
 
 HERE = Path(__file__).parent
 SIZES = [8 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 8 << 20]
+ENVIRONMENT = {  # unless the operator's says otherwise: nothing here needs multicast
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
 PARTS = ("sums", "engine", "one", "kill", "peer")
 
 
@@ -68,8 +73,9 @@ class Ranks:
                 *("--batches", *map(str, args.batches), "--sizes", *map(str, args.sizes)),
             ]
             pipe = subprocess.PIPE if rank == 0 else None
-            fds = [self.descriptor]
-            self.processes.append(subprocess.Popen(command, stdout=pipe, pass_fds=fds))
+            # Unbuffered: `wait_ready` waits for the descriptor between lines.
+            given = {"stdout": pipe, "bufsize": 0, "env": ENVIRONMENT | dict(os.environ)}
+            self.processes.append(subprocess.Popen(command, pass_fds=[self.descriptor], **given))
 
     def wait(self, seconds: float) -> list[Any] | str:
         """Return what each rank has measured, or why there is nothing."""
@@ -165,7 +171,7 @@ def kill_one(args: argparse.Namespace, size: int, config: Path) -> dict[str, Any
 
 def measure_peer(args: argparse.Namespace, name: str, folder: Path) -> dict[str, Any] | str | None:
     """Run vLLM on as many GPUs; None: it is not there."""
-    environment = peer_environment(args.peer_path)
+    environment = ENVIRONMENT | peer_environment(args.peer_path)
     if args.device == "cpu" or not can_import_peer(environment):
         return None
     output = folder / f"{name}.peer"

@@ -111,6 +111,11 @@ def copy_rate(rank: int, size: int) -> float:
     return source.nbytes / (events[0].elapsed_time(events[1]) / 1e3)
 
 
+def width_of(count: int) -> int:
+    """Return the longest row, of whole packs of 16 bytes, in which so many elements lie."""
+    return max(n for n in range(8, _HIDDEN + 1, 8) if count % n == 0)
+
+
 def check(ranks: Ranks, host: HostRanks, x: torch.Tensor) -> bool:
     """Whether a sum has the oracle's bits, of what the host has gathered; with and without a norm.
 
@@ -152,7 +157,7 @@ def measure_sums(args: argparse.Namespace) -> list[dict[str, Any]]:
     for size in args.sizes:
         generator = torch.Generator().manual_seed(size + args.rank)
         x = torch.randn(size // 2, generator=generator).bfloat16().to(device)
-        x = x.view(-1, min(_HIDDEN, size // 2))
+        x = x.view(-1, width_of(x.numel()))
         row: dict[str, Any] = {"bytes": size, "is_right": check(ranks, host, x)}
         row["us"] = round(time_sums(lambda x=x: ranks.sum(x), is_cuda), 2)
         if not is_cuda:
@@ -223,7 +228,7 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
 
         runner = ModelRunner(resolve(config))
     else:
-        runner, memory = start(resolve(config, args.rank), args.ranks)
+        runner, memory, _ = start(resolve(config, args.rank), args.ranks)
         memory.beat_forever()
     found: dict[str, Any] = {"start_s": round(time.perf_counter() - began, 1)}
     notes = watch(runner)

@@ -35,6 +35,7 @@ def test_sums_have_the_oracles_bits_and_a_model_runs_on_two_ranks() -> None:
         capture_output=True,
         text=True,
         check=False,
+        timeout=900,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
