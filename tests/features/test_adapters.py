@@ -9,33 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from fixtures.bridge.texts import CHECKPOINT, TEXT
 from fixtures.features import answers
+from fixtures.features.adapters import text_of, write
 from fixtures.features.house import House
 from fixtures.features.pairing import cases
 from fixtures.features.table import body_of
-from fixtures.models.adapters import write_adapter
 from fixtures.tiers import quick_of
 from safetensors.torch import load_file
 from slipstream_contract.errors import Code, ContractError
 from slipstream_serve.server import repository_root
 
-LAYERS = range(7)
 TRAINING = repository_root() / "training/adapter.py"
-
-
-def write(folder: Path, seed: int, size: float = 1.0) -> Path:
-    """An adapter of the default model which changes what it says."""
-    rng = torch.Generator().manual_seed(seed)
-    pairs = {
-        f"model.layers.{i}.self_attn.v_proj": (
-            torch.randn(4, 256, generator=rng) / 16,
-            torch.randn(128, 4, generator=rng) * size,
-        )
-        for i in LAYERS
-    }
-    return write_adapter(folder, pairs, 4)
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +33,6 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     made = House(folder, adapters=f"first={first},zero={zero}", **options)
     yield made
     made.close()
-
-
-def text_of(house: House, name: str | None, prompt: str = "def main(", num_tokens: int = 12) -> str:
-    sampling = {"max_tokens": num_tokens, "temperature": 0} | (
-        {} if name is None else {"lora_name": name}
-    )
-    body = {
-        "text_input": prompt,
-        "exclude_input_in_output": True,
-        "sampling_parameters": json.dumps(sampling),
-    }
-    return "".join(each["text_output"][0].decode() for each in house.ask("vllm_model", body))
 
 
 def test_a_name_chooses_what_is_said(house: House) -> None:

@@ -9,6 +9,11 @@ from fixtures.models.adapters import write_adapter
 from slipstream_client import cli
 
 pytestmark = pytest.mark.rest
+HOSTILE: list[tuple[object, object]] = [
+    *(("x", path) for path in ("..", "/etc", "\0", "one/../..", "a" * 10_000, "\ud800", "~")),
+    *(("x", path) for path in (3, ["one"], {"a": 1}, True, "")),
+    *((name, "one") for name in ("a" * 10_000, "a,b", "\n", "\ud800", 3, ["x"], None, "")),
+]
 
 
 def test_an_adapter_is_a_model_while_it_is_loaded(
@@ -36,6 +41,12 @@ def test_an_adapter_is_a_model_while_it_is_loaded(
         ):
             answer = gateway.post("/v1/load_lora_adapter", body)
             assert (answer.status, answer.error["param"]) == (400, field)
+        for name, path in HOSTILE:
+            for way in ("load", "unload"):
+                body = {"lora_name": name, "lora_path": path}
+                answer = gateway.post(f"/v1/{way}_lora_adapter", body)
+                assert answer.status in (400, 404, 422), (way, name, path)
+                assert len(answer.error["message"]) < 2000
         body = {"lora_name": "one", "lora_path": "one"}
         assert gateway.post("/v1/load_lora_adapter", body).status == 200
         cards = {card["id"]: card for card in gateway.get("/v1/models").json["data"]}

@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 
+import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
 from fixtures.server.support import CHECKPOINT, PROMPT, TEXT_MODELS, RequestError, compose
@@ -12,6 +13,7 @@ from slipstream_serve.triton import Endpoints, ServeError, TritonServer
 
 pytestmark = [pytest.mark.triton, pytest.mark.beside]
 
+DTYPES = (np.uint64, np.float16, np.int32)  # of an adapter's inputs
 TOKENS = {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 4}
 
 
@@ -26,6 +28,34 @@ def test_a_request_type_of_disaggregated_serving_is_refused(idle, kind):
     with pytest.raises(RequestError, match=f"INVALID_ARGUMENT: request_type.* {kind}|'{kind}'"):
         idle.stream("tensorrt_llm", parameters={"request_type": kind}, **TOKENS)
     assert idle.stream("tensorrt_llm", **TOKENS)
+
+
+def test_weights_of_an_adapter_that_are_wrong_fail_alone(idle):
+    """By gRPC: ids to 2^64 - 1, rows that lie nowhere, NaN, what is missing."""
+    before = idle.stream("tensorrt_llm", **TOKENS)[-1]
+    zeros = [[0.0] * 8]
+    for number, weights, config, code in (
+        (2**64 - 1, None, None, "NOT_FOUND"),
+        (2**63, zeros, [[1, 0, 0]], "INVALID_ARGUMENT"),
+        (1, zeros, [[1, 2**31 - 1, 1]], "INVALID_ARGUMENT"),
+        (1, zeros, [[-(2**31), 0, 1]], "INVALID_ARGUMENT"),
+        (1, zeros, [[1, 0, 512]], "INVALID_ARGUMENT"),
+        (1, [[float("nan")] * 640], [[2, 0, 1]], "INVALID_ARGUMENT"),
+        (1, zeros * 2, [[1, 0, 1]], "INVALID_ARGUMENT"),
+        (1, zeros, None, "INVALID_ARGUMENT"),
+        (0, zeros, [[1, 0, 1]], "INVALID_ARGUMENT"),
+    ):
+        given = {"lora_task_id": number, "lora_weights": weights, "lora_config": config}
+        arrays = {
+            name: np.array([value], dtype)
+            for (name, value), dtype in zip(given.items(), DTYPES, strict=True)
+            if value is not None
+        }
+        arrays["lora_task_id"] = arrays["lora_task_id"][None]
+        with pytest.raises(RequestError, match=code):
+            idle.stream("tensorrt_llm", **TOKENS, **arrays)
+    after = idle.stream("tensorrt_llm", **TOKENS)[-1]
+    assert np.array_equal(after["output_ids"], before["output_ids"])
 
 
 def test_stop_is_not_for_the_ensemble(idle):

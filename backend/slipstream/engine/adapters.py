@@ -29,6 +29,7 @@ from slipstream.wire import AdapterInfo, Submit
 _log = logging.getLogger(__name__)
 
 MAX_NAME = 256  # characters
+MAX_PATH = 1024  # characters, of a request's
 MAX_NAMES = 1 << 16  # as metrics say (`max_lora`)
 _SHOWN = 8  # names in an error
 
@@ -367,6 +368,10 @@ class AdapterStore:
             raise ContractError(
                 "the engine has no adapter_root: requests cannot load adapters "
                 "(slipstream compose --adapter-root)"
+            )
+        if len(path) > MAX_PATH:
+            raise ContractError(
+                f"lora_path has {len(path)} characters, at most {MAX_PATH} are read"
             )
         root = Path(self._root).resolve()
         try:
