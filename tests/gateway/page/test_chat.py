@@ -326,6 +326,7 @@ def test_a_server_that_dies_in_mid_answer_is_reported(
         chat.start("class Stack:")
         tab.wait("document.querySelector('.answer .text')?.textContent.length > 5")
         gateway.process.kill()
+        gateway.process.wait(120)
         tab.wait("!document.querySelector('.running')")
         assert chat.text(".turn .fault")
         assert chat.texts(".answer .text")  # what had come stays
