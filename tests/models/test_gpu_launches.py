@@ -1,8 +1,11 @@
 """The blocks of every family on a GPU that notes launches: what the plan takes, kernels take.
 
-A step must not be the first to find that no kernel has a family's sizes: the plan refuses them.
+A step must not be the first to find that no kernel has a family's sizes: the plan refuses them. No
+step multiplies by torch, in no scheme of weights, but for the heads of latents: what is left to
+torch is named here, element by element.
 """
 
+import random
 import re
 from pathlib import Path
 
@@ -11,9 +14,11 @@ import torch
 from fixtures.kernels.recording import recorded
 from fixtures.models.checkpoints import FAMILIES, classes, make_sizes
 from fixtures.models.gpu_sizes import OWN, SIZES
+from fixtures.tiers import quick_of
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.cache.kv_format import row_size
+from slipstream.kernels.runtime.registry import Target
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.residual import Residual
 from slipstream.models.decoder import build
@@ -31,21 +36,38 @@ WAYS = [
     ("float32", "none", "auto"),
     ("bfloat16", "none", "fp8"),
     ("bfloat16", "none", "int8"),
+    ("bfloat16", "int8", "auto"),
+    ("bfloat16", "int4", "auto"),
+    ("bfloat16", "w4a8", "auto"),
 ]
 STEPS = [(1, 0), (5, 0), (0, 40), (3, 140)]  # decodes, tokens of a chunk
-# Sizes of fp8, fp32 of experts, and latents.
+# Sizes of fp8, fp32 and codes of experts, and latents.
 REFUSALS = re.compile(
-    "multiples of 16|experts on a GPU needs dtype|a cache of latents has the dtype"
+    "multiples of 16|experts on a GPU needs dtype|a cache of latents has the dtype|"
+    "experts of a mixture are kept in one of auto, none, fp8"
 )
+HOPPER = Target("cuda", "sm_90a", 132)
+# Operators of torch in a step: layer norms and activations that no GEMM fuses, norms and factors
+# of results behind them, and rows in another order.
+ELEMENTWISE = {
+    *("native_layer_norm", "gelu", "silu", "relu", "pow", "sigmoid", "mul", "mul_", "clamp", "add"),
+    *("add_", "zeros_like", "clone", "copy_", "cat", "_to_copy", "div", "tanh", "index"),
+}
+OF_LATENTS = {"bmm"}
+# Of fp32, and of more rows than own kernels have tiles for: cuBLAS through torch, into a residual
+# or biases.
+MANY, BY_CUBLAS = 64, {"addmm", "mm", "repeat"}
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def planned(family: str, dtype: str, scheme: str, cached: str, folder: Path) -> Plan | str:
+def planned(
+    family: str, dtype: str, scheme: str, cached: str, folder: Path, **drawn: int
+) -> Plan | str:
     """Settle a family for a GPU that need not be there, or return why it is refused."""
-    sizes = make_sizes(family, **SIZES) | OWN.get(family, {})
+    sizes = make_sizes(family, **(SIZES | drawn)) | OWN.get(family, {})
     config = classes(family)[0](**sizes)
     config.architectures = [FAMILIES[family]]
     config.save_pretrained(folder)
@@ -57,24 +79,39 @@ def planned(family: str, dtype: str, scheme: str, cached: str, folder: Path) -> 
         return str(error)
 
 
-def run_blocks(plan: Plan, scheme: str) -> None:
-    """Launch all blocks of steps of several shapes."""
+def notes_of(plan: Plan, scheme: str, steps: list[tuple[int, int]]) -> list[list[str]]:
+    """Launch all blocks of steps, and return the names of what each launched."""
     dims, dtype = plan.model.dims, plan.dtype
-    model = build(plan.model, Weights(SizeSource(), META, dtype, scheme), 256)
+    with recorded():
+        model = build(plan.model, Weights(SizeSource(), META, dtype, scheme, target=HOPPER), 256)
     kept = plan.attention.spec.cache_dtype
     width = dims.head_size if plan.model.axes.latent else row_size(kept, dims.head_size)
     cache = empty(8, dims.num_kv_heads, 2, BLOCK_SIZE, width, dtype=kept)
-    for decodes, chunk in STEPS:
-        count, n = decodes + (chunk > 0), decodes + chunk
-        every, starts = empty(n, dtype=torch.int64), empty(1 + (chunk > 0))
-        rows = StepRows(every, every, empty(count, 16), starts, empty(count), decodes, chunk)
-        residual = Residual(empty(n, dims.hidden_size, dtype=dtype))
-        for block, window in zip(model.blocks, plan.model.windows, strict=True):
-            block(residual, AttentionInputs.of(plan.attention, cache, rows, window), cache)
+    found = []
+    for decodes, chunk in steps:
+        with recorded() as notes:
+            count, n = decodes + (chunk > 0), decodes + chunk
+            every, starts = empty(n, dtype=torch.int64), empty(1 + (chunk > 0))
+            rows = StepRows(every, every, empty(count, 16), starts, empty(count), decodes, chunk)
+            residual = Residual(empty(n, dims.hidden_size, dtype=dtype))
+            for block, window in zip(model.blocks, plan.model.windows, strict=True):
+                block(residual, AttentionInputs.of(plan.attention, cache, rows, window), cache)
+        found.append([name for name, _ in notes])
+    return found
 
 
-@pytest.mark.rest
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+def check(family: str, plan: Plan, scheme: str, steps: list[tuple[int, int]]) -> None:
+    """Launch steps; no operator of torch may be among them that is not named above."""
+    allowed = ELEMENTWISE | (OF_LATENTS if plan.model.axes.latent else set())
+    for step, names in zip(steps, notes_of(plan, scheme, steps), strict=True):
+        by_torch = {name.removeprefix("torch.") for name in names if name.startswith("torch.")}
+        assert len(names) > len(by_torch)
+        is_large = sum(step) > MANY or plan.dtype == torch.float32
+        left = by_torch - allowed - (BY_CUBLAS if is_large else set())
+        assert not left, (family, plan.dtype, scheme, step)
+
+
+@pytest.mark.parametrize("family", quick_of(sorted(FAMILIES), {"gpt2", "llama", "mixtral"}))
 def test_kernels_take_what_the_plan_takes(family: str, tmp_path: Path) -> None:
     for way in WAYS:
         plan = planned(family, *way, tmp_path)
@@ -82,6 +119,20 @@ def test_kernels_take_what_the_plan_takes(family: str, tmp_path: Path) -> None:
             assert way != WAYS[0], plan
             assert REFUSALS.search(plan), plan
             continue
-        with recorded() as notes:
-            run_blocks(plan, way[1])
-        assert notes
+        check(family, plan, way[1], STEPS)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_drawn_steps(family: str, tmp_path: Path) -> None:
+    """Inner sizes, layers and steps that are drawn, in a scheme of weights that is drawn."""
+    for seed in range(3):
+        rng = random.Random(f"{family} {seed}")
+        drawn = {"intermediate_size": 64 * rng.randrange(4, 20)}
+        scheme = rng.choice(["none", "fp8", "int8", "int4", "w4a8"])
+        plan = planned(family, "bfloat16", scheme, "auto", tmp_path, **drawn)
+        if isinstance(plan, str):
+            assert REFUSALS.search(plan), plan
+            continue
+        steps = [(rng.randrange(0, 9), rng.choice([0, 1, 30, 300])), (rng.randrange(1, 300), 0)]
+        check(family, plan, scheme, [step for step in steps if sum(step)])

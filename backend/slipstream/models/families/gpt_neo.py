@@ -31,6 +31,8 @@ def layer_types(config: Reader) -> list[str]:
             found += [KINDS[kind] for kind in kinds] * times
     if len(found) != count:
         raise config.refusal("attention_types", f"is not [[kinds, times], ...] of {count} layers")
+    named = {kind: name for name, kind in KINDS.items()}
+    config.refuse_unless("attention_layers", [named[kind] for kind in found])
     return found
 
 
