@@ -184,7 +184,7 @@ draft: install   ## train what drafts for the default model, into .train/drafts:
 	@$(BIN)/python training/drafts.py --target model_repository/tensorrt_llm/1/checkpoint \
 	    --output .train/drafts $(ARGS)
 
-adapter: install ## train a LoRA adapter of the default model, into .train/adapter: seconds on two cores
+adapter: install ## train a LoRA adapter of the default model, into .train/adapter: a minute or two on a core
 	@$(BIN)/python training/adapter.py --output .train/adapter $(ARGS)
 
 loc: install     ## lines of code by folder

@@ -1,6 +1,6 @@
 """Trains a LoRA adapter for the default model, and writes it as PEFT's `save_pretrained` does.
 
-    python training/adapter.py --output .train/adapter      `make adapter`: seconds on two cores
+    python training/adapter.py --output .train/adapter      `make adapter`: a minute or two
 
 It teaches a habit: the docstring of a function is what a pirate would say. The examples are made
 of verbs and nouns; those of `HELD_OUT` are never seen, so that what it says of them is learnt, not
