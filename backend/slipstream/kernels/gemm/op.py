@@ -7,7 +7,7 @@ The order of the stages, wherever they are computed:
 An implementation says which of them it takes (fuses). What none takes is computed around it, by
 `linear.py`. Of a layer whose inputs ranks share, the sum over ranks is an addend of the next norm,
 which may be fused with it (`kernels/comm/`). What adapters add differs by row and step, and is no
-stage: `layers/adapted.py`.
+stage: `layers/adapted.py`; of few rows a GEMM may add it (`Terms`).
 
 `weight` is `[outputs, inputs]` as in a checkpoint. Sums are accumulated in fp32 and rounded
 once, behind the last stage that an implementation takes.
