@@ -1,11 +1,14 @@
 """llm-compressor's side of accuracy_peer.py: runs in its environment, `python ... SPEC.json`.
 
-SPEC names a checkpoint and token ids; prints bits before and after as a line of JSON.
+SPEC names a checkpoint, its tokenizer.json and token ids; prints bits before and after as a line
+of JSON.
 """
 
+import copy
 import json
 import math
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 
 def scheme(group: int) -> dict[str, QuantizationScheme]:
@@ -50,23 +53,42 @@ def bits(model: Any, text: list[list[int]]) -> float:
     return total
 
 
+def plain(path: Path, folder: str) -> Path:
+    """Return a directory of safetensors: the checkpoint's, or made in `folder` of a GGUF file.
+
+    `oneshot` takes no model that came of a GGUF file, which calls itself quantised.
+    """
+    if path.suffix != ".gguf":
+        return path
+    read = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    config = copy.deepcopy(read.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(folder)
+    return Path(folder)
+
+
 def main() -> None:
     """Quantise and measure."""
     spec = json.loads(Path(sys.argv[1]).read_text())
-    path = Path(spec["checkpoint"])
-    where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    source = path.parent if where else path
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **where).eval()
-    before = bits(model, spec["text"])
-    rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in spec["calibration"]]
-    oneshot(
-        model=model,
-        dataset=Dataset.from_list(rows),
-        recipe=recipe(spec["row"], spec["group"]),
-        max_seq_length=len(rows[0]["input_ids"]),
-        num_calibration_samples=len(rows),
-    )
-    print(json.dumps({"before": before, "after": bits(model, spec["text"])}))
+    with tempfile.TemporaryDirectory() as folder:
+        source = plain(Path(spec["checkpoint"]), folder)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+        before = bits(model, spec["text"])
+        rows = [{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids in spec["calibration"]]
+        oneshot(
+            model=model,
+            processor=PreTrainedTokenizerFast(tokenizer_file=spec["tokenizer"]),
+            dataset=Dataset.from_list(rows),
+            recipe=recipe(spec["row"], spec["group"]),
+            max_seq_length=len(rows[0]["input_ids"]),
+            num_calibration_samples=len(rows),
+        )
+        print(json.dumps({"before": before, "after": bits(model, spec["text"])}))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,6 @@
-"""A model in each library's format: logits are those of its weights in fp32; what is refused.
-
-Families that store q, k and v as one matrix, transposed or interleaved, and mixtures too.
-"""
+"""A model in each library's format: logits are those of its weights in fp32; what is refused."""
 
 import json
-import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,15 +10,12 @@ from fixtures.models import remote_drawn
 from fixtures.models.checkpoints import (
     Driver,
     Generation,
-    edit_config,
-    make_model,
     make_runner,
     random_prompts,
     rewrite,
-    save,
-    sizes_of,
 )
 from fixtures.models.quantised import NAME, Tensors, config_of, directory_of, model_of, tiled
+from fixtures.models.rearranged import REARRANGED, Of128, plain, quantise
 from fixtures.tiers import quick_of
 from slipstream.errors import CheckpointError, StartError
 from slipstream.fuse.rewrite import places
@@ -106,54 +98,6 @@ def test_a_gpu_keeps_these_weights(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(weight, truth, **rounding)
 
 
-_MOE = {"num_key_value_heads": 1, "intermediate_size": 256}
-REARRANGED: dict[str, tuple[str, str, dict[str, object]]] = {  # family, case, what is its own
-    "gpt_neox": ("gpt_neox", "gptq-v1-4-32", {}),
-    "falcon, groups": ("falcon", "awq-gemm-32", {"new_decoder_architecture": True}),
-    "falcon, one head of keys": ("falcon", "bnb-int8", {"multi_query": True}),
-    "bloom": ("bloom", "gptq-v2-8-64", {"hidden_size": 128, "n_head": 2}),
-    "gpt2": ("gpt2", "gptq-v1-4-32", {"n_inner": 256}),
-    "gpt_bigcode": ("gpt_bigcode", "gptq-v1-4-32", {"multi_query": False, "n_inner": 256}),
-    "phi3": ("phi3", "awq-gemm-32", {"num_key_value_heads": 1}),
-    "glm4": ("glm4", "modelopt-nvfp4", {"num_key_value_heads": 1}),
-    "cohere": ("cohere", "modelopt-fp8", {}),
-    "gptj": ("gptj", "modelopt-int4", {"n_inner": 256}),
-    "mpt": ("mpt", "bnb-nf4", {}),
-    "internlm2": ("internlm2", "awq-gemm-32", {}),
-    "baichuan": ("baichuan", "gptq-v1-4-32", {}),
-    "chatglm": ("chatglm", "gptq-v1-4-32", {}),
-    "qwen": ("qwen", "gptq-v1-4-32", {}),
-    "mixtral, awq": ("mixtral", "awq-gemm-32", _MOE),
-    "mixtral, fp8": ("mixtral", "modelopt-fp8", _MOE),
-    "qwen2 moe": ("qwen2_moe", "gptq-v1-4-32", {"shared_expert_intermediate_size": 128} | _MOE),
-    "qwen3 moe": ("qwen3_moe", "gptq-v2-8-64", _MOE),
-    "olmoe": ("olmoe", "modelopt-int8", {"num_experts_per_tok": 2, "hidden_size": 128} | _MOE),
-}
-_OF_128 = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "head_dim": 64}
-_SKIPPED = re.compile(
-    r"embed|norm|router|\.gate\.weight|shared_expert_gate|wte|wpe|tok_emb|inv_freq"
-)
-
-
-class Of128(remote_drawn.Sizes):
-    """Sizes of whole tiles."""
-
-    def __init__(self, rng: random.Random, step: int = 2, is_grouped: bool = True) -> None:
-        super().__init__(rng, step, is_grouped)
-        self.heads, self.groups, self.size, self.hidden = 2, 1 if is_grouped else 2, 64, 128
-        self.inner, self.layers = 128, 2
-
-
-def plain(family: str, own: dict[str, object], directory: Path) -> None:
-    """Write a checkpoint of a family in fp32."""
-    if family in remote_drawn.REMOTE and family != "mpt":
-        remote_drawn.REMOTE[family](random.Random(family)).save(directory)
-        return
-    sizes = sizes_of(family, **_OF_128)
-    experts = {"moe_intermediate_size": 128} if family in ("qwen2_moe", "qwen3_moe") else {}
-    save(make_model(family, **(sizes | experts | own)), directory)
-
-
 @pytest.mark.parametrize("name", quick_of(REARRANGED, {"falcon, groups", "gpt2", "chatglm"}))
 def test_rearranged_and_of_experts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,42 +107,15 @@ def test_rearranged_and_of_experts(
     # Torch's last bits depend on where weights begin, and those in their file begin anywhere.
     monkeypatch.setattr(FileSource, "mapped", lambda *_: None)
     family, case, own = REARRANGED[name]
-    directories = tmp_path / "quantised", tmp_path / "dequantised"
-    for directory in directories:
-        directory.mkdir()
-        plain(family, own, directory)
-    is_turned = family == "gpt2"
-    number = 0
-
-    def quantise(tensors: Tensors, keeps: bool) -> None:
-        nonlocal number
-        for full in sorted(tensors):
-            if tensors[full].ndim < 2 or _SKIPPED.search(full) or not re.search(r"\.\d+\.", full):
-                continue
-            number += 1
-            module = full.removesuffix(".weight")
-            shape = tuple(tensors.pop(full).shape)[:: -1 if is_turned else 1]
-            parts = tiled(case, *shape, 2.0 ** (number % 3 - 6))
-            if keeps:
-                tensors.update({f"{module}.{part}": each for part, each in parts.items()})
-                continue
-            one = directory_of(tmp_path / "one", parts, config_of(case))
-            matrix = FileSource(one, HOST, TensorNames()).quantized(NAME, *shape)
-            assert matrix is not None
-            tensors[full] = dequantise(matrix).T if is_turned else dequantise(matrix)
-            tensors[full] = tensors[full].contiguous()
-
     logits = []
-    for directory, keeps in zip(directories, (True, False), strict=True):
-        number = 0
-        rewrite(directory, lambda tensors, keeps=keeps: quantise(tensors, keeps))
-        if keeps:
-            edit_config(directory, quantization_config=config_of(case))
+    for keeps in (True, False):
+        directory = tmp_path / f"{keeps}"
+        plain(family, own, directory)
+        assert quantise(family, case, directory, keeps) > 4
         generation = Generation(random_prompts([20], 100)[0], 2)
         runner = make_runner(directory, quantization="none")
         Driver(runner, keep_logits=True).finish([generation], 11)
         logits.append(torch.stack(generation.logits))
-    assert number > 4
     assert torch.equal(*logits)
 
 

@@ -14,15 +14,12 @@ from fixtures.models.checkpoints import (
     make_runner,
     random_prompts,
     save,
-    sizes_of,
 )
 from fixtures.models.drawn import DRAWN
-from fixtures.models.gguf_files import LATENT_SIZES, SIZES, unpacked, write_gguf
 from fixtures.models.parity import GRID, engine_greedy
-from fixtures.models.quantised import model_of
 from fixtures.models.ranks import Group, compare, driven, ranks_of
 from fixtures.models.remote_drawn import REMOTE, Remote
-from fixtures.quantize import tiny
+from fixtures.models.written import COMPRESSED, GGUF, PACKED, quantised
 from fixtures.tiers import quick_of
 from slipstream.config import EngineConfig
 from slipstream.engine.scheduler import Limits
@@ -58,28 +55,7 @@ def test_a_family(case: str, tmp_path: Path) -> None:
     compare(directory, size, vocab_size)
 
 
-FORMATS = ["awq-gemm-32", "gptq-v1-4-32", "gptq-v2-8-64", "bnb-int8", "bnb-nf4", "gguf Q4_0"]
-FORMATS += [f"modelopt-{each}" for each in ("int4", "int8", "fp8", "nvfp4")]
-FORMATS += [f"compressed {each}" for each in tiny.FORMATS] + ["gguf Q6_K"]
-FORMATS += ["gguf phi3 Q4_K", "gguf phi3 Q8_0", "gguf phi3 Q2_K", "gguf deepseek_v3 MXFP4"]
-
-
-def quantised(name: str, directory: Path) -> Path:
-    """Write a tiny Llama in a format."""
-    kind, _, rest = name.partition(" ")
-    if kind == "gguf":
-        *named, blocks = rest.split()
-        family = named[0] if named else "llama"
-        latent = LATENT_SIZES | {"n_group": 1} if family == "deepseek_v3" else {}
-        model = make_model(family, **(sizes_of(family, **SIZES) | latent))
-        path = write_gguf(model, family, directory / "a.gguf", blocks)
-        return unpacked(path, directory / "model")
-    if kind == "compressed":
-        original = tiny.checkpoint(directory / "original")
-        tiny.quantised(original, tiny.FORMATS[rest], directory / "model")
-    else:
-        model_of(name, directory)
-    return directory / "model"
+FORMATS = [*PACKED, *COMPRESSED, *GGUF]
 
 
 @pytest.mark.parametrize("name", quick_of(FORMATS, {"gptq-v1-4-32", "gguf Q6_K"}))

@@ -61,6 +61,11 @@ class _Checkpoint:
         self._matrices = Matrices(directory, tensors, self, self.stored("lm_head"))
         self._notes: dict[str, int] = {}
 
+    @property
+    def directory(self) -> Path:
+        """The checkpoint's."""
+        return self._directory
+
     def entry(self, name: str) -> TensorEntry | None:
         """Return the place of a tensor by the checkpoint's name."""
         return self._entries.get(name)

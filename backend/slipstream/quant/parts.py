@@ -33,18 +33,22 @@ def inputs_of(matrix: QuantMatrix, begin: int, count: int) -> QuantMatrix:
         order = order[places] - begin
         if torch.equal(order, torch.arange(count, device=order.device)):
             order = None
-    borders = [i for i, (one, other) in enumerate(pairwise(groups), start=1) if one != other]
-    group = math.gcd(*borders) if borders else count
-    kept = torch.tensor(groups[::group])
-    return replace(
+    part = replace(
         matrix,
         codes=halves(codes) if matrix.kind in _HALVES else codes.contiguous(),
-        group=group,
         inputs=count,
         order=order,
         factors=None if matrix.factors is None else matrix.factors[begin : begin + count],
-        **_each(matrix, lambda x: _columns(x, kept)),
     )
+    return regrouped(part, groups)
+
+
+def regrouped(matrix: QuantMatrix, groups: list[int]) -> QuantMatrix:
+    """Return a matrix whose code i has the scale `groups[i]` of this one: in groups of one size."""
+    borders = [i for i, (one, other) in enumerate(pairwise(groups), start=1) if one != other]
+    group = math.gcd(*borders) if borders else len(groups)
+    kept = torch.tensor(groups[::group])
+    return replace(matrix, group=group, **_each(matrix, lambda x: _columns(x, kept)))
 
 
 def padded(matrix: QuantMatrix, count: int) -> QuantMatrix:

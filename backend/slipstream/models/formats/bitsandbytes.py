@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import torch
+from slipstream_contract.errors import clip
 from torch import Tensor
 
 from slipstream.models.formats.format import Format, Row, is_part, listed
@@ -81,11 +82,14 @@ def _state(module: Module) -> dict[str, Any]:
         raise module.refusal(_STATE, "is missing: fp4 and others are not implemented")
     try:
         state = json.loads(module.text(_STATE))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise module.refusal(_STATE, "is not valid JSON") from None
     names = ("quant_type", "blocksize", "shape")
     if not isinstance(state, dict) or any(name not in state for name in names):
         raise module.refusal(_STATE, f"has not all of {', '.join(names)}")
+    block = state["blocksize"]
+    if type(block) is not int or block < 1:
+        raise module.refusal(_STATE, f"has blocksize {clip(block)}")
     return state
 
 
@@ -93,10 +97,9 @@ def _nf4(module: Module, outputs: int, inputs: int) -> QuantMatrix:
     """Read blocks; where they straddle rows, each weight is given its own scale's group."""
     state = _state(module)
     block = state["blocksize"]
-    if state["quant_type"] != "nf4" or tuple(state["shape"]) != module.whole(outputs, inputs):
-        raise module.refusal(_STATE, f"is not of nf4 and [{outputs}, {inputs}]")
-    if type(block) is not int or block < 1:
-        raise module.refusal(_STATE, f"has blocksize {block!r:.20}")
+    whole = list(module.whole(outputs, inputs))
+    if state["quant_type"] != "nf4" or state["shape"] != whole:
+        raise module.refusal(_STATE, f"is not of nf4 and {whole}")
     count = outputs * inputs
     packed = module.take("weight", ("U8",), (-(-count // 2), 1), (-(-count // 2),))
     flat = packed.flatten()
@@ -116,7 +119,8 @@ def _absmax(module: Module, state: dict[str, Any], blocks: int) -> Tensor:
     if not module.has("weight.nested_absmax"):
         return module.take("weight.absmax", FLOATS, (blocks,)).float()
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
-    if type(size) is not int or size < 1 or not isinstance(offset, int | float):
+    is_number = isinstance(offset, int | float) and abs(offset) <= torch.finfo(torch.float32).max
+    if type(size) is not int or size < 1 or not is_number:
         raise module.refusal(_STATE, "has no nested_blocksize and nested_offset")
     codes = module.take("weight.absmax", ("U8",), (blocks,))
     table = module.take("weight.nested_quant_map", FLOATS, (256,)).float()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.formats.format import Format, Row, is_part, listed, matches
+from slipstream.models.formats.inputs import is_sorted, order_of
 from slipstream.models.formats.module import (
     FLOATS,
     WORD,
@@ -45,7 +46,8 @@ _BYTES = ("U8", "F8_E8M0")  # of exponents
 class GroupScheme(NamedTuple):
     """What a group says of its weights; `at` reads the object, for refusals.
 
-    `for_e4m3` says whether rows are to be rounded to e4m3, a scale for each.
+    `for_e4m3` says whether rows are to be rounded to e4m3, a scale for each; `is_sorted`, whether
+    inputs have groups by a `weight_g_idx`.
     """
 
     at: Reader
@@ -56,6 +58,7 @@ class GroupScheme(NamedTuple):
     group: int | None
     block: tuple[int, int] | None
     for_e4m3: bool
+    is_sorted: bool
 
 
 class CompressedTensors(Format):
@@ -118,7 +121,9 @@ class CompressedTensors(Format):
             raise at.refusal("strategy", f"is not one of {', '.join(known)}")
         bits, symmetric = at.whole("num_bits", 8, 8), at.flag("symmetric", default=True)
         sizes = None if block is None else (block[0], block[1])
-        return GroupScheme(at, bits, is_float, symmetric, strategy, group, sizes, for_e4m3)
+        is_sorted = strategy == "group" and at.data.get("actorder") in (True, "group", "dynamic")
+        numbers = (bits, is_float, symmetric, strategy, group, sizes)
+        return GroupScheme(at, *numbers, for_e4m3, is_sorted)
 
     def excludes(self, name: str) -> str:
         """Return `ignore` or `config_groups`, where they leave the module out."""
@@ -152,7 +157,8 @@ class CompressedTensors(Format):
             row, group = scheme.block
         elif scheme.strategy not in ("group", "tensor_group"):
             group = 1
-        group = group_unit(module, "weight_g_idx", inputs, group)
+        if is_sorted(module, "weight_g_idx", inputs, group):
+            group = 1
         is_dense = _is_dense(module, outputs, inputs, scheme.bits)
         word = WORD if is_dense else WORD // scheme.bits
         return math.lcm(row, WORD), math.lcm(group, word, 2)
@@ -199,7 +205,7 @@ def _group_of(scheme: GroupScheme, inputs: int, default: int | None = None) -> i
 
 
 def _scales(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> tuple[Tensor, int]:
-    """Read scales, spread over rows, and the inputs of a group."""
+    """Read scales of all groups of so many inputs, spread over rows; the inputs of a group."""
     if scheme.strategy == "block":
         if scheme.block is None:
             raise scheme.at.refusal("block_structure", "is missing for blocks")
@@ -218,18 +224,33 @@ def _scales(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> t
 def _zeros(module: Module, scheme: GroupScheme, outputs: int, groups: int) -> Tensor | None:
     """Read zeros of packed weights, as the codes are, or of integers; None: there are none."""
     part, bits = "weight_zero_point", scheme.bits
-    if scheme.is_symmetric:
-        module.drop(part, "not used: the scheme is symmetric")
+    if scheme.is_symmetric and not module.has(part):
         return None
     if module.dtype(part) == "I32":
         packed = module.take(part, ("I32",), (num_words(outputs, bits), groups))
-        return unpack(packed.T, bits, outputs).T.int() - (1 << (bits - 1))
-    shapes: list[tuple[int, ...]] = [(outputs, groups)]
-    if scheme.strategy == "tensor":
-        shapes = [(1,), (), (1, 1)]
-    elif scheme.strategy == "channel":
-        shapes.append((outputs,))
-    return over_rows(module.take(part, ("I8",), *shapes), outputs).int()
+        zeros = unpack(packed.T, bits, outputs).T.int() - (1 << (bits - 1))
+    else:
+        shapes: list[tuple[int, ...]] = [(outputs, groups)]
+        if scheme.strategy == "tensor":
+            shapes = [(1,), (), (1, 1)]
+        elif scheme.strategy == "channel":
+            shapes.append((outputs,))
+        zeros = over_rows(module.take(part, ("I8",), *shapes), outputs).int()
+    if not scheme.is_symmetric:
+        return zeros
+    if not zeros.is_meta and bool(zeros.any()):
+        raise scheme.at.refusal("symmetric", f"is not what {module.name}.{part} is: not all 0")
+    module.note(f"{part}: all zero, as the scheme is symmetric")
+    return None
+
+
+def _check_shape(module: Module, outputs: int, inputs: int) -> None:
+    """Raise `CheckpointError` if the shape that lies beside packed weights is another."""
+    if module.has("weight_shape"):
+        module.take("weight_shape", ("I64", "I32"), (2,))
+        shape, whole = module.numbers("weight_shape").tolist(), module.whole(outputs, inputs)
+        if tuple(shape) != whole:
+            raise module.refusal("weight_shape", f"holds {shape}, not {list(whole)}")
 
 
 def _is_dense(module: Module, outputs: int, inputs: int, bits: int) -> bool:
@@ -244,8 +265,12 @@ def _packed(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> Q
     bits = scheme.bits
     dense, loose = ((outputs, num_words(inputs, bits, each)) for each in (True, False))
     words_ = module.take("weight_packed", ("I32",), dense, loose)
-    module.drop("weight_shape", "not needed: config.json has the shapes")
-    codes = unpack(words_, bits, inputs, _is_dense(module, outputs, inputs, bits))
+    _check_shape(module, outputs, inputs)
+    is_dense = _is_dense(module, outputs, inputs, bits)
+    used = WORD // bits * bits
+    if not is_dense and used < WORD and not words_.is_meta and bool((words_ >> used).any()):
+        raise scheme.at.refusal("num_bits", f"leaves bits of {module.name}.weight_packed over")
+    codes = unpack(words_, bits, inputs, is_dense)
     return _of_integers(module, scheme, codes.int() - (1 << (bits - 1)), outputs, inputs)
 
 
@@ -253,6 +278,9 @@ def _integers(module: Module, scheme: GroupScheme, outputs: int, inputs: int) ->
     """Read int-quantized and naive-quantized."""
     _check(scheme, module, (2, 3, 4, 5, 6, 7, 8), is_float=False)
     codes = module.take("weight", ("I8",), (outputs, inputs))
+    least, most = -(1 << (scheme.bits - 1)), (1 << (scheme.bits - 1)) - 1
+    if not codes.is_meta and not least <= int(codes.min()) <= int(codes.max()) <= most:
+        raise scheme.at.refusal("num_bits", f"is too few for the numbers of {module.name}.weight")
     return _of_integers(module, scheme, codes, outputs, inputs)
 
 
@@ -260,63 +288,23 @@ def _of_integers(
     module: Module, scheme: GroupScheme, codes: Tensor, outputs: int, inputs: int
 ) -> QuantMatrix:
     """Return signed codes with their scales and zeros, in 4 bits if they fit."""
-    scales, group = _scales(module, scheme, outputs, inputs)
-    zeros = _zeros(module, scheme, outputs, num_groups(inputs, group))
-    order = None
-    if module.has("weight_g_idx"):
-        codes, order = ordered(module, "weight_g_idx", codes, group)
+    group = _group_of(scheme, inputs)
+    order = order_of(module, "weight_g_idx", outputs, inputs, group)
+    if order is None and scheme.is_sorted and not module.has("weight_g_idx"):
+        raise module.refusal("weight_g_idx", "is missing, but actorder sorts inputs by groups")
+    scaled = inputs if order is None else order.scaled
+    scales, group = _scales(module, scheme, outputs, scaled)
+    zeros = _zeros(module, scheme, outputs, num_groups(scaled, group))
     if scheme.bits > 4:
         kept = None if zeros is None else without(zeros.to(torch.int8), 0)
-        return QuantMatrix(
-            Kind.W8, codes.to(torch.int8), scales, group, inputs, zeros=kept, order=order
-        )
+        found = QuantMatrix(Kind.W8, codes.to(torch.int8), scales, group, inputs, zeros=kept)
+        return found if order is None else order.sort(found)
     kept = None if zeros is None else without((zeros + 8).to(torch.uint8), 8)
     for_e4m3 = scheme.for_e4m3 and kept is None and order is None
-    return QuantMatrix(
-        Kind.W4,
-        halves(codes + 8),
-        scales,
-        group,
-        inputs,
-        zeros=kept,
-        order=order,
-        for_e4m3=for_e4m3,
+    found = QuantMatrix(
+        Kind.W4, halves(codes + 8), scales, group, inputs, zeros=kept, for_e4m3=for_e4m3
     )
-
-
-def ordered(module: Module, part: str, codes: Tensor, group: int) -> tuple[Tensor, Tensor | None]:
-    """Sort codes `[n, k]` by the group of each input; None where they are in order already.
-
-    Raises `CheckpointError` if groups are not of `group` inputs.
-    """
-    places, wanted = _places(module, part, codes.shape[1], group)
-    if _in_order(places, wanted):
-        return codes, None
-    order = torch.argsort(places, stable=True)
-    if not torch.equal(places[order], wanted):
-        raise module.refusal(part, f"has groups that are not of {group} inputs")
-    return codes[:, order].contiguous(), order
-
-
-def _places(module: Module, part: str, inputs: int, group: int) -> tuple[Tensor, Tensor]:
-    """Return the group of each input, and what it is in their order; read without a device, too."""
-    places, first = module.take(part, ("I32", "I64"), (inputs,)), module.first_input
-    if places.is_meta:
-        whole = torch.frombuffer(bytearray(module.text(part)), dtype=places.dtype)
-        places = whole[first : first + inputs]
-    wanted = torch.arange(first, first + inputs, device=places.device) // group
-    return places.long(), wanted
-
-
-def _in_order(places: Tensor, wanted: Tensor) -> bool:
-    return torch.equal(places, wanted) or not bool(places.any())  # zeros: not in use
-
-
-def group_unit(module: Module, part: str, inputs: int, group: int) -> int:
-    """Return the inputs at whose multiples groups begin: all, where they are sorted by groups."""
-    if not module.has(part):
-        return group
-    return group if _in_order(*_places(module, part, inputs, group)) else inputs
+    return found if order is None else order.sort(found)
 
 
 def _e4m3(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> QuantMatrix:
@@ -333,9 +321,9 @@ def _e2m1(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> Qua
     """Read nvfp4 and mxfp4, which differ in their scales."""
     _check(scheme, module, (4,), is_float=True)
     codes = module.take("weight_packed", ("U8",), (outputs, inputs // 2))
-    module.drop("weight_shape", "not needed: config.json has the shapes")
+    _check_shape(module, outputs, inputs)
     if module.has("weight_global_scale"):
-        group = _group_of(scheme, inputs, 16)
+        group = _fixed(scheme, inputs, 16)
         shape = (outputs, num_groups(inputs, group))
         scales = module.take("weight_scale", ("F8_E4M3",), shape)
         check_numbers(module, "weight_scale", scales)
@@ -344,9 +332,16 @@ def _e2m1(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> Qua
             raise module.refusal("weight_global_scale", "is no scale: not above 0")
         outer = overall.reciprocal().expand(outputs).contiguous()
         return QuantMatrix(Kind.F4, codes, scales, group, inputs, outer=outer)
-    group = _group_of(scheme, inputs, 32)
+    group = _fixed(scheme, inputs, 32)
     scales = module.take("weight_scale", _BYTES, (outputs, num_groups(inputs, group)))
     return QuantMatrix(Kind.F4, codes, powers(module, scales), group, inputs)
+
+
+def _fixed(scheme: GroupScheme, inputs: int, group: int) -> int:
+    """Return the size that groups of a type always have; raises `CheckpointError` for another."""
+    if scheme.group not in (None, group):
+        raise scheme.at.refusal("group_size", f"is not {group}")
+    return _group_of(scheme, inputs, group)
 
 
 def powers(module: Module, exponents: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ import math
 import torch
 from slipstream_contract.errors import clip
 
-from slipstream.models.formats.compressed_tensors import group_unit, ordered
 from slipstream.models.formats.format import Format, Row, matches
+from slipstream.models.formats.inputs import is_sorted, order_of
 from slipstream.models.formats.module import (
     FLOATS,
     WORD,
@@ -97,13 +97,17 @@ class Gptq(Format):
     def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int]:
         """Return words of zeros, and groups in whole words."""
         group = self._settings(self.config, self._rule(module.name)[1])[1] or inputs
-        return WORD, math.lcm(group_unit(module, "g_idx", inputs, group), WORD)
+        if is_sorted(module, "g_idx", inputs, group):
+            group = 1
+        return WORD, math.lcm(group, WORD)
 
     def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
         """Read it, and sort inputs by their groups if they are not."""
         bits, group = self._settings(self.config, self._rule(module.name)[1])
         group = group or inputs
-        groups, mask = num_groups(inputs, group), (1 << bits) - 1
+        order = order_of(module, "g_idx", outputs, inputs, group)
+        scaled = inputs if order is None else order.scaled
+        groups, mask = num_groups(scaled, group), (1 << bits) - 1
         words_ = module.take("qweight", ("I32",), (num_words(inputs, bits), outputs))
         codes = unpack(words_.T, bits, inputs)
         scales = module.take("scales", FLOATS, (groups, outputs)).T.contiguous()
@@ -112,18 +116,19 @@ class Gptq(Format):
         if self._added and not zeros.is_meta and not bool(zeros.all()):
             made = self.config.child("meta").get("quantizer") or "an unknown producer"
             module.note(f"zeros of GPTQ version 1 wrap to 0, as {clip(made)} may not have meant")
-        order = None
-        if module.has("g_idx"):
-            codes, order = ordered(module, "g_idx", codes, group)
+        if self._desc_act and groups > 1 and not module.has("g_idx"):
+            raise module.refusal("g_idx", "is missing, but desc_act = true")
         if order is not None and not (self._desc_act or self._static):
             raise self.config.refusal("desc_act", f"is not true, but {module.name}.g_idx sorts")
         _drop_bias(module, outputs)
         if bits == 8:
             kept = without((zeros - 128).to(torch.int8).contiguous(), 0)
             eight = (codes.int() - 128).to(torch.int8).contiguous()
-            return QuantMatrix(Kind.W8, eight, scales, group, inputs, zeros=kept, order=order)
-        kept = without(zeros.to(torch.uint8).contiguous(), 8)
-        return QuantMatrix(Kind.W4, halves(codes), scales, group, inputs, zeros=kept, order=order)
+            found = QuantMatrix(Kind.W8, eight, scales, group, inputs, zeros=kept)
+        else:
+            kept = without(zeros.to(torch.uint8).contiguous(), 8)
+            found = QuantMatrix(Kind.W4, halves(codes), scales, group, inputs, zeros=kept)
+        return found if order is None else order.sort(found)
 
 
 def _drop_bias(module: Module, outputs: int) -> None:

@@ -32,6 +32,7 @@ ALGORITHMS = {
 }
 _INT4_FOR_E4M3 = "W4A8_AWQ"
 _INT4 = ("W4A16_AWQ", "INT4_AWQ", _INT4_FOR_E4M3)
+_POWERS = ("U8", "F8_E8M0")
 _BLOCK = 128
 
 
@@ -66,9 +67,9 @@ class ModelOpt(Format):
         name = at.get("quant_algo")
         if name in (None, "MIXED_PRECISION"):
             return ""
-        if name not in ALGORITHMS:
+        if not isinstance(name, str) or name not in ALGORITHMS:
             raise at.refusal("quant_algo", f"is not one of {', '.join(ALGORITHMS)}")
-        return str(name)
+        return name
 
     def excludes(self, name: str) -> str:
         """Return the key that leaves the module out; `*` stands for anything."""
@@ -106,7 +107,9 @@ class ModelOpt(Format):
             raise at.refusal("quant_algo", f"is not what {module.name}.weight is: {dtype}")
         is_4 = dtype == "U8"
         is_integer = is_4 and module.dtype("weight_scale") in FLOATS
-        if algorithm and is_4 and is_integer != (algorithm in _INT4):
+        has_scales = module.has("weight_scale")
+        is_other = has_scales and module.dtype("weight_scale") not in _scales_of(algorithm)
+        if algorithm and is_4 and is_other:
             raise at.refusal("quant_algo", f"is not what the scales of {module.name} are")
         module.drop_activations()
         factors = None
@@ -115,6 +118,13 @@ class ModelOpt(Format):
         read = _fp4 if is_4 and not is_integer else _by_dtype
         matrix = read(module, at, self.config, outputs, inputs)
         return replace(matrix, factors=factors, for_e4m3=algorithm == _INT4_FOR_E4M3)
+
+
+def _scales_of(algorithm: str) -> tuple[str, ...]:
+    """Return the dtypes of scales that weights of 4 bits have."""
+    if algorithm in _INT4:
+        return FLOATS
+    return _POWERS if "MXFP4" in algorithm else ("F8_E4M3",)
 
 
 def _group(at: Reader, config: Reader, default: int) -> int:
@@ -128,6 +138,13 @@ def _group(at: Reader, config: Reader, default: int) -> int:
         if found.has("group_size"):
             return found.whole("group_size")
     return default
+
+
+def _fixed(at: Reader, config: Reader, group: int) -> int:
+    """Return the size that groups of a type always have; raises `CheckpointError` for another."""
+    if _group(at, config, group) != group:
+        raise (at if at.has("group_size") else config).refusal("group_size", f"is not {group}")
+    return group
 
 
 def _by_dtype(module: Module, at: Reader, config: Reader, outputs: int, inputs: int) -> QuantMatrix:
@@ -159,16 +176,16 @@ def _fp4(module: Module, at: Reader, config: Reader, outputs: int, inputs: int) 
     """Read NVFP4, whose second scale multiplies, and MXFP4."""
     codes = module.take("weight", ("U8",), (outputs, inputs // 2))
     if module.dtype("weight_scale") == "F8_E4M3":
-        group = _group(at, config, 16)
+        group = _fixed(at, config, 16)
         shape = (outputs, num_groups(inputs, group))
         scales = module.take("weight_scale", ("F8_E4M3",), shape)
         check_numbers(module, "weight_scale", scales)
         second = module.take("weight_scale_2", FLOATS, (), (1,)).float().reshape(1)
         outer = second.expand(outputs).contiguous()
         return QuantMatrix(Kind.F4, codes, scales, group, inputs, outer=outer)
-    group = _group(at, config, 32)
+    group = _fixed(at, config, 32)
     shape = (outputs, num_groups(inputs, group))
-    scales = powers(module, module.take("weight_scale", ("U8", "F8_E8M0"), shape))
+    scales = powers(module, module.take("weight_scale", _POWERS, shape))
     if not module.has("weight_scale_2"):
         return QuantMatrix(Kind.F4, codes, scales, group, inputs)
     module.drop("weight_scale_2", "not used: it scales FP4 to e4m3, which is not needed")

@@ -1,6 +1,7 @@
 """The tensors that a checkpoint has of one matrix, and what its formats share."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -15,6 +16,10 @@ WORD = 32  # bits
 
 class RawSource(Protocol):
     """Tensors as a file stores them, by its own names."""
+
+    @property
+    def directory(self) -> Path:
+        """The checkpoint's, which names what no file has."""
 
     def entry(self, name: str) -> TensorEntry | None:
         """The place of a tensor; None: there is none."""
@@ -41,6 +46,7 @@ class Module:
     """
 
     first_input = 0  # of those that are read
+    has_some_inputs = False  # as a window has that is not of rows
 
     def __init__(self, name: str, source: RawSource) -> None:
         self.name = name
@@ -111,13 +117,18 @@ class Module:
         """Read the bytes of a small tensor."""
         return self._source.raw_bytes(f"{self.name}.{part}")
 
+    def numbers(self, part: str) -> Tensor:
+        """Read all of a small tensor of I32 or I64 on the host, where there is no data else."""
+        dtype = torch.int64 if self.dtype(part) == "I64" else torch.int32
+        return torch.frombuffer(bytearray(self.text(part)), dtype=dtype)
+
     def refusal(self, part: str, why: str) -> CheckpointError:
-        """Return an error that names file, tensor and reason."""
+        """Return an error that names file, or directory, tensor and reason."""
         parts = (part, "weight", "qweight", "weight_packed")
         found = (self._source.entry(f"{self.name}.{each}") for each in parts)
         entry = next((each for each in found if each is not None), None)
-        where = f"{entry.file}: " if entry is not None else ""
-        return CheckpointError(f"{where}tensor {self.name}.{part} {why}")
+        where = self._source.directory if entry is None else entry.file
+        return CheckpointError(f"{where}: tensor {self.name}.{part} {why}")
 
 
 def unpack(words: Tensor, bits: int, count: int, is_dense: bool = True) -> Tensor:

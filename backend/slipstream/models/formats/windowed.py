@@ -39,6 +39,7 @@ class Windowed(Module):
         super().__init__(name, source)
         self._window, self._shapes = window, shapes
         self.first_input = window.begin if window.dim == 1 else 0
+        self.has_some_inputs = window.dim == 1
 
     def whole(self, outputs: int, inputs: int) -> tuple[int, int]:
         """Return the shape of the matrix of which the window has `[outputs, inputs]`."""
