@@ -119,8 +119,9 @@ def _absmax(module: Module, state: dict[str, Any], blocks: int) -> Tensor:
     if not module.has("weight.nested_absmax"):
         return module.take("weight.absmax", FLOATS, (blocks,)).float()
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
-    is_number = isinstance(offset, int | float) and abs(offset) <= torch.finfo(torch.float32).max
-    if type(size) is not int or size < 1 or not is_number:
+    most = torch.finfo(torch.float32).max
+    is_size = type(size) is int and size >= 1
+    if not is_size or not isinstance(offset, int | float) or not abs(offset) <= most:
         raise module.refusal(_STATE, "has no nested_blocksize and nested_offset")
     codes = module.take("weight.absmax", ("U8",), (blocks,))
     table = module.take("weight.nested_quant_map", FLOATS, (256,)).float()
