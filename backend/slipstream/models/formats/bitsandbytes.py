@@ -119,10 +119,10 @@ def _absmax(module: Module, state: dict[str, Any], blocks: int) -> Tensor:
     if not module.has("weight.nested_absmax"):
         return module.take("weight.absmax", FLOATS, (blocks,)).float()
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
-    most = torch.finfo(torch.float32).max
-    is_size = type(size) is int and size >= 1
-    if not is_size or not isinstance(offset, int | float) or not abs(offset) <= most:
+    if type(size) is not int or size < 1 or not isinstance(offset, int | float):
         raise module.refusal(_STATE, "has no nested_blocksize and nested_offset")
+    if not abs(offset) <= torch.finfo(torch.float32).max:
+        raise module.refusal(_STATE, f"has nested_offset {clip(offset)}")
     codes = module.take("weight.absmax", ("U8",), (blocks,))
     table = module.take("weight.nested_quant_map", FLOATS, (256,)).float()
     above = module.take("weight.nested_absmax", FLOATS, (-(-blocks // size),)).float()
