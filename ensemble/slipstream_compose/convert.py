@@ -1,4 +1,4 @@
-"""Convert a SentencePiece model or tiktoken's ranks to `tokenizer.json`, the only form served."""
+"""Convert a SentencePiece model, tiktoken's ranks or GPT-2's two files to `tokenizer.json`."""
 
 import json
 from importlib.util import find_spec
@@ -13,6 +13,7 @@ from slipstream_compose.tokenizer_classes import CLASSES, TokenizerClass
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 FILES = sorted({"tokenizer.model", *(known.file for known in CLASSES.values())})
+VOCABULARY, MERGES = "vocab.json", "merges.txt"  # of GPT-2's tokenizer, which OPT has alone
 # Module -> requirement for pip. Newer sentencepiece needs a protobuf that tritonclient refuses.
 _NEEDS = {"sentencepiece": "sentencepiece<=0.2.1", "google.protobuf": "protobuf"}
 _TRANSFORMERS = {"transformers": "transformers>=5"}
@@ -35,7 +36,10 @@ def convert_tokenizer(checkpoint: Path) -> list[Path]:
     source = _vocabulary(checkpoint)
     assert source is not None
     known = CLASSES.get(_class_of(checkpoint))
-    if known is None or known.pattern is None:
+    if source.name == VOCABULARY:
+        known = None
+        _require(source, _TRANSFORMERS)
+    elif known is None or known.pattern is None:
         _require(source, _NEEDS | ({} if known else _TRANSFORMERS))
     try:
         if known is None:
@@ -44,6 +48,8 @@ def convert_tokenizer(checkpoint: Path) -> list[Path]:
             tokenizer = _by_class(checkpoint, source, known)
     except Exception as error:  # of many types, by the library that reads the file
         reason = str(error).strip().partition("\n")[0]
+        if reason.endswith(":"):  # a list of what transformers tried
+            reason = f"transformers reads no tokenizer from it, by {CONFIG} and config.json"
         raise ComposeError(f"{source} cannot be made a {TOKENIZER}: {reason}") from None
     tokenizer.save(str(checkpoint / TOKENIZER))
     template = _template(checkpoint, known, tokenizer) if known else None
@@ -54,8 +60,8 @@ def convert_tokenizer(checkpoint: Path) -> list[Path]:
 
 
 def _vocabulary(checkpoint: Path) -> Path | None:
-    paths = (checkpoint / name for name in FILES)
-    return next((path for path in paths if path.is_file()), None)
+    names = [*FILES, *([VOCABULARY] if (checkpoint / MERGES).is_file() else [])]
+    return next((checkpoint / name for name in names if (checkpoint / name).is_file()), None)
 
 
 def _class_of(checkpoint: Path) -> str:
@@ -89,9 +95,28 @@ def _by_transformers(checkpoint: Path, source: Path) -> Any:
     """Convert the tokenizer of a class that transformers has; it knows what that adds to a text."""
     from transformers import AutoTokenizer
 
+    if source.name != VOCABULARY:
+        _read_pieces(source)
     fast = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False).backend_tokenizer
-    _probe(fast, source)
+    if source.name == VOCABULARY:
+        _check_bytes(fast, source)
+    else:
+        _probe(fast, source)
     return fast
+
+
+def _check_bytes(tokenizer: Any, source: Path) -> None:
+    """Raise ValueError if tokens are not those of the file, or a text is not what they spell."""
+    tokens = read_json(source)
+    if not isinstance(tokens, dict) or not tokens:
+        raise ValueError("it is no object of tokens and their ids")
+    wrong = [token for token, i in tokens.items() if tokenizer.token_to_id(token) != i]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} gets another id")
+    for text in _PROBES:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if tokenizer.decode(ids) != text:
+            raise ValueError(f"{text!r} becomes other tokens")
 
 
 def _by_class(checkpoint: Path, source: Path, known: TokenizerClass) -> Any:
@@ -135,11 +160,19 @@ def _put_before(tokenizer: Any, prefix: list[str], config: dict[str, object]) ->
     )
 
 
-def _probe(tokenizer: Any, source: Path) -> None:
-    """Raise ValueError if a text is encoded in other tokens than SentencePiece's."""
+def _read_pieces(source: Path) -> Any:
+    """Read a SentencePiece model; raises ValueError for a file that is none."""
     from sentencepiece import SentencePieceProcessor
 
-    original = SentencePieceProcessor(model_file=str(source))
+    try:
+        return SentencePieceProcessor(model_file=str(source))
+    except (RuntimeError, OSError):
+        raise ValueError("it is no SentencePiece model") from None
+
+
+def _probe(tokenizer: Any, source: Path) -> None:
+    """Raise ValueError if a text is encoded in other tokens than SentencePiece's."""
+    original = _read_pieces(source)
     for text in _PROBES:
         if tokenizer.encode(text, add_special_tokens=False).ids != original.encode(text):
             raise ValueError(f"{text!r} becomes other tokens")

@@ -186,3 +186,54 @@ def test_a_model_of_another_vocabulary_has_no_prefix_to_begin_with(tmp_path: Pat
     trained_ranks(known.pattern, path / known.file)
     with pytest.raises(ComposeError, match=r"'\[gMASK\]', which begins every text"):
         convert_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def two_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a directory as those of OPT are: GPT-2's files, and a token before every text."""
+    directory = folder(tmp_path_factory.mktemp("opt"), "GPT2Tokenizer", add_bos_token=True)
+    config = json.loads((directory / "tokenizer_config.json").read_text())
+    config |= {f"{each}_token": "</s>" for each in ("bos", "eos", "unk")}
+    del config["auto_map"]
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    keys = {"architectures": ["OPTForCausalLM"], "model_type": "opt"}
+    (directory / "config.json").write_text(json.dumps(keys))
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<s>", "<pad>", "</s>", "<unk>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.model.save(str(directory))
+    return directory
+
+
+def test_two_files_of_gpt2(two_files: Path) -> None:
+    """Ids are those of the file's merges; streams give texts back byte for byte."""
+    assert needs_conversion(two_files)
+    assert convert_tokenizer(two_files) == [two_files / "tokenizer.json"]
+    plain = Tokenizer(BPE.from_file(*(str(two_files / x) for x in ("vocab.json", "merges.txt"))))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    ours, bytes_of = load_tokenizer(two_files), TokenBytes.load(two_files)
+    for text in texts(5)[:300]:
+        if "<" in text:
+            continue  # may spell a special token
+        ids = ours.encode(text).ids
+        assert ids == [2, *plain.encode(text).ids]
+        assert bytes_of.join(ids, True)[0].decode() == text
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("vocab.json", "[1]"), ("vocab.json", "{"), ("merges.txt", "x"), ("merges.txt", "q z\n")],
+)
+def test_two_files_that_are_wrong(two_files: Path, tmp_path: Path, name: str, content: str) -> None:
+    for file in two_files.iterdir():
+        if file.name != "tokenizer.json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ComposeError, match=r"vocab\.json cannot be made a tokenizer\.json"):
+        convert_tokenizer(tmp_path)
+    assert not (tmp_path / "tokenizer.json").exists()
