@@ -1,18 +1,21 @@
-"""Choose how to serve a checkpoint on a GPU: precision, cache, tokens of a step, with their costs.
+"""Choose how to serve a checkpoint on GPUs: precision, ranks, cache, tokens of a step, and costs.
 
 Times are modelled, not measured: the least time in which a step's weights and cache can be read, or
 its GEMMs computed, plus what launches take and the part of the GEMMs that no read hides. The two
 constants are fitted to the recorded rows of an 8B shape on H100 and H200
-(`benchmarks/results/step-*.json`), which the model meets within 15 %.
+(`benchmarks/results/step-*.json`), which the model meets within 15 %. What ranks exchange is taken
+from published figures: no such step was measured here.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import torch
+from slipstream_runtime.ranks import MAX_RANKS
 
-from slipstream.config import EngineConfig
+from slipstream.config import MAX_REPLICAS, EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.runtime.registry import Target
 from slipstream.runner.matrices import weight_bytes
@@ -26,6 +29,9 @@ _ROOM = 0.9  # of a GPU's memory, for weights and cache
 _WORKSPACE = 2_000_000_000  # bytes
 _LAUNCH_S = 9e-6  # of each layer
 _UNHIDDEN = 0.65  # of the time of the GEMMs
+_SUM_S = 5e-6  # of a sum over ranks, of which a layer has two
+_SUM_RATE = 300e9  # bytes a second of it
+_HOP_S = 30e-6  # from stage to stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,40 @@ CARDS = {
         Card("L40S", 48e9, 0.78e12, 290e12, 580e12, Target("cuda", "sm_89", 142)),
     )
 }
+
+
+class Split(NamedTuple):
+    """The GPUs of a server: so many engines, each of so many stages of so many tensor ranks."""
+
+    replicas: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    def options(self) -> dict[str, object]:
+        """Return the engine's options, where they are not the default."""
+        names = ("replicas", "tensor_parallel", "pipeline_parallel")
+        return {name: count for name, count in zip(names, self, strict=True) if count > 1}
+
+    def __str__(self) -> str:
+        """Name the counts above one."""
+        words = ("replicas", "tensor ranks", "stages")
+        found = [f"{n} {word}" for n, word in zip(self, words, strict=True) if n > 1]
+        return ", ".join(found) or "one GPU"
+
+
+ONE = Split()
+
+
+def splits_of(count: int) -> list[Split]:
+    """Return all ways in which so many GPUs serve, none left over; an engine has 8 at most."""
+    return [
+        Split(count // (tensor * pipeline), tensor, pipeline)
+        for tensor in range(1, min(count, MAX_RANKS) + 1)
+        for pipeline in range(1, min(count, MAX_RANKS) // tensor + 1)
+        if count % (tensor * pipeline) == 0 and count // (tensor * pipeline) <= MAX_REPLICAS
+    ]
+
+
 _PRECISIONS = ("auto", "fp8", "int8", "int4")
 _CACHES = ("auto", "fp8")
 
@@ -71,12 +111,13 @@ class Profile:
     """A way to serve a checkpoint on a card, and what it costs.
 
     Attributes:
-        weight_bytes: of all weights as the card keeps them.
-        cache_tokens: that fit beside them; below `CONTEXT` nothing is served.
-        token_bytes: of a token in the cache.
-        one_ms: a step of one sequence of `CONTEXT` tokens.
-        rows, many_ms: the most such sequences at once, and a step of them.
+        weight_bytes: of all weights as a card keeps them; of the rank that has most.
+        cache_tokens: that fit beside them; below `CONTEXT` nothing is served. Of one replica.
+        token_bytes: of a token in the cache, of the rank that has most.
+        one_ms: between two tokens of one sequence of `CONTEXT` tokens.
+        rows, many_ms: the most such sequences at once in a replica, and then between two tokens.
         refused: why it cannot serve; empty: it can.
+        split: the GPUs that serve.
     """
 
     quantization: str
@@ -88,15 +129,16 @@ class Profile:
     rows: int = 0
     many_ms: float = 0.0
     refused: str = ""
+    split: Split = ONE
 
     @property
     def tokens_s(self) -> float:
-        """Tokens a second of the card, full."""
-        return 1e3 * self.rows / self.many_ms if self.rows else 0.0
+        """Tokens a second of all cards, full."""
+        return 1e3 * self.split.replicas * self.rows / self.many_ms if self.rows else 0.0
 
     def options(self, goal: str) -> dict[str, object]:
         """Return the engine's options: what is not the default of `slipstream compose`."""
-        found: dict[str, object] = {"max_num_batched_tokens": 2048}
+        found: dict[str, object] = {"max_num_batched_tokens": 2048} | self.split.options()
         if goal == "throughput":
             found["max_num_batched_tokens"] = 8192
             fit = self.cache_tokens // _SHORT // 64 * 64
@@ -113,7 +155,8 @@ class StepModel:
 
     def __init__(self, plan: Plan, card: Card, weights: int) -> None:
         dims, model = plan.model.dims, plan.model
-        head = dims.vocab_size * dims.hidden_size
+        head = model.vocab_rows * dims.hidden_size if model.stage == 0 else 0
+        self._tensor, self._row_bytes = model.num_ranks, dims.hidden_size * plan.dtype.itemsize
         self._card = card
         self._layers = dims.num_layers
         self._read = weights - (0 if model.ties_embeddings else head * plan.dtype.itemsize)
@@ -128,35 +171,61 @@ class StepModel:
         read_s = (self._read + rows * context * self.token_bytes) / card.read
         gemms_s = 2 * rows * (self._elements / self._rate + self._head / card.bf16)
         unhidden_s = self._layers * _LAUNCH_S + _UNHIDDEN * gemms_s
-        return 1e3 * (max(read_s, gemms_s) + unhidden_s)
+        sums_s = 0.0
+        if self._tensor > 1:
+            shares = 2 * (self._tensor - 1) / self._tensor
+            each_s = _SUM_S + shares * rows * self._row_bytes / _SUM_RATE
+            sums_s = 2 * self._layers * each_s
+        return 1e3 * (max(read_s, gemms_s) + unhidden_s + sums_s)
 
 
-def profile_of(config: EngineConfig, card: Card) -> Profile:
-    """Return what a configuration costs on a card. Raises `CheckpointError`."""
+def profile_of(config: EngineConfig, card: Card, split: Split = ONE) -> Profile:
+    """Return what a configuration costs on cards. Raises `CheckpointError`.
+
+    Layers of stages are divided by bytes, as an engine does before it has measured any.
+    """
     kept = (config.quantization, config.kv_cache_dtype)
     if "fp8" in kept and not card.fp8:
-        return Profile(*kept, refused=f"{card.name} has no fp8")
+        return Profile(*kept, refused=f"{card.name} has no fp8", split=split)
+    config = msgspec.structs.replace(
+        config, tensor_parallel=split.tensor, pipeline_parallel=split.pipeline
+    )
+    device = torch.device("cuda", 0)
     try:
-        plan = settle(config, torch.device("cuda", 0))
-        weights = weight_bytes(config, plan.model, plan.dtype, card.target)
+        plans = [settle(config, device, split.tensor * stage) for stage in range(split.pipeline)]
+        weights = [weight_bytes(config, each.model, each.dtype, card.target) for each in plans]
     except ConfigError as error:
-        return Profile(*kept, refused=str(error))
-    model = StepModel(plan, card, weights)
-    room = max(0.0, _ROOM * card.memory - weights - _WORKSPACE)
-    tokens = int(room / model.token_bytes)
-    context = min(CONTEXT, plan.max_model_len)
-    rows = min(plan.max_num_seqs, tokens // context)
-    refused = "" if rows else f"{weights / 1e9:.1f} GB of weights leave no room for a sequence"
-    one, many = (model.step_ms(n, context) for n in (1, max(1, rows)))
-    return Profile(*kept, weights, tokens, model.token_bytes, one, rows, many, refused)
+        return Profile(*kept, refused=str(error), split=split)
+    stages = [StepModel(*each) for each in zip(plans, [card] * len(plans), weights, strict=True)]
+    rooms = [max(0.0, _ROOM * card.memory - each - _WORKSPACE) for each in weights]
+    tokens = min(int(room / each.token_bytes) for room, each in zip(rooms, stages, strict=True))
+    context = min(CONTEXT, plans[0].max_model_len)
+    rows = min(plans[0].max_num_seqs, tokens // context)
+    most = max(weights)
+    refused = "" if rows else f"{most / 1e9:.1f} GB of weights leave no room for a sequence"
+    one, many = (_token_ms(stages, n, context) for n in (1, max(1, rows)))
+    token_bytes = max(each.token_bytes for each in stages)
+    return Profile(*kept, most, tokens, token_bytes, one, rows, many, refused, split)
 
 
-def profiles(config: EngineConfig, card: Card) -> list[Profile]:
-    """Return every profile of a checkpoint on a card. Raises `CheckpointError`."""
+def _token_ms(stages: Sequence[StepModel], rows: int, context: int) -> float:
+    """Return the time between two tokens of each of `rows` sequences.
+
+    They are in as many parts as there are stages, each in another stage: a token waits for its own
+    way through all stages, or for all parts at the slowest one.
+    """
+    parts = min(rows, len(stages))
+    each_ms = [stage.step_ms(-(-rows // parts), context) for stage in stages]
+    hops_ms = 1e3 * _HOP_S * len(stages) if len(stages) > 1 else 0.0
+    return max(parts * max(each_ms), sum(each_ms) + hops_ms)
+
+
+def profiles(config: EngineConfig, card: Card, split: Split = ONE) -> list[Profile]:
+    """Return every profile of a checkpoint on cards. Raises `CheckpointError`."""
     config = msgspec.structs.replace(config, max_num_seqs=_MOST_SEQUENCES)
     return [
         profile_of(
-            msgspec.structs.replace(config, quantization=weights, kv_cache_dtype=cache), card
+            msgspec.structs.replace(config, quantization=weights, kv_cache_dtype=cache), card, split
         )
         for weights in _PRECISIONS
         for cache in _CACHES
@@ -181,4 +250,22 @@ def select(found: Sequence[Profile], goal: str) -> Profile:
 
     best = max(map(merit, good))
     near = [each for each in good if merit(each) >= 0.97 * best]
-    return min(near, key=lambda e: (e.quantization != "auto") + (e.kv_cache_dtype != "auto"))
+
+    def changes(each: Profile) -> tuple[int, int]:
+        return (each.quantization != "auto") + (each.kv_cache_dtype != "auto"), _ranks(each)
+
+    return min(near, key=changes)
+
+
+def _ranks(each: Profile) -> int:
+    return each.split.tensor * each.split.pipeline
+
+
+def best_of_splits(config: EngineConfig, card: Card, count: int, goal: str) -> list[Profile]:
+    """Return the best profile of each way to divide so many GPUs; refused ones say why."""
+    found = []
+    for split in splits_of(count):
+        each = profiles(config, card, split)
+        is_served = any(not profile.refused for profile in each)
+        found.append(select(each, goal) if is_served else each[0])
+    return found

@@ -1,4 +1,4 @@
-"""`slipstream profile`: which precision, cache and tokens of a step serve a checkpoint best.
+"""`slipstream profile`: which precision, ranks, cache and tokens of a step serve a checkpoint best.
 
 Nothing is loaded: shapes of the checkpoint and figures of the GPU say what each profile costs.
 """
@@ -14,8 +14,10 @@ from slipstream.profiles import (
     CARDS,
     CONTEXT,
     GOALS,
+    ONE,
     Card,
     Profile,
+    best_of_splits,
     cards_here,
     profiles,
     select,
@@ -54,32 +56,52 @@ def add_gpus(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the profiles, or the best one and why. Raises ConfigError, CheckpointError."""
-    card, notes = card_of(args.gpus)
-    found = profiles(EngineConfig(checkpoint=str(args.checkpoint)), card)
-    for line in [*notes, *table(found, card)]:
+    card, count = card_of(args.gpus)
+    config = EngineConfig(checkpoint=str(args.checkpoint))
+    found = profiles(config, card)
+    lines = table(found, card)
+    divided = best_of_splits(config, card, count, args.goal) if count > 1 else []
+    for line in [*lines, *split_table(divided, count, args.goal)]:
         print(line)
     if args.verb == "select":
-        best = select(found, args.goal)
+        best = select(divided or found, args.goal)
         print(f"\n{args.goal}: {reason(best, found, args.goal)}")
         flags = [f"--{k.replace('_', '-')} {v}" for k, v in best.options(args.goal).items()]
         print(f"  slipstream compose --checkpoint {args.checkpoint} {' '.join(flags)} --output DIR")
     return 0
 
 
-def card_of(given: Sequence[str] | None) -> tuple[Card, list[str]]:
-    """Return the GPU of one engine, and lines about the others. Raises ConfigError."""
+def card_of(given: Sequence[str] | None) -> tuple[Card, int]:
+    """Return the kind of the GPUs, and how many there are. Raises ConfigError."""
     names = list(given) if given else cards_here()
     if not names:
         raise ConfigError(f"gpus: none is here; name one with --gpus, of {', '.join(CARDS)}")
     if len(set(names)) > 1:
         raise ConfigError(f"gpus = {' '.join(names)}: they differ; choose a profile for each")
-    notes = []
-    if len(names) > 1:
-        notes.append(
-            f"{len(names)} GPUs: an engine has one, so this is the profile of each of "
-            f"{len(names)} replicas; one model over several GPUs is not chosen by profiles"
+    return CARDS[names[0]], len(names)
+
+
+def split_table(found: Sequence[Profile], count: int, goal: str) -> list[str]:
+    """Return the ways to divide GPUs as lines: memory of the fullest rank, and times."""
+    if not found:
+        return []
+    lines = [
+        "",
+        f"{count} GPUs, by {goal}; times of exchanges are published ones, none was measured:",
+        f"{'GPUs':34}{'weights':8}{'cache':7}{'GB a GPU':>9}{'1: ms':>8}{'most':>6}{'ms':>8}"
+        f"{'tokens/s':>10}",
+    ]
+    for each in found:
+        if each.refused:
+            lines.append(f"{each.split!s:34}refused: {each.refused}")
+            continue
+        most = each.rows * each.split.replicas
+        lines.append(
+            f"{each.split!s:34}{each.quantization:8}{each.kv_cache_dtype:7}"
+            f"{each.weight_bytes / 1e9:9.1f}{each.one_ms:8.2f}{most:6}{each.many_ms:8.2f}"
+            f"{each.tokens_s:10,.0f}"
         )
-    return CARDS[names[0]], notes
+    return lines
 
 
 def table(found: Sequence[Profile], card: Card) -> list[str]:
@@ -106,6 +128,8 @@ def table(found: Sequence[Profile], card: Card) -> list[str]:
 def reason(best: Profile, found: Sequence[Profile], goal: str) -> str:
     """Return why a profile is the best, beside the checkpoint as it is."""
     what = f"weights {best.quantization}, cache {best.kv_cache_dtype}"
+    if best.split != ONE:
+        what += f", {best.split}"
     plain = next(e for e in found if (e.quantization, e.kv_cache_dtype) == ("auto", "auto"))
     if plain.refused:
         return f"{what}: as it is, the checkpoint cannot be served ({plain.refused})"
@@ -119,9 +143,10 @@ def reason(best: Profile, found: Sequence[Profile], goal: str) -> str:
 def fill(options: dict[str, Any], checkpoint: Path, goal: str, gpus: Sequence[str] | None) -> str:
     """Add a profile's options where an operator gave none; return what was chosen, in a line."""
     goal = "throughput" if goal == AUTO else goal
-    card, _ = card_of(gpus)
-    found = profiles(EngineConfig(checkpoint=str(checkpoint)), card)
-    best = select(found, goal)
+    card, count = card_of(gpus)
+    config = EngineConfig(checkpoint=str(checkpoint))
+    found = profiles(config, card)
+    best = select(best_of_splits(config, card, count, goal) if count > 1 else found, goal)
     for name, value in best.options(goal).items():
         if options.get(name) is None:
             options[name] = value

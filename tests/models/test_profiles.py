@@ -8,7 +8,17 @@ import torch
 from fixtures.scripts import scripts
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.profiles import CARDS, GOALS, Profile, StepModel, select
+from slipstream.profiles import (
+    CARDS,
+    GOALS,
+    Profile,
+    Split,
+    StepModel,
+    best_of_splits,
+    profile_of,
+    select,
+    splits_of,
+)
 from slipstream.runner.matrices import weight_bytes
 from slipstream.runner.plan import settle
 from slipstream_client import cli
@@ -71,6 +81,50 @@ def test_throughput_lets_in_as_many_sequences_as_have_room():
     assert full.options("throughput")["max_num_seqs"] == 1024
     assert half.options("throughput")["max_num_seqs"] == 576  # 585 with 512 tokens each
     assert "max_num_seqs" not in full.options("latency")
+
+
+@pytest.mark.parametrize("count", [1, 2, 6, 8, 16])
+def test_every_gpu_is_used_and_no_engine_has_more_than_eight(count):
+    found = splits_of(count)
+    assert len(set(found)) == len(found)
+    assert Split(count) in found
+    for each in found:
+        assert each.replicas * each.tensor * each.pipeline == count
+        assert each.tensor * each.pipeline <= 8
+
+
+def shape_of(name: str, folder) -> EngineConfig:
+    with scripts(repository_root() / "benchmarks", ["shapes"]) as found:
+        found.shapes.write_config(name, folder)
+    return EngineConfig(checkpoint=str(folder), load_format="random")
+
+
+@pytest.mark.rest
+def test_what_no_gpu_holds_goes_over_several(tmp_path):
+    config, card = shape_of("llama-3.3-70b", tmp_path), CARDS["H100"]
+    found = best_of_splits(config, card, 2, "latency")
+    kept = {each.split: each.quantization for each in found}
+    assert kept == {Split(2): "int4", Split(1, 1, 2): "fp8", Split(1, 2): "fp8"}
+    best = select(found, "latency")
+    assert best.split == Split(1, 2)  # a token comes soonest, and accuracy is kept
+    assert best.options("latency")["tensor_parallel"] == 2
+    assert all(each.weight_bytes < 72e9 for each in found if not each.refused)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(2, 1), (1, 4), (2, 2)])
+def test_a_rank_costs_what_its_engine_will_have(recorded_shape, tensor, pipeline):
+    """Memory is that of the fullest rank, as its plan has it."""
+    found = profile_of(recorded_shape, CARDS["H200"], Split(1, tensor, pipeline))
+    config = msgspec.structs.replace(
+        recorded_shape, tensor_parallel=tensor, pipeline_parallel=pipeline
+    )
+    plans = [settle(config, torch.device("cuda", 0), rank) for rank in range(tensor * pipeline)]
+    target = CARDS["H200"].target
+    weights = [weight_bytes(config, each.model, each.dtype, target) for each in plans]
+    assert found.weight_bytes == max(weights)
+    alone = profile_of(recorded_shape, CARDS["H200"])
+    assert sum(weights) == pytest.approx(alone.weight_bytes, rel=0.02)
+    assert (found.one_ms < alone.one_ms) == (tensor > 1)
 
 
 @pytest.mark.parametrize("goal", GOALS)
