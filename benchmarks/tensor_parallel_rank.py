@@ -152,6 +152,7 @@ def measure_sums(args: argparse.Namespace) -> list[dict[str, Any]]:
         least_us = time_sums(lambda: ranks.sum(word), is_cuda)
         made = symmetric(args.rank, args.size, args.config.parent)
     else:
+        torch.set_num_threads(1)  # as an engine's: threads of several ranks would share the cores
         beside = gloo(args.rank, args.size, args.config.parent)
     rows = []
     for size in args.sizes:

@@ -1,0 +1,152 @@
+"""Drawn faults of ranks on CPUs: whichever rank is killed or stopped, and at whatever event.
+
+All ranks start again, a request has its tokens or an error, and nothing is left behind. To draw
+others: `SLIPSTREAM_DRAWS=50 pytest -s tests/faults/test_rank_faults.py`, which prints how long each
+fault was unnoticed.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fixtures.bridge.launching import CONFIG, Server, is_alive, wait_for
+from fixtures.bridge.replicated import Client
+from slipstream import wire
+from slipstream.config import EngineConfig
+from slipstream_contract.errors import Code
+
+pytestmark = pytest.mark.rest
+LONG = 1_000_000  # tokens: such a stream ends by the fault
+SETTINGS = {"load_format": "random", "device": "cpu", "attention_window": 32, "block_size": 8}
+SPLITS = {"tensor": (2, 1), "stages": (1, 2), "both": (2, 2)}
+EVENTS = ("idle", "submitted", "first token", "a token", "finished")
+PROMPTS = {number: [number, 3, 5 + number] for number in range(4)}
+DRAWS = int(os.environ.get("SLIPSTREAM_DRAWS", "0"))
+SEEDS = [random.randrange(1 << 30) for _ in range(DRAWS)] if DRAWS else [3, 7, 17]
+
+
+def pids_of(server: Server) -> list[int]:
+    """The processes of ranks, by rank; 0: there is none."""
+    mark = str(server.runtime.directory).encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            if any(mark in word for word in words) and is_alive(int(entry.name)):
+                if b"slipstream.engine.loop" in words:
+                    found[0] = int(entry.name)
+                elif b"slipstream.engine.rank" in words:
+                    found[int(words[words.index(b"--rank") + 1])] = int(entry.name)
+    return [found.get(rank, 0) for rank in range(max(found, default=-1) + 1)]
+
+
+def files_of(server: Server) -> set[str]:
+    return {str(path.relative_to(server.runtime.directory)) for path in _all(server)}
+
+
+def _all(server: Server) -> list[Path]:
+    return [path for path in server.runtime.directory.rglob("*") if path.suffix != ".log"]
+
+
+def descriptors(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def reach(event: str, client: Client, num_tokens: int) -> None:
+    """Have a stream and short requests in flight, and come to the event."""
+    if event == "idle":
+        return
+    client.submit(100, [1, 2], LONG)
+    for number, prompt in PROMPTS.items():
+        client.submit(200 + number, prompt)
+    if event == "submitted":
+        return
+    if event == "finished":
+        wait_for(lambda: any(client.is_over(200 + number) for number in PROMPTS))
+        return
+    least = 1 if event == "first token" else num_tokens
+    wait_for(lambda: len(client.tokens[100]) >= least)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_fault_of_a_rank(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    split = rng.choice(list(SPLITS))
+    tensor, stages = SPLITS[split]
+    sent = [
+        (rng.randrange(tensor * stages), rng.choice((signal.SIGKILL, signal.SIGSTOP)), event)
+        for event in rng.sample(EVENTS, 2)
+    ]
+    monkeypatch.setenv("SLIPSTREAM_PYTHON", sys.executable)
+    config = CONFIG | {"num_hidden_layers": 2, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ranks = {"tensor_parallel": tensor, "pipeline_parallel": stages, "stuck_after_s": 60}
+    server = Server(tmp_path / "run", EngineConfig(checkpoint=str(tmp_path), **SETTINGS, **ranks))
+    client = Client(server)
+    try:
+        assert client.connection.wait_welcome(180), server.runtime.log.read_text()
+        want = {number: client.complete(number, prompt) for number, prompt in PROMPTS.items()}
+        files, opened = files_of(server), descriptors(server.supervisor)
+        for turn, (rank, number, event) in enumerate(sent):
+            print(f"seed {seed}: {split}, rank {rank}, {number.name}, {event}", end="", flush=True)
+            faulted(server, client, rank, number, event, 2 + 9 * turn)
+            over(client, want)
+            first = 300 + 100 * turn
+            again = {each: client.complete(first + each, PROMPTS[each]) for each in PROMPTS}
+            assert again == want
+            assert files_of(server) == files
+            wait_for(lambda: descriptors(server.supervisor) == opened)
+    finally:
+        client.connection.close()
+        server.stop()
+        wait_for(lambda: not server.supervisor and not any(pids_of(server)))
+
+
+def faulted(
+    server: Server, client: Client, rank: int, number: signal.Signals, event: str, num_tokens: int
+) -> None:
+    """Send a rank a signal at an event; return when all ranks have been replaced."""
+    pids = pids_of(server)
+    assert all(pids)
+    reach(event, client, num_tokens)
+    began_s = time.monotonic()
+    os.kill(pids[rank], number)
+    wait_for(lambda: client.connection.wait_welcome(0) is None or replaced(server, pids))
+    print(f", noticed after {time.monotonic() - began_s:.2f} s", flush=True)
+    wait_for(lambda: not any(is_alive(pid) for pid in pids))
+    wait_for(lambda: welcomed(client) not in (0, pids[0]))
+
+
+def welcomed(client: Client) -> int:
+    """The engine that the client is connected to; 0: none."""
+    welcome = client.connection.wait_welcome(0)
+    return 0 if welcome is None else welcome.engine_pid
+
+
+def replaced(server: Server, pids: list[int]) -> bool:
+    return pids_of(server) not in ([], pids)
+
+
+def over(client: Client, want: dict[int, list[int]]) -> None:
+    """Check that requests in flight had their tokens, or the error of an engine that ended."""
+    asked = [request for request in client.tokens if 100 <= request < 300]
+    for request in asked:
+        wait_for(lambda request=request: client.is_over(request) or request == 100)
+        if request in client.ended:
+            assert client.tokens[request] == want[request - 200]
+        elif request in client.rejected:
+            assert client.rejected[request].code == Code.UNAVAILABLE
+    for request in asked:
+        if not client.is_over(request):  # it had no token: the next engine runs it
+            client.connection.send(wire.Cancel(request))
+            wait_for(lambda request=request: client.is_over(request))
+        client.tokens.pop(request)
+        client.ended.pop(request, None)
+        client.rejected.pop(request, None)
+        client.lost.discard(request)
