@@ -13,6 +13,7 @@ TOLD = {
     "backend/slipstream/engine/loop.py": "StepOutputs.made_ns",
     "backend/slipstream/engine/reports.py": "lines of the request log",
     "backend/slipstream/engine/telemetry.py": "the start",
+    "backend/slipstream/replicas/router.py": "the start",
     "ensemble/slipstream_serve/gateway.py": "lines of its output",
     "ensemble/slipstream_serve/supervise.py": "lines of its output",
     "gateway/slipstream_gateway/dialects/openai.py": "`created` of answers",

@@ -43,7 +43,7 @@ class World:
     def start_router(self) -> None:
         router = self._new()
         self.router, self.num_sent, self.num_restarts = router, [0, 0], [0, 0]
-        self.totals = [ReplicaTotals(router.start_s) for _ in range(2)]
+        self.totals = [ReplicaTotals(lambda pid: pid < router.pid) for _ in range(2)]
         self.look(has_bridge=False)
 
     def restart(self, which: int) -> None:

@@ -6,10 +6,13 @@ import time
 from pathlib import Path
 
 
-def process_age() -> float:
-    """Return the seconds since this process started; 0 where /proc is not available."""
+def process_age(pid: int | None = None) -> float:
+    """Return the seconds since a process started, this one if none is given.
+
+    0 where there is no such process, or /proc is not available.
+    """
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid or 'self'}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0.0
     started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # seconds after boot

@@ -71,7 +71,7 @@ class Router:
 
     def __init__(self, runtime: Runtime, places: Sequence[Place], server_pid: int) -> None:
         """Start to connect to all; returns at once."""
-        since_s = time.time()  # before any engine that is started now
+        since_s = time.time()
         self.fatal: Exception | None = None  # a router has no device
         self.num_steps = 0  # of all engines, as far as they brought tokens
         self.prefixes = PrefixIndex(1)  # of no block: nobody asks a router

@@ -3,13 +3,14 @@
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 from slipstream_contract.errors import ContractError
 from slipstream_runtime.admission import UNKNOWN, Load
 
 from slipstream import wire
+from slipstream.core.laps import process_age
 from slipstream.figures import GAUGES
 from slipstream.replicas.replica import Replica
 
@@ -66,15 +67,15 @@ def sum_statuses(statuses: Sequence[wire.Status]) -> wire.Status:
 
 
 class ReplicaTotals:
-    """What one replica's engines have counted since `since_s`, one after the other.
+    """What one replica's engines have counted since the router began, one after the other.
 
     An engine that began before is one that an earlier router had: what it had counted when it was
-    first seen is not counted again.
+    first seen is not counted again. `is_older` says so of a process.
     """
 
-    def __init__(self, since_s: float) -> None:
+    def __init__(self, is_older: Callable[[int], bool]) -> None:
         self.figures: wire.Figures | None = None  # of all, but gauges and samples of the last
-        self._since_s = since_s
+        self._is_older = is_older
         self._pid = 0
         self._found: wire.Figures | None = None  # what the engine had counted before
         self._before: wire.Figures | None = None  # of engines that have ended
@@ -84,13 +85,17 @@ class ReplicaTotals:
         assert status.figures is not None
         now = status.figures
         if status.engine_pid != self._pid:
-            is_old = now.gauges["start_time_s"] < self._since_s
             self._pid, self._before = status.engine_pid, self.figures
-            self._found = now if is_old else None
+            self._found = now if self._is_older(status.engine_pid) else None
         if self._found is not None:
             now = _less(now, self._found)
         old = self._before
         self.figures = now if old is None else sum_figures([now, _counts(old)])
+
+
+def _is_older(pid: int) -> bool:
+    """Return whether a process of this machine began before this one."""
+    return process_age(pid) > process_age()
 
 
 def _counts(figures: wire.Figures) -> wire.Figures:
@@ -141,7 +146,7 @@ class Gatherer:
     def __init__(self, replicas: Sequence[Replica], since_s: float) -> None:
         assert set(_SAME) <= set(GAUGES)
         self._replicas, self._since_s = replicas, since_s
-        self._totals = {each.number: ReplicaTotals(since_s) for each in replicas}
+        self._totals = {each.number: ReplicaTotals(_is_older) for each in replicas}
         self._samples: dict[str, list[float]] = defaultdict(list)
         self._lock = threading.Lock()
         self._is_closing = threading.Event()

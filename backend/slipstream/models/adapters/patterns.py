@@ -5,7 +5,6 @@ such as `(a+)+b` would stop all streams for hours. A pattern is taken if the way
 match a name, by which the search is bounded, are few.
 """
 
-import importlib
 import re
 from typing import Any
 
@@ -26,7 +25,7 @@ class Pattern:
             raise ValueError(f"a pattern of {len(text)} characters, at most {_MAX_PATTERN} are")
         try:
             # What `re.compile` reads a pattern by; it has no public name.
-            parsed = importlib.import_module("re._parser").parse(text)
+            parsed = re._parser.parse(text)  # type: ignore[attr-defined]
             self._compiled = re.compile(rf"(.*\.)?({text})$")
         except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(f"no regex: {error}") from None
