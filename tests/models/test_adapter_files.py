@@ -85,7 +85,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "a header of nothing": (lambda f: (f / TENSORS).write_bytes(b"\0" * 64), "not safetensors"),
     "another kind": (config(peft_type="IA3"), "peft_type = 'IA3' is not implemented"),
     "no kind": (config(peft_type=None), "peft_type = None"),
-    "prefix tuning": (config(peft_type="PREFIX_TUNING"), "peft_type = 'PREFIX_TUNING'"),
+    "prefix tuning": (config(peft_type="PREFIX_TUNING"), "r = 3 is not implemented"),
     "prompt tuning with a rank": (config(peft_type="PROMPT_TUNING"), "r = 3 is not implemented"),
     "rank 0": (config(r=0), "r = 0 is not a whole number >= 1"),
     "rank 513": (config(r=513), "r = 513 is above 512"),

@@ -22,7 +22,9 @@ SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 KEYS = sorted(_HARMLESS | _READ | _OF_PROMPTS | {"use_qalora", "layer_replication", "new"})
 scalars = st.none() | st.booleans() | st.integers(-2, 600) | st.floats() | st.text(max_size=6)
-scalars |= st.sampled_from([2**63, 10**400, 1e308, "LORA", "PROMPT_TUNING", "lm_head", "pissa"])
+scalars |= st.sampled_from(
+    [2**63, 10**400, 1e308, "LORA", "PROMPT_TUNING", "PREFIX_TUNING", "lm_head", "pissa"]
+)
 patterns = st.text(st.sampled_from("ab.*+?()[]{}|\\1,q_proj"), max_size=9) | st.just("q_proj")
 values = scalars | st.lists(scalars, max_size=3) | st.dictionaries(patterns, scalars, max_size=3)
 sizes = st.sampled_from([0, 1, 3, 4, 31, 32, 48, 97])

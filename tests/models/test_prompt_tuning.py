@@ -102,9 +102,7 @@ def test_what_is_no_table_is_refused_by_name(tmp_path: Path) -> None:
             runner.adapters.read(str(directory))
         return str(caught.value)
 
-    assert "peft_type = 'PREFIX_TUNING' is not implemented: it brings keys" in refusal(
-        kind="PREFIX_TUNING"
-    )
+    assert "is [4, 128], but adapter_config.json says [4, 512]" in refusal(kind="PREFIX_TUNING")
     assert "peft_type = 'MULTITASK_PROMPT_TUNING' is not" in refusal(kind="MULTITASK_PROMPT_TUNING")
     assert "num_transformer_submodules = 2" in refusal(num_transformer_submodules=2)
     assert "modules_to_save = ['lm_head'] is not" in refusal(modules_to_save=["lm_head"])

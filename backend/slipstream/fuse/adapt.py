@@ -10,13 +10,12 @@ from slipstream.layers.adapted import (
     AdaptedLinear,
     AdaptedLinearAdd,
     AdaptedNormLinear,
-    AdaptedRows,
     Delta,
     StepGroups,
-    VirtualRows,
 )
 from slipstream.layers.adapted_experts import DOWN, GATE_UP, ExpertTerms
 from slipstream.layers.adapted_heads import AdaptedHeads
+from slipstream.layers.adapted_rows import AdaptedKeys, AdaptedRows, VirtualRows, keys_of
 from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import Decoder
 from slipstream.layers.embedding import Table
@@ -41,6 +40,7 @@ class AdaptedPlace(NamedTuple):
     inputs: int
     linear: Linear | None = None  # None: the embedding, or matrices of heads
     table: Table | None = None  # of head or embedding
+    key_refusal: str = ""  # why adapters cannot bring keys and values of the layer
 
 
 def adapt(
@@ -62,6 +62,8 @@ def adapt(
             layer, prefix = layer.shared, f"{prefix}.shared_expert"
         if not isinstance(layer, Attention | LatentAttention | SharedExpert | TwoStepMLP):
             continue
+        if isinstance(layer, Attention):
+            layer.prefix = AdaptedKeys(keys_of(number), groups)
         for name, linear in list(_linears_of(layer)):
             assert linear.stacked is not None, "it was read"
             parts = tuple(f"{prefix}.{part}" for part in linear.stacked.names)
@@ -79,9 +81,17 @@ def adapt(
             delta = Delta(parts[0], place.linear, groups, which, len(found))
             setattr(layer, name, _adapted(place, delta))
             sizes = (stacked.outputs, stacked.inputs)
-            found.append(AdaptedPlace(parts[0], parts, *sizes, place.linear))
+            own = AdaptedPlace(parts[0], parts, *sizes, place.linear)
+            found.append(own._replace(key_refusal=_key_refusal(layer)))
     found += apart + _ends(decoder, groups, vocab_size or decoder.head.table.shape[0])
     return found
+
+
+def _key_refusal(layer: object) -> str:
+    """Say why adapters cannot bring a layer's keys and values; empty: they can."""
+    if isinstance(layer, Attention) and layer.k_norm is not None:
+        return "keys are normalised as they are rotated"
+    return "keys and values are made of latents" if isinstance(layer, LatentAttention) else ""
 
 
 def _linears_of(layer: object) -> Iterator[tuple[str, Linear]]:

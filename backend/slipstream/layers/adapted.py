@@ -10,7 +10,7 @@ A step's adapters are known by tables in device memory, which kernels read, or b
 for which torch adds one term after another.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,6 +64,14 @@ class Group(NamedTuple):
     rows: Tensor  # [m] i64
 
 
+class KeyRows(NamedTuple):
+    """Tokens of a step whose keys and values an adapter brings (prefix tuning)."""
+
+    terms: Terms
+    rows: Tensor  # [m] i64
+    places: Tensor  # [m] i64: which of the adapter's
+
+
 class StepGroups:
     """The groups of the step that runs, or its tables; none where no row has an adapter.
 
@@ -77,6 +85,7 @@ class StepGroups:
         self.sampled: Sequence[Group] = ()
         self.head: Sequence[Group] = ()
         self.tables: Mapping[str, Table] = {}  # of `tokens` and `kept`
+        self.key_rows: list[KeyRows] = []  # the embedding finds them
 
     @property
     def are_there(self) -> bool:
@@ -87,6 +96,7 @@ class StepGroups:
         """End the step."""
         self.tokens = self.kept = self.sampled = self.head = ()
         self.tables = {}
+        self.key_rows = []
 
 
 class Delta:
@@ -114,8 +124,11 @@ class Delta:
 
     @property
     def is_active(self) -> bool:
-        """Whether rows of the step have a term here, or may have one."""
-        return self._table is not None or bool(self.groups())
+        """Whether rows of the step have a term here, or may have one.
+
+        So is every place beside keys that an adapter brings: they take the place of complete ones.
+        """
+        return self._table is not None or bool(self._groups.key_rows) or bool(self.groups())
 
     @property
     def _table(self) -> Table | None:
@@ -338,63 +351,3 @@ def _plain(x: Operand, dtype: torch.dtype) -> Tensor:
         return (x.values.float() * x.scales[:, None]).to(dtype)
     assert isinstance(x, Tensor)
     return x
-
-
-class AdaptedRows:
-    """What adapters add to rows of the embedding, or put in their place.
-
-    The term's A is `[rows, r]` and its B `[hidden, r]`; without A, its B is `[rows, hidden]`. `own`
-    looks up rows without adapters.
-    """
-
-    def __init__(self, name: str, groups: StepGroups, own: Callable[[Tensor], Tensor]) -> None:
-        self._name, self._groups, self._own = name, groups, own
-
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """Return the rows `[n, hidden]` of `token_ids [n] i64` as adapters have them."""
-        rows = self._own(token_ids)
-        groups = [each for each in self._groups.tokens if each.terms.get(self._name)]
-        if not groups:
-            return rows
-        rows = rows.clone()
-        for group in groups:
-            ids = token_ids[group.rows]
-            for term in group.terms[self._name]:
-                if term.a is None:
-                    rows[group.rows] = term.b[ids]
-                else:
-                    change = (term.a[ids].float()[:, None] * term.b.float()).sum(-1)
-                    rows[group.rows] = (rows[group.rows].float() + change).to(rows.dtype)
-        return rows
-
-
-class VirtualRows:
-    """Rows that adapters have for token ids behind the vocabulary: prompt tuning.
-
-    The term has no A, and its B is `[rows, hidden]`: of id `vocab_size + i` it is row i.
-    """
-
-    def __init__(self, name: str, groups: StepGroups, vocab_size: int) -> None:
-        self._name, self._groups, self._vocab_size = name, groups, vocab_size
-
-    def _found(self) -> list[Group]:
-        return [each for each in self._groups.tokens if each.terms.get(self._name)]
-
-    def without(self, token_ids: Tensor) -> Tensor:
-        """Return the ids `[n] i64` with 0 in place of virtual ones."""
-        if not self._found():
-            return token_ids
-        return torch.where(token_ids < self._vocab_size, token_ids, 0)
-
-    def __call__(self, token_ids: Tensor, rows: Tensor) -> Tensor:
-        """Return the rows `[n, hidden]` of `token_ids [n] i64` with those of virtual tokens."""
-        groups = self._found()
-        if not groups:
-            return rows
-        rows = rows.clone()
-        for group in groups:
-            places = token_ids[group.rows] - self._vocab_size
-            for term in group.terms[self._name]:
-                own = term.b[places.clamp(min=0)]
-                rows[group.rows] = torch.where((places >= 0)[:, None], own, rows[group.rows])
-        return rows

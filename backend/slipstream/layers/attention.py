@@ -1,7 +1,7 @@
 """Attention over the paged cache: one stacked projection in, rotation and cache write, one out."""
 
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -128,6 +128,13 @@ class AttentionInputs:
         return out
 
 
+class Prefix(Protocol):
+    """Keys and values that take the place of some of a step's."""
+
+    def put(self, k: Tensor, v: Tensor, cos_sin: Tensor, positions: Tensor) -> None:
+        """Replace rows of `k` and `v`, `[n, heads, d]`, in place, before `k` is rotated."""
+
+
 class HeadNorm:
     """A norm of queries or of keys, `[n, heads, d]`.
 
@@ -218,6 +225,7 @@ class Attention:
         sinks = w.tensor("sinks", dims.num_heads).float() if has_sink_scores else None
         self.changed = changed._replace(sinks=sinks)
         self._rotates_early = qk_norms is not None
+        self.prefix: Prefix | None = None  # of adapters
 
     @property
     def is_plain(self) -> bool:
@@ -244,6 +252,8 @@ class Attention:
     ) -> None:
         """`residual += ` the attention of what `project` returned; see `__call__`."""
         (q, k, v), scales = projected
+        if self.prefix is not None and scales is None:
+            self.prefix.put(k, v, *inputs.angles(self.cos_sin))
         newest = self._rotate(q, k, v, scales, inputs, cache)
         q = inputs.keep_wanted(q, residual)
         out = inputs.attend(q, newest, cache, self.scale_of(cache), self.changed)

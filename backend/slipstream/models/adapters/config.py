@@ -38,13 +38,14 @@ _READ = words(
     "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern fan_in_fan_out use_dora "
     "modules_to_save"
 )
-_PROMPTS = ("PROMPT_TUNING", "P_TUNING")
-_OF_PROMPTS = words(  # P-tuning's encoder is not in the file: its output is
+_PREFIX = "PREFIX_TUNING"
+_PROMPTS = ("PROMPT_TUNING", "P_TUNING", _PREFIX)
+_OF_PROMPTS = words(  # the encoders of P-tuning and prefix tuning are not in the file: outputs are
     "peft_type num_virtual_tokens token_dim num_transformer_submodules num_attention_heads "
     "num_layers prompt_tuning_init prompt_tuning_init_text prompt_tuning_init_state_dict_path "
     "tokenizer_name_or_path tokenizer_kwargs encoder_reparameterization_type encoder_hidden_size "
-    "encoder_num_layers encoder_dropout task_type inference_mode auto_mapping revision "
-    "base_model_name_or_path peft_version"
+    "encoder_num_layers encoder_dropout prefix_projection task_type inference_mode auto_mapping "
+    "revision base_model_name_or_path peft_version"
 )
 _NOTHING: tuple[object, ...] = (None, False, "", [], {})
 _CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga")  # values of init_lora_weights
@@ -82,6 +83,7 @@ class PromptConfig:
 
     num_tokens: int
     width: int
+    has_keys: bool = False  # it has keys and values of all layers (prefix tuning)
 
 
 def read_config(folder: AdapterFolder) -> LoraConfig | PromptConfig:
@@ -91,9 +93,6 @@ def read_config(folder: AdapterFolder) -> LoraConfig | PromptConfig:
     kind = config.get("peft_type")
     if kind in _PROMPTS:
         return _prompt_config(config)
-    if kind == "PREFIX_TUNING":
-        why = "is not implemented: it brings keys and values of each layer, not embeddings"
-        raise config.refusal("peft_type", why)
     if kind != "LORA":
         raise config.refusal("peft_type", f"is not implemented; LORA, {', '.join(_PROMPTS)} are")
     _refuse_others(config, _HARMLESS | _READ)
@@ -124,7 +123,10 @@ def _prompt_config(config: Reader) -> PromptConfig:
     _refuse_others(config, _OF_PROMPTS)
     if config.get("num_transformer_submodules") not in (None, 1):
         raise config.refusal("num_transformer_submodules", "is not 1: not a decoder's")
-    return PromptConfig(config.whole("num_virtual_tokens"), config.whole("token_dim"))
+    count, width = config.whole("num_virtual_tokens"), config.whole("token_dim")
+    if config.get("peft_type") != _PREFIX:
+        return PromptConfig(count, width)
+    return PromptConfig(count, 2 * config.whole("num_layers") * width, has_keys=True)
 
 
 def _refuse_others(config: Reader, known: Collection[str]) -> None:

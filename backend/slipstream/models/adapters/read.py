@@ -19,6 +19,7 @@ from slipstream.fuse.adapt import EMBEDDING, HEAD, VIRTUAL
 from slipstream.layers.adapted import Term
 from slipstream.models.adapters.config import PromptConfig, read_config
 from slipstream.models.adapters.folder import AdapterFolder
+from slipstream.models.adapters.keys import key_terms
 from slipstream.models.adapters.stored import Stored, stored_modules, stored_prompt
 from slipstream.models.adapters.targets import Part, Targets
 from slipstream.models.files import header_entries, without_weights
@@ -92,6 +93,8 @@ def read_adapter(
             entries = header_entries(file, path, MAX_HEADER)
             if isinstance(config, PromptConfig):
                 table = stored_prompt(entries, config, file, path)
+                if config.has_keys:
+                    return of_keys(table, targets, dtype, str(path))
                 return of_table(table, targets, dtype, str(path))
             return _of_modules(
                 stored_modules(entries, config, file, path, targets.most_elements),
@@ -148,11 +151,28 @@ def of_table(
     rows = table.to(dtype).contiguous()
     terms = {VIRTUAL: [Term(0, None, rows)]}
     check_range(terms, dtype, where)
-    digest = blake2b(b"virtual tokens " + tag, digest_size=_DIGEST_BYTES)
+    digest = _digest_of(b"virtual tokens " + tag, rows)
+    made = {VIRTUAL: tuple(terms[VIRTUAL])}  # of all ranks
+    return AdapterWeights(made, digest, 0, (made,) * (targets.num_ranks - 1))
+
+
+def of_keys(table: Tensor, targets: Targets, dtype: torch.dtype, where: str) -> AdapterWeights:
+    """Return virtual tokens with keys and values as an adapter; see `key_terms`.
+
+    Their embeddings are zeros: nothing but keys and values of such tokens is ever read.
+    """
+    embeddings = torch.zeros(len(table), targets.embedding_size, dtype=dtype)
+    terms = key_terms(table, targets, dtype, where) | {VIRTUAL: [Term(0, None, embeddings)]}
+    check_range(terms, dtype, where)
+    found = {name: tuple(each) for name, each in terms.items()}
+    return AdapterWeights(found, _digest_of(b"keys", table.contiguous()), 0)
+
+
+def _digest_of(tag: bytes, rows: Tensor) -> bytes:
+    digest = blake2b(tag, digest_size=_DIGEST_BYTES)
     digest.update(f" {rows.dtype} {tuple(rows.shape)} ".encode())
     digest.update(rows.view(torch.uint8).numpy().data)
-    made = {VIRTUAL: tuple(terms[VIRTUAL])}  # of all ranks
-    return AdapterWeights(made, digest.digest(), 0, (made,) * (targets.num_ranks - 1))
+    return digest.digest()
 
 
 def _parts(targets: Targets, stored: Stored, path: Path) -> list[Part]:

@@ -55,6 +55,11 @@ class Part:
             total += (columns + (b @ a[:, begin:end]).t()).double().square().sum(0)
         return total.sqrt().float()
 
+    @property
+    def stored(self) -> str:
+        """Name of the checkpoint's matrix."""
+        return self.names.stored(f"{self.name}.weight")
+
     def own(self, matrix: Tensor) -> Tensor:
         """Return what rank 0 has of a matrix `[outputs, inputs]` of head or embedding."""
         return self.cuts[0].of_outputs(matrix)
@@ -145,6 +150,7 @@ class Targets:
         """
         self.num_ranks = 1 if names.cuts is None else names.cuts.size
         self._optional = names.optional
+        self.key_refusal = next((each.key_refusal for each in places if each.key_refusal), "")
         self._given = places, names, dtype, device
 
     @property
