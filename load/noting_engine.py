@@ -25,7 +25,7 @@ from typing import Any
 
 from slipstream.core.sequence import Request, SequenceStatus
 from slipstream.engine import loop
-from slipstream.engine.engine import Engine
+from slipstream.engine.reading import ReadingEngine
 from slipstream.wire import Submit, Tokens
 
 _SCRIPT = """#!/bin/sh
@@ -62,7 +62,7 @@ def state_of(request: Request) -> str:
     return "last" if sequence.num_tokens + 1 >= sequence.num_final else "decode"
 
 
-class NotingEngine(Engine):
+class NotingEngine(ReadingEngine):
     """See the module."""
 
     def __init__(self, journal: int, step_s: float, *arguments: Any, **options: Any) -> None:
@@ -158,7 +158,7 @@ def main() -> int:
     parser.add_argument("--journal", required=True)
     options = parser.parse_args(sys.argv[1:border])
     journal = os.open(options.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    loop.Engine = functools.partial(NotingEngine, journal, options.step)  # type: ignore[misc, assignment]
+    loop.ReadingEngine = functools.partial(NotingEngine, journal, options.step)  # type: ignore[misc, assignment]
     return loop.main(sys.argv[border + 1 :])
 
 
