@@ -53,6 +53,7 @@ _FAILED_PAUSE_S = 30.0  # until an engine that could not start is tried again
 _STEADY_S = 5.0  # after an engine that served this long, pauses are short again
 _END_S = 3.0  # from SIGTERM to SIGKILL
 _PARKED_S = 1.0  # between two looks of a supervisor without an engine
+_WORDS_S = 3.0  # time for rank 0 to say why another rank has refused to start
 _SAY_S = 0.3  # time for a stuck engine to write where it is
 _SET_PARENT_DEATH_SIGNAL = 1
 
@@ -300,6 +301,9 @@ def _read_config(path: Path) -> EngineConfig:
 def _code_of(engine: subprocess.Popen[bytes], ranks: RankProcesses) -> int:
     """Return the exit code of an engine one of whose processes has ended."""
     code = ranks.code(quiet=CANNOT_START)
+    if code == CANNOT_START:  # rank 0 compares, too, and says to its log in what a rank differs
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            engine.wait(_WORDS_S)
     if code is not None and engine.poll() is None:
         engine.kill()
     return engine.wait() if code != CANNOT_START else CANNOT_START

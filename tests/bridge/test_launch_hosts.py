@@ -5,13 +5,16 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fixtures.bridge.hosts import free_port, other_host, variables
 from fixtures.bridge.launching import CONFIG, Server, is_alive, wait_for
 from fixtures.bridge.replicated import Client
+from slipstream import launch
 from slipstream.config import EngineConfig
 from slipstream_serve.server import repository_root
 
@@ -109,6 +112,15 @@ def test_ranks_of_two_hosts_serve_and_a_lost_one_is_named(tmp_path, monkeypatch,
         client.connection.close()
         server.stop()
         wait_for(lambda: not server.supervisor and not server.engine)
+
+
+def test_rank_0_has_time_to_say_why_another_rank_has_refused(monkeypatch):
+    """Both compare; what comes first is no reason to end the one that has the words."""
+    monkeypatch.setattr(launch, "_WORDS_S", 120.0)
+    engine = subprocess.Popen(["sh", "-c", "sleep 0.2; exit 2"])
+    ranks = SimpleNamespace(code=lambda quiet: quiet)
+    assert launch._code_of(engine, ranks) == launch.CANNOT_START
+    assert engine.wait() == 2
 
 
 def test_another_checkpoint_is_refused_with_host_and_rank(tmp_path, monkeypatch):
