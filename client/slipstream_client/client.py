@@ -19,7 +19,7 @@ from slipstream_client.codec import (
     request_of,
 )
 from slipstream_client.failures import error_from_rpc, error_from_text
-from slipstream_client.interrupts import Interruptible
+from slipstream_client.interrupts import interruptible
 from slipstream_client.results import Chunk, Completion, join
 
 DEFAULT_URL = "127.0.0.1:8001"
@@ -52,7 +52,7 @@ class ChunkStream(Iterator[Chunk]):
         if self._waiting:
             return self._waiting.popleft()
         try:
-            with Interruptible(self.cancel):
+            with interruptible(self.cancel):
                 response = self._read()
         except StopIteration:
             self._is_over = True
@@ -73,7 +73,7 @@ class ChunkStream(Iterator[Chunk]):
     def cancel(self) -> None:
         """Stop the generation on the server and end the iteration. Harmless after the end."""
         self._is_over = True
-        with Interruptible():
+        with interruptible():
             self._call.cancel()
 
     def _read(self) -> Any:
@@ -179,7 +179,7 @@ class SlipstreamClient:
 
     def close(self) -> None:
         """Close the connection and cancel the requests that still run on it."""
-        with Interruptible():
+        with interruptible():
             self._channel.close()
 
     def __enter__(self) -> Self:
@@ -205,14 +205,14 @@ class SlipstreamClient:
         request = request_of(model or self.model, prompt, parameters, request_id)
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         # Never send the header `triton_grpc_error`: with it, quick errors crash Triton 24.10.
-        with Interruptible():
+        with interruptible():
             call = self._stub.ModelStreamInfer(iter([request]), timeout=limit_s)
             return ChunkStream(call, self.url, request_id)
 
 
 def _ask(method: Any, request: Any, timeout_s: float) -> Any:
     """Call a method with one response. Raises grpc.RpcError."""
-    with Interruptible():
+    with interruptible():
         call = method.future(request, timeout=timeout_s)
-    with Interruptible(call.cancel):
+    with interruptible(call.cancel):
         return call.result()

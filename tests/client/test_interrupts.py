@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from slipstream_client import SlipstreamClient
-from slipstream_client.interrupts import Interruptible
+from slipstream_client.interrupts import interruptible
 
 ROUNDS = 60
 WORDS = "say " + "word " * 2_000
@@ -63,7 +63,7 @@ def test_the_connection_works_after_an_interrupt_at_any_moment(served, kind):
 
 
 def wait(event: threading.Event) -> None:
-    with Interruptible(event.set):
+    with interruptible(event.set):
         signal.raise_signal(signal.SIGINT)
         while not event.is_set():
             pass
@@ -78,7 +78,7 @@ def test_an_interrupt_ends_a_wait_and_is_raised_after_it():
 
 
 def fail() -> None:
-    with Interruptible():
+    with interruptible():
         signal.raise_signal(signal.SIGINT)
         raise ValueError("cancelled")
 
@@ -91,6 +91,6 @@ def test_an_interrupt_replaces_the_error_that_it_caused():
 def test_a_program_that_handles_the_signal_keeps_its_handler():
     seen: list[int] = []
     signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
-    with Interruptible(lambda: seen.append(-1)):
+    with interruptible(lambda: seen.append(-1)):
         signal.raise_signal(signal.SIGINT)
     assert seen == [signal.SIGINT]

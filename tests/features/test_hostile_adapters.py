@@ -52,7 +52,7 @@ parts = st.sampled_from(
     ["..", ".", "one", "two", "link", "loop", "", "\0", "a" * 300, "é", "\u202e", "~", "*"]
 )
 paths = st.lists(parts, max_size=5).map("/".join) | st.sampled_from(
-    ["/etc", "/proc/self", "/dev/zero", "x" * 10_000, "one/../../outside", "../root/../outside"]
+    ["/etc", "/proc/self", "/dev/zero", "x" * 10_000, "one/../../outside", "one/./..//../outside"]
 )
 names = st.text(max_size=8) | st.sampled_from(["a" * 10_000, "a,b", "\n", "checkpoint", "../x"])
 

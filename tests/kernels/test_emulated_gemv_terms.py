@@ -7,7 +7,7 @@ from fixtures.kernels.lora import Adapted, Shape
 from fixtures.tiers import quick_of
 from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.norm import rms_norm
-from slipstream.kernels.gemm.op import Around, Terms, gemm, scratch_of
+from slipstream.kernels.gemm.op import Around, TermTable, gemm, scratch_of
 from slipstream.kernels.gemm.sm90.gemv import adapted
 from slipstream.kernels.runtime import jit
 from torch import Tensor
@@ -43,7 +43,7 @@ def test_terms_are_added(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     residual = drawn(rows, outputs) if stage == "residual" else None
     scratch = scratch_of(made.width, torch.device("cpu"))
     table = made.table(numbers)
-    terms = Terms(table.groups, table.rows, 1, scratch, sizes)
+    terms = TermTable(table.groups, table.rows, 1, scratch, sizes)
 
     plain = gemm.oracle(x, weight, Around(norm, 1e-5, bias=bias))
     behind = x if norm is None else rms_norm(x, norm, 1e-5, False)

@@ -7,7 +7,7 @@ import torch
 from fixtures.kernels.lora import Adapted, Shape
 from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.norm import rms_norm
-from slipstream.kernels.gemm.op import Around, Spec, Terms, gemm, scratch_of, spec_of
+from slipstream.kernels.gemm.op import Around, Spec, TermTable, gemm, scratch_of, spec_of
 from slipstream.kernels.gemm.sm90 import gemv
 from slipstream.kernels.lora import terms as lora
 from torch import Tensor
@@ -157,7 +157,7 @@ def test_a_gemv_adds_terms(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("a GEMM of more rows takes it")
     table = made.table(numbers)
     scratch = scratch_of(made.width, torch.device("cuda"))
-    terms = Terms(table.groups, table.rows, 1, scratch, shape.sizes)
+    terms = TermTable(table.groups, table.rows, 1, scratch, shape.sizes)
     plain = gemm.oracle(x, weight, Around(norm, 1e-5))
     behind = x if norm is None else rms_norm(x, norm, 1e-5, False)
     wanted = made.by_torch(plain, behind, numbers)
@@ -181,7 +181,7 @@ def test_gemvs_with_terms_behind_each_other_in_a_graph(monkeypatch: pytest.Monke
     weight = torch.randn(4096, 4096, device="cuda").bfloat16() / 64
     table = made.table([0, 1], spare=3)
     scratch = scratch_of(made.width, torch.device("cuda"))
-    terms = Terms(table.groups, table.rows, 1, scratch, shape.sizes)
+    terms = TermTable(table.groups, table.rows, 1, scratch, shape.sizes)
     out = torch.empty_like(x)
 
     def step() -> None:

@@ -17,7 +17,7 @@ from slipstream.kernels.gemm.linear import (
     multiply_adapted,
     route_of,
 )
-from slipstream.kernels.gemm.op import E4M3, Around, Terms
+from slipstream.kernels.gemm.op import E4M3, Around, TermTable
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import LayerNorm, Norm, RowNorm
 from slipstream.layers.residual import Residual
@@ -43,10 +43,10 @@ def _behind_norm(
 
 
 def _adapted_behind_norm(
-    linear: Linear, norm: RowNorm, residual: Residual, terms: Terms, gate: str = ""
+    linear: Linear, norm: RowNorm, residual: Residual, terms: TermTable, gate: str = ""
 ) -> Tensor | None:
     """Return a product behind a norm, with terms of adapters; None: it takes several kernels."""
-    if linear.matrix is None:
+    if linear.matrix is None or not isinstance(norm, Norm):  # another norm takes a kernel itself
         return None
     x, around = _behind_norm(linear, norm, Residual(residual.values), gate)
     return multiply_adapted(x, linear.matrix, around, terms)
@@ -68,7 +68,7 @@ class FusedNormLinear(NormLinear):
             return y
         return y.finish(x.dtype), None
 
-    def adapted(self, norm: RowNorm, residual: Residual, terms: Terms) -> Tensor | None:
+    def adapted(self, norm: RowNorm, residual: Residual, terms: TermTable) -> Tensor | None:
         """Compute what `NormLinear` computes."""
         return _adapted_behind_norm(self.linear, norm, residual, terms)
 
@@ -100,7 +100,7 @@ class FusedGatedLinear(GatedLinear):
             return fp8.silu_mul_quantize(y.product, *y.scales)
         return activate(self.gate, y.finish(x.dtype))
 
-    def adapted(self, norm: RowNorm, residual: Residual, terms: Terms) -> Operand | None:
+    def adapted(self, norm: RowNorm, residual: Residual, terms: TermTable) -> Operand | None:
         """Compute what `GatedLinear` computes."""
         return _adapted_behind_norm(self.linear, norm, residual, terms, self.gate)
 
@@ -137,7 +137,7 @@ class FusedLinearAdd(LinearAdd):
         if not isinstance(y, Tensor):
             residual.add_later(y)
 
-    def adapted(self, x: Operand, residual: Residual, terms: Terms) -> bool:
+    def adapted(self, x: Operand, residual: Residual, terms: TermTable) -> bool:
         """Add what `LinearAdd` adds."""
         if self.linear.matrix is None or self.linear.ranks is not None:
             return False

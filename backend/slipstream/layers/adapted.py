@@ -21,8 +21,7 @@ from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.fp8 import Quantized
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
-from slipstream.kernels.gemm.op import MOST_ADAPTED_ROWS
-from slipstream.kernels.gemm.op import Terms as StepTerms
+from slipstream.kernels.gemm.op import MOST_ADAPTED_ROWS, TermTable
 from slipstream.kernels.lora.add import add, times
 from slipstream.kernels.lora.terms import FEW_ROWS, RowScale, Table, expand, shrink
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
@@ -139,14 +138,14 @@ class Delta:
         found: Sequence[Group] = getattr(self._groups, self._which)
         return [group for group in found if group.terms.get(self.name)]
 
-    def terms(self, num_rows: int) -> StepTerms | None:
+    def terms(self, num_rows: int) -> TermTable | None:
         """Return the terms as a GEMM of few rows takes them; None: it cannot."""
         table = self._table
         if table is None or table.scratch is None or num_rows > MOST_ADAPTED_ROWS:
             return None
         assert self._linear.stacked is not None, "tables have places that were read"
         sizes = self._linear.stacked.outputs
-        return StepTerms(table.groups, table.rows, self._number, table.scratch, sizes)
+        return TermTable(table.groups, table.rows, self._number, table.scratch, sizes)
 
     def start(self, x: Tensor, norm: RowNorm | None = None) -> Tensor:
         """Return what `finish` needs of the rows `x [n, inputs]`, behind a norm if there is one.

@@ -16,7 +16,7 @@ from slipstream.kernels.comm.ranks import Ranks
 from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
-from slipstream.kernels.gemm.op import Matrix, Terms
+from slipstream.kernels.gemm.op import Matrix, TermTable
 from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.sliced import ROWS, sliced
@@ -111,7 +111,7 @@ class NormLinear:
         """`linear(norm(residual))`, `[n, out]`, and the scales that are left to its reader."""
         return self.linear(norm(residual.values)), None
 
-    def adapted(self, norm: RowNorm, residual: Residual, terms: Terms) -> Tensor | None:
+    def adapted(self, norm: RowNorm, residual: Residual, terms: TermTable) -> Tensor | None:
         """Return the product with terms of adapters added; None: it takes several kernels."""
         return None
 
@@ -131,7 +131,7 @@ class GatedLinear:
         """
         return activate(self.gate, self.linear(norm(residual.values)))
 
-    def adapted(self, norm: RowNorm, residual: Residual, terms: Terms) -> Operand | None:
+    def adapted(self, norm: RowNorm, residual: Residual, terms: TermTable) -> Operand | None:
         """Compute it with terms of adapters before the gate; None: it takes several kernels."""
         return None
 
@@ -152,7 +152,7 @@ class LinearAdd:
         y = self.linear(x)
         residual.values.add_(y if self.norm is None else self.norm(y))
 
-    def adapted(self, x: Operand, residual: Residual, terms: Terms) -> bool:
+    def adapted(self, x: Operand, residual: Residual, terms: TermTable) -> bool:
         """Add it with terms of adapters; False, and nothing done: it takes several kernels."""
         return False
 

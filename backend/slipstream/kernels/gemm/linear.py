@@ -22,8 +22,8 @@ from slipstream.kernels.gemm.op import (
     Around,
     Matrix,
     Spec,
-    Terms,
-    adapted,
+    TermTable,
+    adapted_gemm,
     gemm,
     normed,
     spec_of,
@@ -147,7 +147,7 @@ def multiply(x: Operand, matrix: Matrix, around: Around = PLAIN) -> Tensor | Uns
     return follow(route_of(x, matrix, around), x, matrix, around)
 
 
-def multiply_adapted(x: Operand, matrix: Matrix, around: Around, terms: Terms) -> Tensor | None:
+def multiply_adapted(x: Operand, matrix: Matrix, around: Around, terms: TermTable) -> Tensor | None:
     """`multiply` with the terms of adapters, before gate and sum, in one kernel.
 
     None, and nothing done: no kernel takes it all.
@@ -162,7 +162,7 @@ def multiply_adapted(x: Operand, matrix: Matrix, around: Around, terms: Terms) -
 
 @functools.lru_cache(_MOST_ROUTES)
 def _adapted_by(spec: Spec) -> Callable[..., Tensor] | None:
-    found = adapted.choose(spec, spec.target)
+    found = adapted_gemm.choose(spec, spec.target)
     return None if found is None else found.implementation.run
 
 

@@ -7,7 +7,7 @@ The order of the stages, wherever they are computed:
 An implementation says which of them it takes (fuses). What none takes is computed around it, by
 `linear.py`. Of a layer whose inputs ranks share, the sum over ranks is an addend of the next norm,
 which may be fused with it (`kernels/comm/`). What adapters add differs by row and step, and is no
-stage: `layers/adapted.py`; of few rows a GEMM may add it (`Terms`).
+stage: `layers/adapted.py`; of few rows a GEMM may add it (`TermTable`).
 
 `weight` is `[outputs, inputs]` as in a checkpoint. Sums are accumulated in fp32 and rounded
 once, behind the last stage that an implementation takes.
@@ -83,7 +83,7 @@ class Around(NamedTuple):
 PLAIN = Around()
 
 
-class Terms(NamedTuple):
+class TermTable(NamedTuple):
     """What adapters add to a few rows of a result: `t B^T` of `t = x A^T` (`kernels/lora/`)."""
 
     groups: Tensor  # [g, 2] i64: of a table of the step's adapters
@@ -197,5 +197,5 @@ def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     return y.to(dtype)
 
 
-adapted: Implementations[Spec] = Implementations(__package__)
-"""GEMMs that also add `Terms`, before gate and residual sum; what none takes is done in three."""
+adapted_gemm: Implementations[Spec] = Implementations(__package__)
+"""GEMMs that also add terms of adapters, before gate and sum; what none takes is done in three."""

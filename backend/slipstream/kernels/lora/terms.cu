@@ -15,7 +15,7 @@ constexpr float UNUSED = 0.0f;
 // The terms of the groups that a CTA comes to, every `distance`th, found by all threads at once: one after another they
 // would cost three answers of memory each.
 template <int NUM_PARTS>
-struct Terms {
+struct FoundTerms {
   static constexpr int MOST = WARPS * 32 / NUM_PARTS;
   Term found[MOST + 1][NUM_PARTS];
 
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
   start_next();  // after the wait: what starts now may read groups and terms before its own
   __shared__ float totals[WARPS][ROWS * RANKS];
   __shared__ float of_warps[ROWS][WARPS];  // sums of squares
-  __shared__ Terms<PARTS> terms;
+  __shared__ FoundTerms<PARTS> terms;
   const int begin = int(blockIdx.y * share), limit = begin + int(share);
   const int end = limit < int(inputs) ? limit : int(inputs);
   for (i64 first = blockIdx.x; first < num_groups; first += terms.MOST * gridDim.x) {
@@ -325,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     expand(T* y, i64 stride, const i64* groups, i64 num_groups, const int* list, i64 place, const float* partial,
            i64 num_rows, i64 width, i64 splits, i64 size0, i64 size1, i64 size2) {
   start_next();
-  __shared__ Terms<1> terms;
+  __shared__ FoundTerms<1> terms;
   const Outputs outputs(blockIdx.x, int(size0), int(size1), int(size2));
   bool has_waited = false;
   for (i64 first = blockIdx.y; first < num_groups; first += terms.MOST * gridDim.y) {

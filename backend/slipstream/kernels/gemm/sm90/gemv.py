@@ -20,10 +20,10 @@ from slipstream.kernels.gemm.op import (
     PLAIN,
     Around,
     Spec,
-    Terms,
+    TermTable,
+    adapted_gemm,
     gemm,
 )
-from slipstream.kernels.gemm.op import adapted as adapted_gemm
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.registry import Implementation
 
@@ -193,7 +193,7 @@ def gemv(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     return launch(tiles, x, weight, around)
 
 
-def adapted(x: Tensor, weight: Tensor, around: Around, terms: Terms) -> Tensor:
+def adapted(x: Tensor, weight: Tensor, around: Around, terms: TermTable) -> Tensor:
     """`gemm` with terms of adapters added before gate and residual, in one kernel (`adapts`)."""
     is_gated = around.gate in GATES
     tiles = tiling(*x.shape, x.shape[1] * weight.itemsize, is_gated, has_terms=True)
@@ -209,7 +209,7 @@ def launch(
     x: Tensor,
     weight: Tensor,
     around: Around = PLAIN,
-    terms: Terms | None = None,
+    terms: TermTable | None = None,
 ) -> Tensor:
     """`gemv` with tiles of choice."""
     num_rows, width = x.shape
@@ -253,7 +253,7 @@ def launch(
     return out
 
 
-def _behind(terms: Terms) -> tuple[Tensor | int, ...]:
+def _behind(terms: TermTable) -> tuple[Tensor | int, ...]:
     """Return the kernel's last arguments."""
     width = (len(terms.scratch) - COUNTS) // MOST_ADAPTED_ROWS
     one, two, *_ = (*terms.sizes, 0)
