@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve chat check format test test-rest test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu bench-cpu bench-cpu-served test-cpu-forms test-amx guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots sanitize-cpu perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields pairs attention compose-check figures draft clean loc
+.PHONY: help install serve chat check format test test-rest test-drawn test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu bench-cpu bench-cpu-served test-cpu-forms test-amx guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots sanitize-cpu perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields pairs attention compose-check figures draft clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -58,6 +58,9 @@ test-rest: install ## what make test leaves out and needs no GPU: products, soak
 	$(PYTEST) --tier rest -m "triton and not beside" $(PYTEST_ARGS); servers=$$?; \
 	[ $$servers -ne 5 ] || servers=$$status; [ $$status -ne 5 ] || status=$$servers; \
 	exit $$((status > servers ? status : servers))
+
+test-drawn: install ## the properties on other inputs in each run: test and test-rest draw the same each time
+	@$(PYTEST) -m "hypothesis and not (gpu or slow or triton)" $(BESIDE) $(PYTEST_ARGS)
 
 test-durations: install ## make test and make test-rest one test at a time, into tests/durations.json
 	@$(PYTEST) --tier quick --record-durations $(PYTEST_ARGS)
