@@ -128,20 +128,20 @@ class Bench:
     def _with(self, opened: Opened, cache: str) -> dict[str, float]:
         truth = self.truth
         text = truth.text if cache == "auto" else truth.text[:KL_PIECES]
-        bits, kl, _ = bits_and_kl(opened, text, cache, truth.log_probs)
+        bits, kl, _ = bits_and_kl(opened, text, cache, truth.sums if cache == "auto" else None)
         same, first = agreement(opened, truth.written, cache)
         before = truth.bits[: len(bits)]
         whole = sum(before)
         differences = [b - a for a, b in zip(before, bits, strict=True)]
         error = statistics.stdev(differences) * len(bits) ** 0.5 / whole if len(bits) > 1 else 0.0
-        return {
+        found = {
             "bits_per_byte": sum(bits) / num_bytes(self.tokenizer, text),
             "more": sum(bits) / whole - 1,
             "more_error": error,
-            "kl": kl,
             "greedy_same": same,
             "greedy_first": first,
         }
+        return found if kl is None else found | {"kl": kl}
 
     def _mmlu(self, opened: Opened) -> dict[str, float]:
         own = answers(opened, self.tokenizer, self.questions)

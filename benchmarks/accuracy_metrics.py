@@ -7,10 +7,12 @@ import torch
 from accuracy_models import Question
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.residual import Residual
+from slipstream_quantize.measure import logits_of
 from slipstream_quantize.opened import BLOCK_SIZE, Opened, Running
 from slipstream_quantize.text import pieces
 from tokenizers import Tokenizer
 from torch import Tensor
+from torch.nn import functional
 
 PIECE, PROMPT, GREEDY = 512, 64, 100  # tokens
 KL_PIECES, PROMPTS = 4, 10
@@ -23,7 +25,7 @@ class Truth:
 
     text: Tensor  # [s, PIECE]
     num_bytes: int
-    log_probs: list[Tensor]  # of the first pieces, [PIECE - 1, vocab] fp32 each
+    sums: list[Tensor]  # behind the last block, of the first pieces: [PIECE - 1, hidden] each
     bits: list[float]  # of each piece
     written: Tensor  # [PROMPTS, PROMPT + GREEDY], greedy behind the prompts
     answers: list[int]
@@ -31,18 +33,30 @@ class Truth:
 
 def bits_and_kl(
     opened: Opened, text: Tensor, cache: str, truth: list[Tensor] | None
-) -> tuple[list[float], float, list[Tensor]]:
-    """Return bits of each piece, the mean KL of a token's distribution in nats, log probs."""
+) -> tuple[list[float], float | None, list[Tensor]]:
+    """Return bits of each piece, the mean KL of a token's distribution in nats, and the sums.
+
+    Args:
+        opened: the model.
+        text: token ids `[s, length]`.
+        cache: the format of the KV cache.
+        truth: the sums of the first pieces in 16 bits, whose logits this model's own norm and head
+            make once more: no recipe changes these, and logits are hundreds of times as large.
+            None: no KL, and the sums are kept.
+    """
     bits, kl, kept, count = [], 0.0, [], 0
-    for i, (ids, logits) in enumerate(Running(opened, text, cache).logits()):
-        found = logits[:-1].log_softmax(-1)
-        bits.append(-float(found.gather(1, ids[1:, None]).sum()) / math.log(2))
-        if i < KL_PIECES and truth is None:
-            kept.append(found)
-        elif i < KL_PIECES:
-            kl += float((truth[i].exp() * (truth[i] - found)).sum())
-            count += len(found)
-    return bits, kl / max(1, count), kept
+    for i, (ids, sums) in enumerate(Running(opened, text, cache).sums()):
+        bits.append(0.0)
+        for rows, logits in logits_of(opened, sums[:-1]):
+            found = logits.log_softmax(-1)
+            bits[i] -= float(found.gather(1, ids[1:][rows, None]).sum()) / math.log(2)
+            if truth is not None and i < KL_PIECES:
+                before = opened.decoder.logits(Residual(truth[i][rows])).float().log_softmax(-1)
+                kl += float(functional.kl_div(found, before, reduction="sum", log_target=True))
+                count += len(found)
+        if truth is None and i < KL_PIECES:
+            kept.append(sums[:-1].clone())
+    return bits, kl / count if count else None, kept
 
 
 def greedy(opened: Opened, prompts: Tensor, count: int) -> Tensor:
@@ -102,8 +116,8 @@ def agreement(opened: Opened, written: Tensor, cache: str) -> tuple[float, float
     """
     same = []
     for ids, sums in Running(opened, written, cache).sums():
-        logits = opened.decoder.logits(Residual(sums[PROMPT - 1 : -1]))
-        same.append(logits.argmax(-1) == ids[PROMPT:])
+        likeliest = [logits.argmax(-1) for _, logits in logits_of(opened, sums[PROMPT - 1 : -1])]
+        same.append(torch.cat(likeliest) == ids[PROMPT:])
     every = torch.stack(same)
     return float(every.float().mean()), float(every.long().cumprod(1).sum(1).float().mean())
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from slipstream.errors import ConfigError
 from torch import Tensor
@@ -35,13 +36,14 @@ class Writer:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take tensors, on any device."""
+    def add(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> None:
+        """Take tensors, on any device, as numbers of `dtype`; None: of their own."""
         for name, tensor in tensors.items():
-            size = tensor.numel() * tensor.itemsize
+            kept = dtype or tensor.dtype
+            size = tensor.numel() * kept.itemsize
             if self._size and self._size + size > self._limit:
                 self._write()
-            self._waiting[name] = tensor.cpu().contiguous().clone()
+            self._waiting[name] = tensor.to("cpu", kept, copy=True).contiguous()
             self._size += size
             self.num_bytes += size
 

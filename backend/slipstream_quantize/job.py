@@ -190,7 +190,8 @@ def write_rest(opened: Opened, writer: Writer) -> None:
     read = opened.plan.model.tensors
     files = FileSource(opened.directory, opened.plan.device, read)  # once more
     others = others_of(files, names, kept)
-    writer.add({name: tensor.to(opened.dtype).contiguous() for name, tensor in others})
+    for name, tensor in others:  # the embedding may be most of the model: one copy, no other
+        writer.add({name: tensor}, opened.dtype)
     writer.add({names.stored(name): torch.tensor([each]) for name, each in source.numbers.items()})
 
 

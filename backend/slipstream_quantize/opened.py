@@ -32,6 +32,7 @@ from slipstream_quantize.observe import Probe
 
 BLOCK_SIZE = 32  # tokens of a block of the cache
 TOKENS = 4096  # of a step, at least one piece
+ROWS = 4096  # of an embedding that are rounded at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,8 @@ class Opened:
         matrices = {f"{name}.weight" for probe in self.probes for name in probe.names}
         for name, tensor in self.source.tensors.items():
             if name not in matrices:
-                tensor.copy_(tensor.to(self.dtype))
+                for rows in torch.split(tensor, ROWS):
+                    rows.copy_(rows.to(self.dtype))
 
     def _places(self, block: AnyBlock) -> list[ProbedLayer]:
         """Put probes into a block; return its places in the order in which they run."""
@@ -276,11 +278,6 @@ class Running:
             for i in range(len(self._opened.decoder.blocks)):
                 self.block(i, sums)
             yield from zip(part, torch.split(sums, part.shape[1]), strict=True)
-
-    def logits(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each piece's token ids, `[length]`, and its logits, `[length, vocab]` fp32."""
-        for ids, sums in self.sums():
-            yield ids, self._opened.decoder.logits(Residual(sums)).float()
 
     def _positions(self, count: int) -> Tensor:
         """Return the positions of the tokens of so many pieces."""

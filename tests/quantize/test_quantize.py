@@ -19,6 +19,7 @@ from fixtures.models.gguf_files import write_gguf
 from fixtures.quantize import tiny
 from fixtures.tiers import quick_of
 from safetensors.torch import load_file
+from slipstream.layers.residual import Residual
 from slipstream_client.cli import main
 from slipstream_convert.writer import Writer
 from slipstream_quantize.job import Job, Report, divide_rows, write
@@ -55,7 +56,8 @@ def quantize(directory: Path, output: Path, scheme: str, *options: str) -> int:
 def logits(opened: Opened) -> torch.Tensor:
     ids = torch.arange(3 * 40).view(3, 40) * 7 % 256
     with torch.inference_mode():
-        return torch.stack([each for _, each in Running(opened, ids).logits()])
+        sums = [each for _, each in Running(opened, ids).sums()]
+        return torch.stack([opened.decoder.logits(Residual(each)).float() for each in sums])
 
 
 @pytest.mark.parametrize("family", quick_of(FAMILIES, QUICK))
