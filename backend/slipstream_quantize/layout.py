@@ -27,7 +27,7 @@ def check_layout(names: TensorNames, matrices: Sequence[str], recipe: Recipe) ->
                 f"{stored}: heads are filled up with zeros on this device; --device cpu has them "
                 "as they are"
             )
-        if recipe.format == "fp8":
+        if recipe.format == "fp8" and moves.rows is not None:
             raise ConfigError(
                 f"--scheme fp8-block: rows of {stored} are not in the decoder's order, so its "
                 "blocks of 128 x 128 are of others; fp8 has scales for rows"

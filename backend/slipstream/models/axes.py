@@ -162,11 +162,24 @@ class Moves:
     rows, columns: changes along dimensions 0 and 1.
     shape: `[outputs, inputs]` of the decoder's to those of the stored matrix, which libraries that
     quantise keep in this order, whatever the model's own files have.
+    is_transposed: whether these have `[inputs, outputs]`.
     """
 
     rows: Change | None
     columns: Change | None
     shape: Callable[[int, int], tuple[int, int]]
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EachRow:
+    """A change that makes each row of the stored one alone, so that a rank need not read others."""
+
+    change: Change
+
+    def __call__(self, x: "Tensor") -> "Tensor":
+        """Return the rows as they are changed."""
+        return self.change(x)
 
 
 def joined(name: str, kind: str = "self_attn") -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Tensors of files that are mapped into memory: what is used is read, and nothing twice.
 
 A processor computes with them where they lie, if their dtype and order are the engine's. A rank
-reads only its own bytes: rows as whole tensors are read; what is cut otherwise, or moved by a
-change, is mapped, and what is copied of it is read.
+reads only its own bytes: rows as whole tensors are read, those that are moved too; what is cut
+otherwise is mapped, and what is copied of it is read.
 """
 
 import mmap
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
-from slipstream.models.axes import Change
+from slipstream.models.axes import Change, EachRow
 from slipstream.models.cuts import Cut
 from slipstream.models.entries import TensorEntry
+from slipstream.models.parts import Part, Span
 from slipstream.models.reading import Region, TensorReader
 
 
@@ -62,16 +63,60 @@ class MappedFiles:
 
         `change` comes before `cut`. Raises `CheckpointError`.
         """
-        if change is None and cut.dim == 0:
-            begin, count = cut.stored
-            row_bytes = prod(entry.shape[1:]) * dtype.itemsize
-            region = Region(name, entry.file, entry.begin + begin * row_bytes, dtype)
-            reader.read([region], [out[:count]])
+        begin, count = cut.stored
+        part = count * prod(entry.shape) // cut.total * dtype.itemsize
+        spans = [Span(begin, begin + count)]
+        if cut.dim == 0 and change is None:
+            self._rows(name, entry, dtype, spans, reader, out[:count])
             out[count:].zero_()
+        elif cut.dim == 0 and isinstance(change, EachRow):
+            values = out.new_empty((count, *entry.shape[1:]), dtype=dtype)
+            self._rows(name, entry, dtype, spans, reader, values)
+            cut.fill(out, change(values))
         else:
             values = self.tensor(name, entry, dtype, entry.shape)
             cut.fill(out, cut.part_of(values if change is None else change(values)))
-        return cut.stored[1] * prod(entry.shape) // cut.total * dtype.itemsize
+            part = part if change is None else values.nbytes
+        return part
+
+    def fill_moved(
+        self,
+        name: str,
+        entry: TensorEntry,
+        dtype: torch.dtype,
+        part: Part,
+        is_transposed: bool,
+        reader: TensorReader,
+        out: Tensor,
+    ) -> int:
+        """Write a part of a matrix whose rows and inputs are moved; as `fill`."""
+        window = part.window((1, 1)) or part.all()
+        if window.dim == 0 and not is_transposed:
+            values = out.new_empty((window.size, *entry.shape[1:]), dtype=dtype)
+            self._rows(name, entry, dtype, window.spans, reader, values)
+        else:
+            stored = self.tensor(name, entry, dtype, entry.shape)
+            stored = stored.t() if is_transposed else stored
+            own = window.sizes(*stored.shape)
+            values = window.read(own, stored.shape, lambda region: stored[region])
+        part.fill(out, values, window)
+        return values.nbytes
+
+    def _rows(
+        self,
+        name: str,
+        entry: TensorEntry,
+        dtype: torch.dtype,
+        spans: Sequence[Span],
+        reader: TensorReader,
+        out: Tensor,
+    ) -> None:
+        """Read some rows of a tensor; raises `CheckpointError`."""
+        row_bytes = prod(entry.shape[1:]) * dtype.itemsize
+        regions = [
+            Region(name, entry.file, entry.begin + begin * row_bytes, dtype) for begin, _ in spans
+        ]
+        reader.read(regions, torch.split(out, [end - begin for begin, end in spans]))
 
     def region(
         self, name: str, entry: TensorEntry, like: Tensor, region: tuple[slice, ...]

@@ -4,6 +4,9 @@ Rows take their scales along. Columns stay where groups have them, and `order` s
 belongs to. Zeros of padded heads are codes whose scales are zero.
 """
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +16,7 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.models.axes import Change, Moves
 from slipstream.quant.matrix import MIDDLE, Kind, QuantMatrix, codes_of, halves
-from slipstream.quant.parts import as_bytes, with_zeros
+from slipstream.quant.parts import as_bytes, in_groups, with_zeros
 
 
 def moved(matrix: QuantMatrix, moves: Moves, name: str) -> QuantMatrix:
@@ -22,23 +25,39 @@ def moved(matrix: QuantMatrix, moves: Moves, name: str) -> QuantMatrix:
     `name` is that of the stored matrix, with its file.
     """
     device = "cpu" if matrix.codes.is_meta else matrix.codes.device
-    try:
+    with numbers_moved(name):
         if moves.rows is not None:
             matrix = with_rows(matrix, places(moves.rows, matrix.outputs, 0, device))
         if moves.columns is not None:
-            matrix = _with_columns(matrix, places(moves.columns, matrix.inputs, 1, device))
+            matrix = with_columns(matrix, places(moves.columns, matrix.inputs, 1, device))
+    return matrix
+
+
+@contextmanager
+def numbers_moved(name: str) -> Iterator[None]:
+    """Raise `CheckpointError` in the place of the RuntimeError of what does not move numbers.
+
+    `name` is that of the stored matrix, with its file.
+    """
+    try:
+        yield
     except RuntimeError:
         raise CheckpointError(
             f"{name} is quantised, and changed as it is loaded in another way than by its rows "
             "and inputs: that is not implemented"
         ) from None
-    return matrix
 
 
 def places(change: Change, count: int, dim: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return which of `count` stored rows or columns each of the decoder's is; -1: zeros."""
+    """Return which of `count` stored rows or columns each of the decoder's is; -1: zeros.
+
+    Raises RuntimeError if the change does more than to move these.
+    """
     shape = (count, 1) if dim == 0 else (1, count)
-    return change(torch.arange(1, count + 1, device=device).view(shape)).flatten() - 1
+    found = change(torch.arange(1, count + 1, device=device).view(shape))
+    if found.is_floating_point() or found.shape[1 - dim] != 1:
+        raise RuntimeError("numbers are not moved alone")
+    return found.flatten() - 1
 
 
 def with_rows(matrix: QuantMatrix, sources: Tensor) -> QuantMatrix:
@@ -55,23 +74,24 @@ def with_rows(matrix: QuantMatrix, sources: Tensor) -> QuantMatrix:
     return replace(matrix, **picked)
 
 
-def _with_columns(matrix: QuantMatrix, sources: Tensor) -> QuantMatrix:
+def with_columns(matrix: QuantMatrix, sources: Tensor) -> QuantMatrix:
     """Return a matrix in which input i is the stored `sources[i]`; -1: one that counts nothing.
 
     Codes of the latter lie behind all others, in groups whose scales are zero, or, in a group that
     ends behind them, as the number zero.
     """
     stored, count = matrix.inputs, len(sources)
-    group = max(matrix.group, count) if matrix.group >= stored else matrix.group
+    if matrix.kind is Kind.F4 or matrix.minimums is not None:  # no code of these stands for zero
+        matrix = in_groups(matrix, math.gcd(min(matrix.group, stored), stored))
+        group = matrix.group
+    else:
+        group = max(matrix.group, count) if matrix.group >= stored else matrix.group
     more = -(-count // group) - matrix.scales.shape[1]
     names = ("scales", "zeros", "minimums")
     found = {name: getattr(matrix, name) for name in names}
     padded: dict[str, Any] = {
         name: None if each is None else with_zeros(each, more) for name, each in found.items()
     }
-    has_no_zero = matrix.kind is Kind.F4 or matrix.minimums is not None
-    if stored % group and has_no_zero:
-        raise RuntimeError("no code of these stands for zero")
     codes = with_zeros(codes_of(matrix), count - stored)
     if matrix.kind is Kind.W4:
         codes[:, stored:] = MIDDLE
@@ -85,7 +105,8 @@ def _with_columns(matrix: QuantMatrix, sources: Tensor) -> QuantMatrix:
     order = there if matrix.order is None else there[matrix.order]
     factors = matrix.factors
     if factors is not None:
-        factors = torch.where(sources < 0, 1.0, factors[sources.clamp_min(0)])
+        factors = factors[sources.clamp_min(0)]
+        factors[sources < 0] = 1.0
     whole = torch.cat([order, kept[sources < 0]])
     padded |= {"codes": codes, "order": whole, "factors": factors}
     return replace(matrix, **padded, group=group, inputs=count)

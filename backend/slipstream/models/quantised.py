@@ -9,9 +9,9 @@ from slipstream.models.axes import TensorNames
 from slipstream.models.formats.module import RawSource
 from slipstream.models.formats.registry import Formats
 from slipstream.models.gguf.kept import KEPT, kept
-from slipstream.models.gguf.part import region_of, units, within
-from slipstream.models.moves import moved
-from slipstream.models.parts import part_of, window_of
+from slipstream.models.gguf.part import read_window, units, within
+from slipstream.models.moves import moved, numbers_moved
+from slipstream.models.parts import Part, Region
 from slipstream.quant.matrix import QuantMatrix
 
 
@@ -56,31 +56,40 @@ class Matrices:
         cuts, moves = self._tensors.cuts, self._tensors.moves(name)
         cut = None if cuts is None else cuts.of_matrix(name, rows, inputs)
         whole = (rows, inputs) if cut is None else cut.whole(rows, inputs)
-        entry = self._source.entry(f"{stored}.weight")
-        if entry is not None and entry.dtype in KEPT and moves is None:
-            window = None if cut is None else window_of(cut, units(entry))
-            region = () if window is None else region_of(entry, window)
-            blocks = self._source.blocks(name, rows, inputs, region)
-            matrix = kept(entry if window is None else within(entry, window), blocks)
-            self._source.check_scales(f"{stored}.weight", matrix.scales)
-            return matrix if cut is None else part_of(matrix, cut, window)
-        if moves is None:
-            if cut is None:
-                return self._formats.load(stored, *whole)
-            return self._formats.load_part(stored, *whole, cut)
-        found = self._stored(name, stored, (rows, inputs), moves.shape(*whole))
-        if found is None:
-            return None
-        found = moved(found, moves, f"{self._directory}: {stored}")
-        return found if cut is None else part_of(found, cut, None)
+        shape, where = (
+            whole if moves is None else moves.shape(*whole),
+            f"{self._directory}: {stored}",
+        )
+        entry, own = self._source.entry(f"{stored}.weight"), (rows, inputs)
+        is_kept = entry is not None and entry.dtype in KEPT
+        if cut is None:
+            found = (
+                self._blocks(name, stored, own) if is_kept else self._formats.load(stored, *shape)
+            )
+            return moved(found, moves, where) if found is not None and moves is not None else found
+        if not self.is_quantised(stored):
+            return self._formats.load(stored, *shape)  # nothing, or a refusal
+        with numbers_moved(where):
+            part = Part(cut, shape, moves)
+        if is_kept:
+            return self._blocks(name, stored, own, part)
+        with numbers_moved(where):
+            return self._formats.load_part(stored, *shape, part)
 
-    def _stored(
-        self, name: str, stored: str, own: tuple[int, int], shape: tuple[int, int]
-    ) -> QuantMatrix | None:
-        """Read the whole of a matrix that is changed, of `shape` in the file; `own` is a rank's."""
+    def _blocks(
+        self, name: str, stored: str, own: tuple[int, int], part: Part | None = None
+    ) -> QuantMatrix:
+        """Read a matrix of a GGUF file, or a part; `own` is the shape that this rank has."""
         entry = self._source.entry(f"{stored}.weight")
-        if entry is None or entry.dtype not in KEPT:
-            return self._formats.load(stored, *shape)
-        matrix = kept(entry, self._source.blocks(name, *own, ()))
+        assert entry is not None, "it is quantised"
+        window = None if part is None else part.window(units(entry))
+
+        def read(region: Region) -> Tensor:
+            return self._source.blocks(name, *own, region)
+
+        if window is None:
+            matrix = kept(entry, read(()))
+        else:
+            matrix = kept(within(entry, window), read_window(entry, window, read))
         self._source.check_scales(f"{stored}.weight", matrix.scales)
-        return matrix
+        return matrix if part is None else part.of(matrix, window)

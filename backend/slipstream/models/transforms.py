@@ -134,9 +134,15 @@ class Changes:
         if part is None:
             return None
         rows, columns = _together(self._rows(part[1], "weight")), _together(self._columns(part[1]))
-        if rows is None and columns is None:
+        is_transposed = part[1] in self._names.transposed
+        if rows is None and columns is None and not is_transposed:
             return None
-        return Moves(rows, columns, lambda outputs, inputs: self._shape(part[1], outputs, inputs))
+        return Moves(
+            rows,
+            columns,
+            lambda outputs, inputs: self._shape(part[1], outputs, inputs),
+            is_transposed,
+        )
 
     def _rows(self, name: str, kind: str) -> list[Change]:
         names, heads, found = self._names, self._heads, list[Change]()
@@ -174,6 +180,8 @@ class Changes:
 
 
 def _together(steps: Sequence[Change]) -> Change | None:
+    if len(steps) == 1:
+        return steps[0]
     return (lambda x: _through(x, steps)) if steps else None
 
 

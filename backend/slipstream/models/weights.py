@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from slipstream.errors import CheckpointError
 from slipstream.layers.source import Stored
-from slipstream.models.axes import Change, TensorNames
-from slipstream.models.cuts import Cut
+from slipstream.models.axes import Change, Moves, TensorNames
+from slipstream.models.cuts import Cut, MatrixCut
 from slipstream.models.entries import TensorEntry, unstacked
 from slipstream.models.files import SINGLE, tensor_entries
 from slipstream.models.gguf.kept import KEPT
@@ -28,6 +28,7 @@ from slipstream.models.gguf.restore import buffer_for, restore
 from slipstream.models.gguf.rows import BlockRows
 from slipstream.models.gguf.types import QUANTISED
 from slipstream.models.mapped import MappedFiles
+from slipstream.models.parts import Part
 from slipstream.models.quantised import Matrices
 from slipstream.models.reading import Region, TensorReader
 from slipstream.quant.matrix import QuantMatrix
@@ -81,9 +82,10 @@ class _Checkpoint:
             raise CheckpointError(f"{entry.file}: tensor {name} is {entry.dtype}: not implemented")
         return torch.empty(entry.shape, dtype=_STORED[entry.dtype], device="meta")
 
-    def raw(self, name: str, region: tuple[slice, ...] = ()) -> Tensor:
+    def raw(self, name: str, region: tuple[slice, ...] = (), view: tuple[int, ...] = ()) -> Tensor:
         """Return a tensor as it is stored, or a region of it: its shape alone."""
-        return self.like(name)[region] if region else self.like(name)
+        like = self.like(name).view(view) if view else self.like(name)
+        return like[region] if region else like
 
     def raw_bytes(self, name: str) -> bytes:
         """Read a tensor's bytes, by the checkpoint's name."""
@@ -214,6 +216,14 @@ def _is_restored(entry: TensorEntry) -> bool:
     return bool(entry.paired_heads or entry.added or entry.dtype in QUANTISED)
 
 
+def _part(cut: Cut, shape: tuple[int, ...], moves: Moves | None) -> Part | None:
+    """Return a part of a stored matrix; None: more is changed of it than its rows and inputs."""
+    try:
+        return Part(MatrixCut.of(cut), shape, moves) if cut.dim < 2 else None
+    except RuntimeError:
+        return None
+
+
 def _shape(entry: TensorEntry, change: Change | None) -> tuple[int, ...] | None:
     """Return the shape of what is made of a stored tensor; None: nothing can be."""
     if change is None:
@@ -256,9 +266,10 @@ class FileSource(_Checkpoint):
             disable=not sys.stderr.isatty(),
         )
 
-    def raw(self, name: str, region: tuple[slice, ...] = ()) -> Tensor:
+    def raw(self, name: str, region: tuple[slice, ...] = (), view: tuple[int, ...] = ()) -> Tensor:
         """Read a tensor or a region of it, by the checkpoint's name; on a CPU it is mapped."""
         like, entry = self.like(name), self._entries[name]
+        like = like.view(view) if view else like
         if region:
             out = self._mapped.region(name, entry, like, region).to(self._device)
         elif self._device.type == "cpu":
@@ -335,19 +346,27 @@ class FileSource(_Checkpoint):
         return out
 
     def _fill_part(self, name: str, cut: Cut, change: Change | None, out: Tensor) -> None:
-        """Copy a part of a tensor. Of what no change moves, only the part's bytes are read."""
+        """Copy a part of a tensor. Of rows and inputs that are moved only the part's are read."""
         entry, key = self._take(name, out.shape), self.stored(name)
-        if _is_restored(entry):
-            if change is None:
-                fill_part(entry, cut, lambda region: self.raw(key, region), out)
+        moves = None if change is None else self._tensors.moves(name.removesuffix(".weight"))
+        is_turned = moves is not None and moves.is_transposed
+        part = None
+        if change is None or moves is not None:
+            part = _part(cut, entry.shape[::-1] if is_turned else entry.shape, moves)
+        if not _is_restored(entry):
+            dtype = _DTYPES[entry.dtype]
+            if change is not None and part is not None:
+                how = (part, is_turned, self._reader, out)
+                num_bytes = self._mapped.fill_moved(key, entry, dtype, *how)
             else:
-                cut.fill(out, cut.part_of(change(self._values(key, entry))))
-            self._note_values(key, entry, out)
-            return
-        how = (_DTYPES[entry.dtype], cut, change, self._reader, out)
-        num_bytes = self._mapped.fill(key, entry, *how)
+                num_bytes = self._mapped.fill(key, entry, dtype, cut, change, self._reader, out)
+            self._count(num_bytes)
+        elif part is not None:
+            fill_part(entry, part, lambda region: self.raw(key, region), out)
+        else:
+            assert change is not None, "nothing else is no part"
+            cut.fill(out, cut.part_of(change(self._values(key, entry))))
         self._note_values(key, entry, out)
-        self._count(num_bytes)
 
     def check_scales(self, name: str, scales: Tensor) -> None:
         """Check them at the end with all others."""

@@ -51,6 +51,12 @@ def regrouped(matrix: QuantMatrix, groups: list[int]) -> QuantMatrix:
     return replace(matrix, group=group, **_each(matrix, lambda x: _columns(x, kept)))
 
 
+def in_groups(matrix: QuantMatrix, group: int) -> QuantMatrix:
+    """Return the same numbers in groups of `group`, which divides those that there are."""
+    kept = torch.arange(0, matrix.inputs, group) // matrix.group
+    return replace(matrix, group=group, **_each(matrix, lambda x: _columns(x, kept)))
+
+
 def padded(matrix: QuantMatrix, count: int) -> QuantMatrix:
     """Return a matrix of `count` inputs, of which those behind the last change no result."""
     stored, order, factors = matrix.inputs, matrix.order, matrix.factors
@@ -64,9 +70,8 @@ def padded(matrix: QuantMatrix, count: int) -> QuantMatrix:
         group = count
         codes[:, stored:] = MIDDLE if matrix.kind is Kind.W4 else 0
     else:  # groups of their own, of zeros
-        kept = torch.arange(0, stored, group) // matrix.group
-        more = -(-count // group) - stored // group
-        whole = _each(matrix, lambda x: with_zeros(_columns(x, kept), more))
+        matrix, more = in_groups(matrix, group), -(-count // group) - stored // group
+        whole = _each(matrix, lambda x: with_zeros(x, more))
     if order is not None:
         order = torch.cat([order, torch.arange(stored, count, device=order.device)])
     if factors is not None:

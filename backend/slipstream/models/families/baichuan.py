@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.layers.dims import RopeConfig
 from slipstream.models.alibi import slopes
-from slipstream.models.axes import Axes, QkvOrder, TensorNames, joined
+from slipstream.models.axes import Axes, EachRow, QkvOrder, TensorNames, joined
 from slipstream.models.config_class import own_class
 from slipstream.models.family import family
 from slipstream.models.gguf_form import GgufForm, GgufKeys
@@ -45,7 +45,7 @@ def names(config: Reader) -> TensorNames:
     """Return where tensors are; the head of the second version is changed as it is loaded."""
     is_other = config.get("architectures") == [_OTHERS]
     is_second = is_other and config.get("vocab_size") != _FIRST_VOCABULARY
-    changed = {"lm_head.weight": unit_rows} if is_second else {}
+    changed = {"lm_head.weight": EachRow(unit_rows)} if is_second else {}
     return TensorNames(joined("self_attn.W_pack"), qkv=QkvOrder.BLOCKS, changed=changed)
 
 

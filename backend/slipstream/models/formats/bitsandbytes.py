@@ -54,14 +54,18 @@ class BitsAndBytes(Format):
         return module.has("weight.absmax") or module.has("SCB") or module.has(_FP4)
 
     def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int] | None:
-        """Return any rows and inputs of 8 bits; of 4, rows that end where blocks of scales do."""
+        """Return any rows and inputs of 8 bits; of 4, rows that end where blocks of scales do.
+
+        Inputs of 4 bits begin at a scale of their own and a byte, if rows begin at a byte.
+        """
         if not self._is_4:
             return 1, 1
         state = _state(module)
         sizes = state["blocksize"], state.get("nested_blocksize", 1)
         if not all(type(each) is int and each > 0 for each in sizes):
             return None
-        return math.lcm(2 * math.prod(sizes), inputs) // inputs, inputs
+        columns = inputs if inputs % 2 else math.lcm(2, math.gcd(inputs, sizes[0]))
+        return math.lcm(2 * math.prod(sizes), inputs) // inputs, columns
 
     def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
         """Read it; raises `CheckpointError` if it is not of the bits that are configured."""
@@ -101,29 +105,38 @@ def _nf4(module: Module, outputs: int, inputs: int) -> QuantMatrix:
     if state["quant_type"] != "nf4" or state["shape"] != whole:
         raise module.refusal(_STATE, f"is not of nf4 and {whole}")
     count = outputs * inputs
-    packed = module.take("weight", ("U8",), (-(-count // 2), 1), (-(-count // 2),))
+    packed = module.take("weight", ("U8",), (-(-count // 2), 1), (-(-count // 2),), rows=outputs)
     flat = packed.flatten()
     codes = torch.stack([flat >> 4, flat & 15], 1).flatten()[:count].view(outputs, inputs)
     table = module.take("weight.quant_map", FLOATS, (16,)).float()
-    scales = _absmax(module, state, -(-count // block))
-    if inputs % block:  # the common part of both: a group lies in one block
-        group = math.gcd(inputs, block)
-        scales = scales.repeat_interleave(block // group)[: count // group]
-        block = group
-    scales = scales.view(outputs, -1).contiguous()
-    return QuantMatrix(Kind.F4, halves(codes), scales, block, inputs, table=table)
+    group = math.gcd(whole[1], block)  # lies in one block, if rows do not
+    scales = _scales(module, state, outputs, inputs, group)
+    return QuantMatrix(Kind.F4, halves(codes), scales, group, inputs, table=table)
 
 
-def _absmax(module: Module, state: dict[str, Any], blocks: int) -> Tensor:
-    """Return the scales of blocks, fp32, which may be quantised themselves."""
-    if not module.has("weight.nested_absmax"):
-        return module.take("weight.absmax", FLOATS, (blocks,)).float()
+def _scales(module: Module, state: dict[str, Any], outputs: int, inputs: int, group: int) -> Tensor:
+    """Return the scale of the block around each group of the inputs that are read, fp32."""
+    block, whole = state["blocksize"], module.whole(outputs, inputs)[1]
+    blocks = -(-outputs * whole // block)
+    own = blocks * inputs // whole if group == block else blocks  # else they go on over rows
+    found = module.has("weight.nested_absmax")
+    dtypes = ("U8",) if found else FLOATS
+    absmax = module.take("weight.absmax", dtypes, (own,), rows=outputs)
+    first = torch.arange(outputs, device=absmax.device)[:, None] * whole + module.first_input
+    at = (first + torch.arange(0, inputs, group, device=absmax.device)) // block
+    absmax = absmax.view(outputs, -1) if group == block else absmax[at]
+    return _unnested(module, state, absmax, at, blocks) if found else absmax.float()
+
+
+def _unnested(
+    module: Module, state: dict[str, Any], codes: Tensor, at: Tensor, blocks: int
+) -> Tensor:
+    """Return scales that are quantised themselves, `codes` of the blocks `at` of so many."""
     size, offset = state.get("nested_blocksize"), state.get("nested_offset")
     if type(size) is not int or size < 1 or not isinstance(offset, int | float):
         raise module.refusal(_STATE, "has no nested_blocksize and nested_offset")
     if not abs(offset) <= torch.finfo(torch.float32).max:
         raise module.refusal(_STATE, f"has nested_offset {clip(offset)}")
-    codes = module.take("weight.absmax", ("U8",), (blocks,))
     table = module.take("weight.nested_quant_map", FLOATS, (256,)).float()
     above = module.take("weight.nested_absmax", FLOATS, (-(-blocks // size),)).float()
-    return table[codes.long()] * above.repeat_interleave(size)[:blocks] + offset
+    return table[codes.long()] * above[at // size] + offset

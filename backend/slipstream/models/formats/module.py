@@ -27,8 +27,11 @@ class RawSource(Protocol):
     def like(self, name: str) -> Tensor:
         """Return the shape and dtype of a tensor as it is stored, without data."""
 
-    def raw(self, name: str, region: tuple[slice, ...] = ()) -> Tensor:
-        """Read a tensor, or a region of it, as it is stored, to the source's device."""
+    def raw(self, name: str, region: tuple[slice, ...] = (), view: tuple[int, ...] = ()) -> Tensor:
+        """Read a tensor, or a region of it, as it is stored, to the source's device.
+
+        `view` is the shape in which the region lies; (): that of the file.
+        """
 
     def raw_bytes(self, name: str) -> bytes:
         """Read a small tensor's bytes, whatever the device."""
@@ -64,7 +67,10 @@ class Module:
     def around(self) -> tuple["Module", str]:
         """Return the module around it, and its own name there."""
         name, _, last = self.name.rpartition(".")
-        return Module(name, self._source), last
+        return self._at(name), last
+
+    def _at(self, name: str) -> "Module":
+        return Module(name, self._source)
 
     def dtype(self, part: str) -> str:
         """Name its dtype; empty: there is no such tensor."""
@@ -76,8 +82,13 @@ class Module:
         entry = self._source.entry(f"{self.name}.{part}")
         return () if entry is None else entry.shape
 
-    def take(self, part: str, dtypes: Sequence[str], *shapes: Sequence[int]) -> Tensor:
-        """Read a tensor of one of these dtypes and shapes; raises `CheckpointError` for others."""
+    def take(
+        self, part: str, dtypes: Sequence[str], *shapes: Sequence[int], rows: int = 0
+    ) -> Tensor:
+        """Read a tensor of one of these dtypes and shapes; raises `CheckpointError` for others.
+
+        `rows` is of a flat tensor that has as many numbers for each row, one row after another.
+        """
         self._check(part, dtypes, shapes)
         return self._finite(part, self._source.raw(f"{self.name}.{part}"))
 

@@ -37,15 +37,20 @@ class Mxfp4(Format):
     def check(self, module: Module) -> None:
         """Take matrices as they come."""
 
+    def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int] | None:
+        """Return any rows, and inputs by whole groups."""
+        return 1, _GROUP
+
     def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
         """Read the experts under one another, `[E * N, K]`."""
         around, last = module.around()
-        groups, shape = inputs // _GROUP, around.shape(f"{last}_blocks")
-        fits = len(shape) == 4 and shape[0] * shape[1] == outputs  # experts, and outputs of each
-        fits = fits and inputs == groups * _GROUP and shape[2:] == (groups, _BYTES)
-        blocks = around.take(
-            f"{last}_blocks", ("U8",), shape if fits else (outputs, groups, _BYTES)
-        )
-        scales = around.take(f"{last}_scales", ("U8", "F8_E8M0"), shape[:3])
+        whole, stored = module.whole(outputs, inputs), around.shape(f"{last}_blocks")
+        count = stored[0] if len(stored) == 4 and stored[0] else 1  # experts
+        groups, own = inputs // _GROUP, (count, outputs // count)
+        fits = stored == (count, whole[0] // count, whole[1] // _GROUP, _BYTES)
+        fits = fits and whole[0] % count == 0 and whole[1] % _GROUP == 0
+        shape = (*own, groups, _BYTES) if fits else (outputs, groups, _BYTES)
+        blocks = around.take(f"{last}_blocks", ("U8",), shape)
+        scales = around.take(f"{last}_scales", ("U8", "F8_E8M0"), (*own, groups))
         codes, found = blocks.reshape(outputs, -1), powers(module, scales.reshape(outputs, -1))
         return QuantMatrix(Kind.F4, codes, found, _GROUP, inputs)

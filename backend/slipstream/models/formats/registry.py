@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from slipstream.models.cache_scheme import quantization_of
-from slipstream.models.cuts import MatrixCut
 from slipstream.models.formats.awq import Awq
 from slipstream.models.formats.bitsandbytes import BitsAndBytes
 from slipstream.models.formats.compressed_tensors import CompressedTensors
@@ -14,7 +13,7 @@ from slipstream.models.formats.modelopt import ModelOpt
 from slipstream.models.formats.module import Module, RawSource
 from slipstream.models.formats.mxfp4 import Mxfp4
 from slipstream.models.formats.windowed import Seen, Windowed
-from slipstream.models.parts import part_of, window_of
+from slipstream.models.parts import Part
 from slipstream.quant.matrix import QuantMatrix
 
 FORMATS: tuple[type[Format], ...] = (
@@ -67,19 +66,19 @@ class Formats:
             self._last = (name, self._load(name, outputs, inputs))
         return self._last[1]
 
-    def load_part(self, name: str, outputs: int, inputs: int, cut: MatrixCut) -> QuantMatrix | None:
+    def load_part(self, name: str, outputs: int, inputs: int, part: Part) -> QuantMatrix | None:
         """Read a part of a matrix, and of its tensors only what the part needs; see `load`."""
         module, seen = Module(name, self._source), Seen(name, self._source)
         if (found := self._checked(module)) is None:
             return None
-        window = window_of(cut, found.units(module, outputs, inputs))
+        window = part.window(found.units(module, outputs, inputs))
         if window is None:
             whole = self.load(name, outputs, inputs)
-            return whole and part_of(whole, cut, None)
+            return whole and part.of(whole, None)
         found.load(seen, outputs, inputs)
         sizes = window.sizes(outputs, inputs)
         read = found.load(Windowed(name, self._source, window, seen.shapes), *sizes)
-        return part_of(read, cut, window)
+        return part.of(read, window)
 
     def _load(self, name: str, outputs: int, inputs: int) -> QuantMatrix | None:
         module = Module(name, self._source)

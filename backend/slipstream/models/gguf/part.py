@@ -6,29 +6,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from slipstream.models.cuts import Cut, MatrixCut
 from slipstream.models.entries import TensorEntry
 from slipstream.models.gguf.restore import restore
 from slipstream.models.gguf.types import QUANTISED
-from slipstream.models.parts import Window, window_of
+from slipstream.models.parts import Part, Region, Window
 
 
 def fill_part(
-    entry: TensorEntry, cut: Cut, read: Callable[[tuple[slice, ...]], Tensor], out: Tensor
+    entry: TensorEntry, part: Part, read: Callable[[Region], Tensor], out: Tensor
 ) -> None:
     """Write a part of a tensor that is not stored as its values are.
 
     `read` gives a region of what is stored.
     """
-    window = window_of(MatrixCut.of(cut), units(entry)) or Window(cut.dim, 0, cut.total, cut.total)
+    window = part.window(units(entry)) or part.all()
     own = within(entry, window)
-    stored = read(region_of(entry, window)).contiguous()
+    stored = read_window(entry, window, read).contiguous()
     values = torch.empty(own.shape, dtype=out.dtype, device=out.device)
     if entry.dtype not in QUANTISED:
         stored = stored.to(torch.float32 if entry.added else out.dtype)
     restore(own, stored, values)
-    begin, count = cut.stored
-    cut.fill(out, values.narrow(cut.dim, begin - window.begin if count else 0, count))
+    part.fill(out, values, window)
 
 
 def units(entry: TensorEntry) -> tuple[int, int]:
@@ -37,15 +35,15 @@ def units(entry: TensorEntry) -> tuple[int, int]:
     return entry.shape[0] // (entry.paired_heads or entry.shape[0]), elements
 
 
-def region_of(entry: TensorEntry, window: Window) -> tuple[slice, ...]:
-    """Return where a window lies in a tensor, whose rows are bytes if they are of blocks."""
-    first, last = window.begin, window.end
-    if window.dim == 0:
-        return (slice(first, last),)
-    if entry.dtype in QUANTISED:
+def read_window(entry: TensorEntry, window: Window, read: Callable[[Region], Tensor]) -> Tensor:
+    """Read a window of a tensor, whose rows are bytes if they are of blocks; see `fill_part`."""
+    inputs = entry.shape[1:]
+    if window.dim == 1 and entry.dtype in QUANTISED:
         kind = QUANTISED[entry.dtype]
-        first, last = (at // kind.elements * kind.num_bytes for at in (first, last))
-    return slice(None), slice(first, last)
+        each = [at // kind.elements * kind.num_bytes for at in (window.size, window.total)]
+        return window.read((entry.shape[0], each[0]), (entry.shape[0], each[1]), read)
+    own = (window.size, *inputs) if window.dim == 0 else (entry.shape[0], window.size)
+    return window.read(own, entry.shape, read)
 
 
 def within(entry: TensorEntry, window: Window) -> TensorEntry:
