@@ -2,10 +2,12 @@
 
 Each layer has weights of its own, and a choice of its own that is uniform over experts. The limit
 is what the distinct experts of the rows take to read. `--tiles` times every size of tiles, by which
-`slipstream.kernels.experts.grouped` chooses.
+`slipstream.kernels.experts.grouped` chooses, and `--both` each by the kernel of all GPUs and by
+Hopper's, in turn.
 """
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from slipstream.kernels.experts.grouped import (
     tile_rows,
 )
 from slipstream.kernels.experts.route import Routed, route
+from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Gate, Routing
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Matrix
@@ -56,6 +59,7 @@ class Result:
     weights: str
     rows: int
     tile_rows: int
+    is_piped: bool
     kernel: str
     microseconds: float
     share_of_limit: float | None
@@ -129,22 +133,30 @@ def timed(layers: list[Layer], n: int, size: int) -> dict[str, tuple[float, floa
     }
 
 
-def measure(model: Model, is_fp8: bool, counts: list[int], all_tiles: bool) -> list[Result]:
-    """Time a model's layer with every number of rows."""
+def measure(
+    model: Model, is_fp8: bool, counts: list[int], all_tiles: bool, kernels: list[bool]
+) -> list[Result]:
+    """Time a model's layer with every number of rows, by each of the kernels: Hopper's, or not."""
     rate = rates_of(torch.cuda.get_device_name(), {}).read
     size = 3 * model.experts * model.inner * model.hidden * (1 if is_fp8 else 2)
     layers = [Layer(model, is_fp8) for _ in range(max(2, min(8, math.ceil(12e9 / size))))]
     kind, results = "e4m3" if is_fp8 else "bf16", []
-    for n in counts:
-        chosen = tile_rows(n * model.top_k, model.experts, is_fp8)
+    for n, is_piped in itertools.product(counts, kernels):
+        piped.HAS_RUN = is_piped
+        chosen = tile_rows(n * model.top_k, model.experts, is_fp8, is_piped=is_piped)
         for tile in (SKINNY_ROWS, *TILE_ROWS) if all_tiles else (chosen,):
+            if is_piped and tile == SKINNY_ROWS:
+                continue  # neither's
             found = timed(layers, n, tile)
-            line = f"{model.name:14} {kind} {n:5} rows, tiles of {tile:3}{'*' * (tile == chosen):1}"
+            line = f"{model.name:14} {kind} {n:5} rows, {'piped' if is_piped else 'tiles'} of"
+            line += f" {tile:3}{'*' * (tile == chosen):1}"
             for kernel, (seconds, num_bytes) in found.items():
                 share = num_bytes / rate / seconds if num_bytes else None
                 line += f" {kernel} {seconds * 1e6:7.1f} us"
                 line += f" {share:4.0%}" if share else ""
-                results.append(Result(model.name, kind, n, tile, kernel, seconds * 1e6, share))
+                results.append(
+                    Result(model.name, kind, n, tile, is_piped, kernel, seconds * 1e6, share)
+                )
             ms = found["layer"][0] * model.num_layers * 1e3
             print(f"{line} | {ms:.2f} ms a step of {model.num_layers}", flush=True)
     return results
@@ -155,14 +167,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 128, 512])
     parser.add_argument("--tiles", action="store_true", help="every size of tiles")
+    parser.add_argument("--both", action="store_true", help="by both kernels")
     parser.add_argument("--weights", choices=["bf16", "e4m3"], help="default: both")
     args = parser.parse_args()
     torch.manual_seed(0)
     results = []
+    kernels = [False, True] if args.both else [piped.HAS_RUN]
     for model in MODELS:
         for kind in ("bf16", "e4m3"):
             if args.weights in (None, kind):
-                results += measure(model, kind == "e4m3", args.rows, args.tiles)
+                results += measure(model, kind == "e4m3", args.rows, args.tiles, kernels)
                 torch.cuda.empty_cache()
     device = torch.cuda.get_device_name()
     print(json.dumps({"device": device, "results": [asdict(result) for result in results]}))

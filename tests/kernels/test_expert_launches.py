@@ -5,7 +5,9 @@ import torch
 from fixtures.kernels.recording import recorded
 from slipstream.kernels.experts.grouped import tile_rows
 from slipstream.kernels.experts.route import most_tiles
+from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Routing, Score
+from slipstream.kernels.runtime import jit
 from slipstream.layers.dims import ExpertsConfig
 from slipstream.layers.experts import Experts
 from slipstream.layers.norm import Norm
@@ -46,6 +48,22 @@ def test_six_or_seven_kernels_of_fixed_shapes(num_rows: int, scheme: str) -> Non
     assert f" ({768 // outputs[0]}, {tiles}) " in up
     assert f" ({2048 // outputs[1]}, {tiles}) " in down
     assert all(f"FP8={int(scheme == 'fp8')}" in each for each in (up, down))
+
+
+@pytest.mark.parametrize("scheme", ["none", "fp8"])
+def test_hopper_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    """A CTA has 256 weight rows of a tile; deterministic mode keeps the other kernel."""
+    monkeypatch.setattr(piped, "HAS_RUN", True)
+    monkeypatch.setattr(jit, "is_hopper", lambda _: True)
+    for num_rows, rows in ((64, 16), (200, 32), (512, 64), (2048, 128)):
+        up, down = (each for each in launches(num_rows, scheme)[-3:-1])
+        assert (up[0], down[0]) == ("piped", "piped")
+        tiles = most_tiles(8 * num_rows, 128, rows)
+        assert f"ROWS={rows}" in up[1]
+        assert f" ({768 // 128}, {tiles}) 384" in up[1]
+        assert f" ({2048 // 256}, {tiles}) 384" in down[1]
+    names = [name for name, _ in launches(128, scheme, deterministic=True)]
+    assert names.count("tiled") == 2
 
 
 def test_deterministic_mode_has_one_kernel() -> None:

@@ -7,7 +7,9 @@ from fixtures.kernels.expert_cases import Case, Sizes, drawn_scores, make_case
 from slipstream.kernels.experts.combine import combine
 from slipstream.kernels.experts.grouped import SKINNY_ROWS, TILE_ROWS, down, gate_up
 from slipstream.kernels.experts.route import choose, placed, route
+from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Gate, Routing, Score
+from slipstream.kernels.runtime import jit
 from torch import Tensor
 
 pytestmark = [
@@ -74,6 +76,14 @@ def test_routing(dtype: torch.dtype) -> None:
     judge.verdict()
 
 
+@pytest.fixture(params=["tiled", "piped"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply tiles by one kernel or the other."""
+    if request.param == "piped" and not jit.is_hopper(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper GPU")
+    monkeypatch.setattr(piped, "runs_on", lambda *_: request.param == "piped")
+
+
 def _cpu(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.cpu()
 
@@ -85,6 +95,7 @@ def run(case: Case, rows: int, residual: Tensor) -> Tensor:
     return case.run(rows, residual)
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "e4m3"])
 def test_sums_of_experts(dtype: torch.dtype, fp8: bool) -> None:
@@ -106,6 +117,7 @@ def test_sums_of_experts(dtype: torch.dtype, fp8: bool) -> None:
     judge.verdict()
 
 
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "e4m3"])
 def test_rows_do_not_depend_on_their_neighbours(fp8: bool) -> None:
     """Bit for bit: in tiles of every size, and at every place in one."""
@@ -143,6 +155,7 @@ def test_combine(dtype: torch.dtype) -> None:
     judge.verdict()
 
 
+@pytest.mark.usefixtures("kernel")
 def test_in_a_graph_the_choice_is_made_anew() -> None:
     """A replay of one graph with other rows and other experts gives what a launch gives."""
     sizes = Sizes(64, 8, 1024, 256)

@@ -1,7 +1,8 @@
 """GEMMs of rows with the weights of their experts: gates and ups, then outputs of pairs.
 
 Where experts have up to eight rows each, their weights are read straight into registers
-(`skinny.cu`); else by tiles (`tiled.cu`), whose sums have one order whatever the number of rows.
+(`skinny.cu`); else by tiles (`tiled.cu`, on Hopper `sm90/piped.cu`), whose sums have one order
+whatever the number of rows.
 """
 
 import itertools
@@ -16,6 +17,7 @@ from torch.nn import functional
 from slipstream.kernels.elementwise.activation import silu_mul
 from slipstream.kernels.elementwise.fp8 import E4M3
 from slipstream.kernels.experts.route import Routed
+from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Gate
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
@@ -23,7 +25,7 @@ from slipstream.kernels.runtime.op import op
 DTYPES = (torch.float16, torch.bfloat16)  # that have kernels
 MULTIPLE = 8  # of which widths and outputs are, on a GPU; widths of e4m3 of twice as many
 SKINNY_ROWS = 8  # of a tile of `skinny.cu`
-TILE_ROWS = (16, 32, 64, 128)  # of `tiled.cu`
+TILE_ROWS = piped.TILE_ROWS  # of `tiled.cu`, too
 # The most pairs an expert, on average, for each size of tiles. On an H200 these are the fastest
 # for experts of two shapes with averages of 0.06 to 8, 32 and 128; between them most experts are to
 # have one tile. Tiles of 128 by e4m3 are slower than two of 64.
@@ -53,7 +55,11 @@ class ExpertMatrix(NamedTuple):
 
 
 def tile_rows(
-    num_pairs: int, num_experts: int, is_fp8: bool = False, deterministic: bool = False
+    num_pairs: int,
+    num_experts: int,
+    is_fp8: bool = False,
+    deterministic: bool = False,
+    is_piped: bool = False,
 ) -> int:
     """Return the rows of a tile for so many pairs, by which the kernel is chosen.
 
@@ -61,6 +67,8 @@ def tile_rows(
     """
     average = num_pairs / num_experts
     sizes = _MOST_FP8_PAIRS if is_fp8 else _MOST_PAIRS
+    if is_piped:
+        sizes = {SKINNY_ROWS: sizes[SKINNY_ROWS], **piped.MOST_PAIRS}
     found = next(rows for rows, most in sizes.items() if average <= most)
     return max(found, TILE_ROWS[0]) if deterministic else found
 
@@ -178,18 +186,23 @@ def _gate_up(
     gate: Gate,
     deterministic: bool = False,
 ) -> Tensor:
-    return _launch("gate_up", x, matrix, routed, gate)
+    return _launch("gate_up", x, matrix, routed, gate, deterministic)
 
 
 @down.cuda
 def _down(
     x: Tensor, values: Tensor, matrix: ExpertMatrix, routed: Routed, deterministic: bool = False
 ) -> Tensor:
-    return _launch("down", x, matrix, routed, None)
+    return _launch("down", x, matrix, routed, None, deterministic)
 
 
 def _launch(
-    name: str, x: Tensor, matrix: ExpertMatrix, routed: Routed, gate: Gate | None
+    name: str,
+    x: Tensor,
+    matrix: ExpertMatrix,
+    routed: Routed,
+    gate: Gate | None,
+    deterministic: bool,
 ) -> Tensor:
     values, width = matrix.values, x.shape[1]
     outputs = values.shape[1] // (1 if gate is None else 2)
@@ -207,8 +220,13 @@ def _launch(
         return out
     rows = routed.tile_rows
     how = (x.dtype, is_fp8, gate is not None)
+    is_piped = piped.runs_on(x.device, deterministic)
+    variant = piped.variant if is_piped else _variant
+    jit.compile_too([_variant(*how, SKINNY_ROWS), *(variant(*how, size) for size in TILE_ROWS)])
+    if is_piped and rows != SKINNY_ROWS:
+        piped.launch(x, values, matrix.scales, matrix.bias, routed, gate, out)
+        return out
     wanted = _variant(*how, rows)
-    jit.compile_too(_variant(*how, size) for size in (SKINNY_ROWS, *TILE_ROWS))
     columns = _COLUMNS if rows != SKINNY_ROWS else 2 * _SKINNY_OUTPUTS
     columns //= 1 if gate is None else 2
     given = (0 if each is None else each for each in (matrix.scales, matrix.bias))

@@ -42,6 +42,21 @@ def eights(x: Tensor, box_columns: int, box_rows: int) -> jit.TensorMap:
     return _encode(x.data_ptr(), x.dtype, sizes, strides, (column, 8, box_columns, box_rows // 8))
 
 
+def expert_rows(x: Tensor, streams: int, box_rows: int) -> jit.TensorMap:
+    """The map of contiguous `x [e, streams * n, k]` (fp16, bf16, e4m3) by boxes of one matrix.
+
+    A box has a column of 128 bytes of `box_rows` rows of each stream: eight of the first, the same
+    eight of the second, and so on. `n` and `box_rows` are multiples of 8; rows behind `n` are zero.
+    """
+    count, rows, width = x.shape
+    eights = rows // streams // 8
+    row_bytes = width * x.itemsize
+    sizes = (width, 8, streams, eights, count)
+    strides = (row_bytes, 8 * eights * row_bytes, 8 * row_bytes, rows * row_bytes)
+    box = (COLUMN_BYTES // x.itemsize, 8, streams, box_rows // 8, 1)
+    return _encode(x.data_ptr(), x.dtype, sizes, strides, box)
+
+
 def words(x: Tensor, num_rows: int, row_bytes: int, box_bytes: int, box_rows: int) -> jit.TensorMap:
     """The map of contiguous bytes as `[num_rows, row_bytes]`, by boxes that arrive row by row.
 

@@ -73,6 +73,14 @@ DEVICE void copy_box(u32 target, const TensorMap* map, int column, int row, u32 
       "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
       : "memory");
 }
+// The box of a map of five dimensions, from the innermost on, by a policy of the L2 cache.
+DEVICE void copy_box(u32 target, const TensorMap* map, const int (&at)[5], u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(target),
+      "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]), "r"(barrier), "l"(policy)
+      : "memory");
+}
 DEVICE void prefetch_map(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }

@@ -1,0 +1,1 @@
+"""Kernels of experts with the instructions of Hopper (sm_90a)."""

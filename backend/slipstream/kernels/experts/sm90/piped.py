@@ -1,0 +1,111 @@
+"""GEMMs of experts by tiles of rows, on Hopper's tensor cores (sm_90a).
+
+A CTA has a tile's rows and 256 weight rows of their expert, read once: twice as many as a CTA of
+`tiled.cu`, whose warps each read the tile's rows from shared memory and widen weights of e4m3 that
+another warp widens, too.
+"""
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.elementwise.fp8 import E4M3
+from slipstream.kernels.experts.route import Routed
+from slipstream.kernels.experts.spec import Gate
+from slipstream.kernels.runtime import jit, tensor_map
+
+HAS_RUN = False  # on a GPU: until then `tiled.cu` takes all tiles
+TILE_ROWS = (16, 32, 64, 128)
+# The most pairs an expert, on average, for each size of tiles: by the bytes that pass through the
+# L2 cache, not measured.
+MOST_PAIRS = {16: 10, 32: 22, 64: 48, 128: 1 << 31}
+_WEIGHT_ROWS = 256  # of a CTA
+_THREADS = 384
+_COLUMN = 128  # bytes of a weight row in a slot
+_BARRIER_BYTES = 16
+_PLACE_BYTES = 12  # of a tile's row: where it comes from and goes to, and its factor
+_MEMORY = 226 << 10
+
+
+def runs_on(device: torch.device, deterministic: bool) -> bool:
+    """Whether tiles of experts are multiplied so on a device.
+
+    Deterministic mode takes `tiled.cu` for tiles of all sizes, as sums here may have another order.
+    """
+    return HAS_RUN and not deterministic and jit.is_hopper(device)
+
+
+def num_slots(rows: int, is_fp8: bool) -> int:
+    """Count the slots of the ring, each of 128 bytes of weight rows and what they multiply."""
+    room = _MEMORY - rows * _PLACE_BYTES
+    return room // (_slot_bytes(rows, is_fp8) + _BARRIER_BYTES)
+
+
+def _slot_bytes(rows: int, is_fp8: bool) -> int:
+    return (rows * (2 if is_fp8 else 1) + _WEIGHT_ROWS) * _COLUMN
+
+
+def variant(dtype: torch.dtype, is_fp8: bool, is_gated: bool, rows: int) -> jit.Variant:
+    """Return the kernel for tiles of so many rows."""
+    kinds = {"FP8": int(is_fp8), "GATED": int(is_gated)}
+    slots = num_slots(rows, is_fp8)
+    return jit.variant("experts/sm90/piped.cu", dtype, **kinds, ROWS=rows, SLOTS=slots)
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Yield every legal instantiation."""
+    both = (False, True)
+    dtypes = (torch.float16, torch.bfloat16)
+    for dtype, is_fp8, is_gated, rows in itertools.product(dtypes, both, both, TILE_ROWS):
+        yield variant(dtype, is_fp8, is_gated, rows)
+
+
+def launch(
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    routed: Routed,
+    gate: Gate | None,
+    out: Tensor,
+) -> None:
+    """Write to `out`: gated values by places, else outputs of pairs times their weights.
+
+    Args:
+        x: rows `[n, k]`, gated; else `[p, k]` by places.
+        values: weights of experts `[e, m, k]`.
+        scales: `[e, m] f32`, of e4m3.
+        bias: `[e, m]`.
+        routed: rows and experts of places, whose tiles have rows of `TILE_ROWS`.
+        gate: the activation; `None` for outputs.
+        out: `[p, m / 2]` or `[p, m]`.
+    """
+    rows, is_fp8, streams = routed.tile_rows, values.dtype == E4M3, 1 if gate is None else 2
+    wanted = variant(x.dtype, is_fp8, gate is not None, rows)
+    memory = num_slots(rows, is_fp8) * (_slot_bytes(rows, is_fp8) + _BARRIER_BYTES)
+    outputs = out.shape[1]
+    columns = _WEIGHT_ROWS // streams
+    jit.launch(
+        wanted,
+        "piped",
+        (-(-outputs // columns), len(routed.tiles)),
+        _THREADS,
+        tensor_map.expert_rows(values, streams, columns),
+        x,
+        x.stride(0),
+        values,
+        0 if scales is None else scales,
+        0 if bias is None else bias,
+        routed.order,
+        routed.weights,
+        routed.tiles,
+        out,
+        x.shape[1],
+        outputs,
+        routed.top_k,
+        0 if gate is None else gate.value,
+        shared_memory=memory + rows * _PLACE_BYTES,
+        overlaps=True,
+    )
