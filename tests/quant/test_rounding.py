@@ -1,5 +1,6 @@
 """Rounding at load: within half a step, never worse than the whole range, zeros stay zeros."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from fixtures.models.checkpoints import Driver, Generation, make_model, make_runner, save
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.quant.matrix import dequantise
+from slipstream.quant import rounding
+from slipstream.quant.matrix import QuantMatrix, dequantise
 from slipstream.quant.rounding import rounded4, rounded8, rounded_e4m3, rounded_for_e4m3
 
 SHAPES = st.tuples(st.integers(1, 6), st.integers(1, 150), st.integers(0, 99))
@@ -80,6 +82,19 @@ def test_e4m3_takes_the_scale_of_least_error(shape: tuple[int, int, int]) -> Non
             errors.append(float((plain - weight[row]).square().sum()))
         assert float(off[row]) == pytest.approx(min(errors), rel=1e-3, abs=1e-12)
         assert 448 * scales[row] >= weight[row].abs().max() * 0.9999
+
+
+@pytest.mark.parametrize("rounded", [rounded8, rounded4, rounded_for_e4m3])
+def test_what_is_rounded_at_a_time_makes_no_difference(
+    rounded: Callable[[torch.Tensor], QuantMatrix], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = drawn(40, 200, 5)
+    whole = rounded(weight)
+    for at_once in (1, 1000):
+        monkeypatch.setattr(rounding, "_CPU_WEIGHTS", at_once)
+        parts = rounded(weight)
+        assert torch.equal(parts.codes, whole.codes)
+        assert torch.equal(parts.scales, whole.scales)
 
 
 @pytest.mark.parametrize(("scheme", "most"), [("int8", 0.03), ("int4", 0.5), ("w4a8", 0.5)])

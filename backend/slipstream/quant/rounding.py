@@ -22,7 +22,9 @@ E4M3_STEPS = (
     8  # scales of e4m3 that are tried, from the one that holds the largest weight to twice it
 )
 _LEAST = 1e-30  # what counts as a range, so that zeros stay zeros
-_WEIGHTS = 1 << 22  # that are rounded at a time: what fp32 needs beside the result
+# Weights that are rounded at a time: on a GPU as much as fp32 may need beside the result, on a CPU
+# what stays in its caches while all ranges are tried.
+_WEIGHTS, _CPU_WEIGHTS = 1 << 22, 1 << 18
 
 
 class _Rounded(NamedTuple):
@@ -83,7 +85,8 @@ def rounded_e4m3(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _some(weight: Tensor) -> tuple[Tensor, ...]:
-    return torch.split(weight, max(1, _WEIGHTS // weight.shape[1]))
+    at_once = _CPU_WEIGHTS if weight.device.type == "cpu" else _WEIGHTS
+    return torch.split(weight, max(1, at_once // weight.shape[1]))
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,16 +104,29 @@ def _rows8(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _rows_e4m3(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return bytes of e4m3 `[n, k]`, and scales `[n, 1]` fp32."""
     largest = weight.abs().amax(1, keepdim=True).clamp_min(_LEAST)
-    best: list[Tensor] = []  # errors, bytes, scales
+    best: tuple[Tensor, ...] = ()  # errors, scales
     for step in range(E4M3_STEPS):
         scale = largest * (2 ** (step / E4M3_STEPS) / _E4M3_MAX)
-        values = (weight / scale).clamp_(-_E4M3_MAX, _E4M3_MAX).to(E4M3)
-        off = values.float().mul_(scale).sub_(weight).square_().sum(-1, keepdim=True)
-        found = [off, values.view(torch.uint8), scale]
-        is_better = off < best[0] if best else torch.ones_like(off, dtype=torch.bool)
-        both = zip(found, best or found, strict=True)
-        best = [torch.where(is_better, new, old) for new, old in both]
-    return best[1], best[2]
+        off = _values(weight, scale).float().mul_(scale).sub_(weight)
+        best = _better((off.square_().sum(-1, keepdim=True), scale), best)
+    scale = best[1]
+    return _values(weight, scale).view(torch.uint8), scale
+
+
+def _values(weight: Tensor, scale: Tensor) -> Tensor:
+    return (weight / scale).clamp_(-_E4M3_MAX, _E4M3_MAX).to(E4M3)
+
+
+def _better(found: tuple[Tensor, ...], best: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return, row by row, what has less error, the first of each; of equal ones the best so far.
+
+    Codes are none of it: those of each range would be many.
+    """
+    if not best:
+        return found
+    is_better = found[0] < best[0]
+    both = zip(found, best, strict=True)
+    return tuple(torch.where(is_better, new, old) for new, old in both)
 
 
 def _rows4(weight: Tensor, group: int, dtype: torch.dtype, has_zeros: bool = True) -> _Rounded:
@@ -121,20 +137,17 @@ def _rows4(weight: Tensor, group: int, dtype: torch.dtype, has_zeros: bool = Tru
     if not has_zeros:  # 8 steps below zero, 7 above
         high = torch.maximum(-low / 8, high / 7) * 7
         low = high * (-8 / 7)
-    least, best = None, None
+    best: tuple[Tensor, ...] = ()  # errors, scales, zeros
     for part in _RANGES:
         scale = _stored((high - low) * part / 15, dtype)
         step = scale.float()
         zero = (-low * part / step).round().clamp(0, 15) if has_zeros else torch.full_like(low, 8)
-        codes = ((grouped / step).round() + zero).clamp(0, 15)
-        off = ((codes - zero) * step - grouped).abs().pow(3).sum(-1, keepdim=True)
-        found = _Rounded(codes, scale, zero)
-        if least is None or best is None:
-            least, best = off, found
-            continue
-        is_better = off < least
-        least = torch.where(is_better, off, least)
-        both = zip(found, best, strict=True)
-        best = _Rounded(*(torch.where(is_better, new, old) for new, old in both))
-    assert best is not None, "there are ranges"
-    return best
+        size = _codes4(grouped, step, zero).sub_(zero).mul_(step).sub_(grouped).abs_()
+        cubes = (size * size).mul_(size).sum(-1, keepdim=True)
+        best = _better((cubes, scale, zero), best)
+    _, scale, zero = best
+    return _Rounded(_codes4(grouped, scale.float(), zero), scale, zero)
+
+
+def _codes4(grouped: Tensor, step: Tensor, zero: Tensor) -> Tensor:
+    return (grouped / step).round_().add_(zero).clamp_(0, 15)
