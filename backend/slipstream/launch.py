@@ -4,8 +4,8 @@
 
 The bridge that gets the lock of its engine starts this supervisor and passes the lock on, so there
 is only one for each engine; if the supervisor dies, any bridge starts the next. The engine's output
-goes to `engine.log`. If the engine cannot start (exit code 2) and has never run, its last line goes
-to `engine.error`, where the bridges read it. An engine that has run before is restarted for ever,
+goes to `engine.log`. If the engine cannot start (exit code 2) and has never run, its reason goes to
+`engine.error`, where the bridges read it. An engine that has run before is restarted for ever,
 with pauses that grow to 10 s. An engine whose loop makes no turn for `stuck_after_s` is killed. One
 that ends because its models were unloaded (exit code 3) is started again by the next bridge.
 
@@ -34,7 +34,7 @@ from types import FrameType
 import msgspec
 from slipstream_runtime.directory import OWNER_VARIABLE, VARIABLE, Runtime
 from slipstream_runtime.processes import end
-from slipstream_runtime.rank_processes import RankProcesses
+from slipstream_runtime.rank_processes import WORDS_S, RankProcesses
 from slipstream_runtime.ranks import MAX_RANKS
 from slipstream_runtime.rendezvous import RendezvousError, place_of
 from slipstream_runtime.spanned import SpannedRanks
@@ -53,7 +53,7 @@ _FAILED_PAUSE_S = 30.0  # until an engine that could not start is tried again
 _STEADY_S = 5.0  # after an engine that served this long, pauses are short again
 _END_S = 3.0  # from SIGTERM to SIGKILL
 _PARKED_S = 1.0  # between two looks of a supervisor without an engine
-_WORDS_S = 3.0  # time for rank 0 to say why another rank has refused to start
+_REASON = "slipstream engine: "  # a process that cannot start says so behind it
 _SAY_S = 0.3  # time for a stuck engine to write where it is
 _SET_PARENT_DEATH_SIGNAL = 1
 
@@ -174,7 +174,7 @@ class Supervisor:
                 return 0
             if code == UNUSED:
                 return self._park()
-            said = self._last_line(output)
+            said = self._why(output)
             _log.error("the engine ended with code %d", code)
             if not self._was_ready and self._gives_up(code):
                 draft = self._runtime.error.with_suffix(".draft")
@@ -208,7 +208,7 @@ class Supervisor:
         try:
             ranks = self._ranks()
         except (RendezvousError, OSError) as error:
-            print(f"slipstream engine: {error}", file=sys.stderr, flush=True)
+            print(f"{_REASON}{error}", file=sys.stderr, flush=True)
             return CANNOT_START
         if self._is_server_gone(0):
             ranks.end()
@@ -269,12 +269,17 @@ class Supervisor:
     def _is_server_gone(self, wait_s: float) -> bool:
         return bool(select.select([self._server], [], [], wait_s)[0])
 
-    def _last_line(self, offset: int) -> str:
+    def _why(self, offset: int) -> str:
+        """Return what a process that cannot start has said, or the last line of all.
+
+        Others may write as they end, whichever of them is the last.
+        """
         with self._runtime.log.open("rb") as log:
             log.seek(offset)
             lines = log.read().decode(errors="replace").split("\n")
         said = [line.strip() for line in lines if line.strip()]
-        return said[-1].removeprefix("slipstream engine: ") if said else "it said nothing"
+        reasons = [line.removeprefix(_REASON) for line in said if line.startswith(_REASON)]
+        return (reasons or said or ["it said nothing"])[-1]
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -303,7 +308,7 @@ def _code_of(engine: subprocess.Popen[bytes], ranks: RankProcesses) -> int:
     code = ranks.code(quiet=CANNOT_START)
     if code == CANNOT_START:  # rank 0 compares, too, and says to its log in what a rank differs
         with contextlib.suppress(subprocess.TimeoutExpired):
-            engine.wait(_WORDS_S)
+            engine.wait(WORDS_S)
     if code is not None and engine.poll() is None:
         engine.kill()
     return engine.wait() if code != CANNOT_START else CANNOT_START

@@ -13,6 +13,7 @@ from slipstream_runtime.ranks import RankMemory, Silence
 
 _log = logging.getLogger(__name__)
 SILENT_S = 3.0  # a rank that gives no sign of life for so long hangs
+WORDS_S = 10.0  # time for ranks to say why they refuse to start, once another has
 _SAY_S = 0.3  # time for a rank that hangs to write where it is
 
 

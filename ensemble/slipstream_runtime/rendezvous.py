@@ -143,6 +143,7 @@ class Gate:
         while sum(host.count for host, _ in self.links) < place.size - place.num:
             if is_over():
                 return None
+            self._discard_gone()
             try:
                 link, (address, *_) = self._listener.accept()
             except TimeoutError:
@@ -153,7 +154,8 @@ class Gate:
         hosts = [own, *sorted((host for host, _ in self.links), key=lambda host: host.first)]
         for host, link in self.links:
             peers = Peers(token, host.first, hosts)
-            _send(link, Answer(peers, "", _proof("answer", token)))
+            with contextlib.suppress(OSError):  # it is gone: `ended` says so
+                _send(link, Answer(peers, "", _proof("answer", token)))
         self.peers = Peers(token, own.first, hosts)
         return self.peers
 
@@ -177,6 +179,7 @@ class Gate:
             refusal = f"{who} has another number of ranks: {hello.size}, not {self._place.size}"
         elif not 0 < hello.first <= self._place.size - hello.count:
             refusal = f"{who}: no such ranks among {self._place.size}"
+        self._discard_gone()
         for host, old in list(self.links):
             if host.first < hello.first + hello.count and hello.first < host.first + host.count:
                 if host.name != hello.name:
@@ -189,6 +192,13 @@ class Gate:
             link.close()
             raise RendezvousError(refusal)
         self.links.append((Host(hello.name, address, hello.inlet, hello.first, hello.count), link))
+
+    def _discard_gone(self) -> None:
+        """Discard hosts that have ended while they waited: others may come for their ranks."""
+        for host, link in list(self.links):
+            if select.select([link], [], [], 0)[0]:  # one that waits sends nothing
+                link.close()
+                self.links.remove((host, link))
 
     def ended(self) -> tuple[str, int] | None:
         """Return what has ended, and its exit code, if a host's connection has."""

@@ -1,12 +1,14 @@
 """The ranks of one host of several: their memory, their processes, and the other hosts."""
 
+import contextlib
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Callable
 
 from slipstream_runtime.processes import end
-from slipstream_runtime.rank_processes import SILENT_S, RankProcesses
+from slipstream_runtime.rank_processes import SILENT_S, WORDS_S, RankProcesses
 from slipstream_runtime.ranks import RankMemory, Silence, close_quietly, num_bytes
 from slipstream_runtime.rendezvous import Gate, Member, Place, RendezvousError, connect, join
 from slipstream_runtime.span import Inlet, exported, names
@@ -23,9 +25,13 @@ class SpannedRanks(RankProcesses):
         super().__init__(place.size)
         self._numbers = range(1, place.num)
         self._place = place
-        self._gate = Gate(place, version)
         memory = RankMemory(self._descriptor, place.size)
         self._memory = memory
+        try:
+            self._gate = Gate(place, version)
+        except BaseException:
+            super().end()
+            raise
         self._inlet = Inlet(self._gate.address, memory.apply, num_bytes(place.size))
         try:
             peers = self._gate.gather(self._inlet.port, is_over)
@@ -81,11 +87,13 @@ def serve_host(
     command: Callable[[int, int], list[str]],
     before: Callable[[], Callable[[], None]],
     limit_s: float,
+    quiet: int,
 ) -> int:
     """Run the ranks of another host once, until one ends or rank 0 does.
 
     `command` makes a rank's command, of its number and the memory's descriptor. Returns the exit
-    code of the rank that ended first. Raises `RendezvousError`, or OSError.
+    code of the rank that ended first. If it is `quiet`, the others have time to say why, too.
+    Raises `RendezvousError`, or OSError.
     """
     link = connect(place, limit_s)
     descriptor = RankMemory.create(place.size)
@@ -107,7 +115,10 @@ def serve_host(
                     pass_fds=[descriptor],
                 )
             )
-        return _watch(member, memory, processes)
+        code = _watch(member, memory, processes)
+        if code == quiet:
+            _await_words(processes)
+        return code
     finally:
         for process in processes:
             process.kill()
@@ -116,6 +127,14 @@ def serve_host(
         inlet.close()
         link.close()
         close_quietly(descriptor)
+
+
+def _await_words(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Wait until ranks have ended, but not for one that waits for another."""
+    end_s = time.monotonic() + WORDS_S
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, end_s - time.monotonic()))
 
 
 def _watch(member: Member, memory: RankMemory, processes: list[subprocess.Popen[bytes]]) -> int:

@@ -68,7 +68,9 @@ def run(args: argparse.Namespace) -> int:
         limit_s = args.start_timeout
         while True:
             try:
-                code = serve_host(place, __version__, command, die_with_parent, limit_s)
+                code = serve_host(
+                    place, __version__, command, die_with_parent, limit_s, quiet=CANNOT_START
+                )
             except OSError as error:
                 _log.warning("the hosts did not find each other: %s", error)
                 code = 1

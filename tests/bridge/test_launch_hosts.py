@@ -7,15 +7,18 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fixtures.bridge.hosts import free_port, other_host, variables
+from fixtures.bridge.hosts import ADDRESS, other_host, variables
 from fixtures.bridge.launching import CONFIG, Server, is_alive, wait_for
 from fixtures.bridge.replicated import Client
+from fixtures.ports import held_port
 from slipstream import launch
 from slipstream.config import EngineConfig
+from slipstream_runtime.directory import Runtime
 from slipstream_serve.server import repository_root
 
 pytestmark = [pytest.mark.rest, pytest.mark.timeout(900)]
@@ -50,6 +53,13 @@ def ranks_of(agent: int) -> list[int]:
     return []
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """One of the host of rank 0, which is the test's for as long as it runs."""
+    with held_port(ADDRESS) as number:
+        yield number
+
+
 def text_of_one_host(folder: Path, models: Path, split: dict[str, int]) -> list[int]:
     server = Server(folder, config_of(models, split))
     client = Client(server)
@@ -71,38 +81,41 @@ def text_of_one_host(folder: Path, models: Path, split: dict[str, int]) -> list[
     ],
     ids=["tensor", "pipeline", "faults"],
 )
-def test_ranks_of_two_hosts_serve_and_a_lost_one_is_named(tmp_path, monkeypatch, split, has_faults):
+def test_ranks_of_two_hosts_serve_and_a_lost_one_is_named(
+    tmp_path, monkeypatch, port, split, has_faults
+):
     monkeypatch.setenv("SLIPSTREAM_PYTHON", sys.executable)
     models = repository(tmp_path, split)
     want = text_of_one_host(tmp_path / "one", models, split)
-    port, log = free_port(), tmp_path / "log"
+    log = tmp_path / "log"
     for name, value in variables(0, 2, port).items():
         monkeypatch.setenv(name, value)
     server = Server(tmp_path / "run", config_of(models, split))
     client = Client(server)
 
-    def said(words: str) -> bool:
-        return words in server.runtime.log.read_text()
+    def said(words: str, begin: int = 0) -> bool:
+        return words in server.runtime.log.read_text()[begin:]
 
     def serve(number: int) -> None:
         assert client.connection.wait_welcome(180), server.runtime.log.read_text()
         assert client.complete(number, PROMPT) == want
 
-    def lose(agent: int, pid: int, number: int) -> None:
+    def lose(agent: int, number: int, words: str) -> None:
+        begin, [pid] = len(server.runtime.log.read_text()), ranks_of(agent)
+        welcome = client.connection.wait_welcome(0)
         os.kill(pid, number)
-        wait_for(lambda: client.connection.wait_welcome(0) is None)  # 5 s on a machine at rest
+        wait_for(lambda: client.connection.wait_welcome(0) != welcome)  # a client may see no gap
         wait_for(lambda: pid not in ranks_of(agent))
+        wait_for(lambda: said(words, begin))
 
     try:
         with other_host(models, 1, 2, port, log) as agent:
             serve(1)
             if not has_faults:
                 return
-            lose(agent, ranks_of(agent)[0], signal.SIGKILL)
-            wait_for(lambda: said("rank 1 on host-1 ended with code -9"))
+            lose(agent, signal.SIGKILL, "rank 1 on host-1 ended with code -9")
             serve(2)
-            lose(agent, ranks_of(agent)[0], signal.SIGSTOP)
-            wait_for(lambda: said("rank 1 on host-1 "))
+            lose(agent, signal.SIGSTOP, "rank 1 on host-1 ")  # silent, or killed by its agent
             serve(3)
         wait_for(lambda: client.connection.wait_welcome(0) is None)
         wait_for(lambda: said("host host-1 (ranks 1 to 1) is gone"))
@@ -116,21 +129,33 @@ def test_ranks_of_two_hosts_serve_and_a_lost_one_is_named(tmp_path, monkeypatch,
 
 def test_rank_0_has_time_to_say_why_another_rank_has_refused(monkeypatch):
     """Both compare; what comes first is no reason to end the one that has the words."""
-    monkeypatch.setattr(launch, "_WORDS_S", 120.0)
+    monkeypatch.setattr(launch, "WORDS_S", 120.0)
     engine = subprocess.Popen(["sh", "-c", "sleep 0.2; exit 2"])
     ranks = SimpleNamespace(code=lambda quiet: quiet)
     assert launch._code_of(engine, ranks) == launch.CANNOT_START
     assert engine.wait() == 2
 
 
-def test_another_checkpoint_is_refused_with_host_and_rank(tmp_path, monkeypatch):
+def test_why_an_engine_cannot_start_is_found_among_the_lines_of_others_that_end(tmp_path):
+    runtime = Runtime(tmp_path)
+    supervisor = launch.Supervisor(runtime, -1, os.getpid())
+    assert supervisor._why(runtime.log.write_text("before\n")) == "it said nothing"
+    with runtime.log.open("a") as log:
+        log.write("launch ERROR the first line\nlaunch ERROR rank 1 ended with code 2\n\n")
+    assert supervisor._why(7) == "launch ERROR rank 1 ended with code 2"
+    with runtime.log.open("a") as log:
+        log.write("slipstream engine: no such file\nlaunch ERROR rank 1 ended with code 2\n")
+    assert supervisor._why(7) == "no such file"
+
+
+def test_another_checkpoint_is_refused_with_host_and_rank(tmp_path, monkeypatch, port):
     monkeypatch.setenv("SLIPSTREAM_PYTHON", sys.executable)
     (tmp_path / "other").mkdir()
     models, others = (
         repository(tmp_path, TENSOR),
         repository(tmp_path / "other", TENSOR, rope_theta=1.0),
     )
-    port, log = free_port(), tmp_path / "log"
+    log = tmp_path / "log"
     for name, value in variables(0, 2, port).items():
         monkeypatch.setenv(name, value)
     server = Server(tmp_path / "run", config_of(models, TENSOR))

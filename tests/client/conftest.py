@@ -1,18 +1,17 @@
 """Fixtures of the client's tests."""
 
-import socket
 from collections.abc import Iterator
 
 import pytest
 from fixtures.client.triton import Triton, start
+from fixtures.ports import held_port
 
 
 @pytest.fixture
-def free_port() -> int:
+def free_port() -> Iterator[int]:
     """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    with held_port() as port:
+        yield port
 
 
 @pytest.fixture

@@ -1,11 +1,15 @@
 """Ranks on several hosts: what the environment says, who is refused, and bytes that arrive."""
 
 import contextlib
+import queue
 import socket
 import threading
+from collections.abc import Iterator
 
 import msgspec
 import pytest
+from fixtures.ports import held_port
+from slipstream_runtime import spanned
 from slipstream_runtime.ranks import RankMemory, num_bytes
 from slipstream_runtime.rendezvous import (
     KEY_VARIABLE,
@@ -48,16 +52,12 @@ def test_an_impossible_environment_is_refused_by_the_variable(changed, size, wor
         place_of(TORCHRUN | changed, size)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 class Hosts:
     """Two hosts of one rank each, as their agents; they meet at once."""
 
     def __init__(self, version="1", other="1", size=2):
-        self.place = Place(0, 1, 2, "127.0.0.1", free_port())
+        self.closing = contextlib.ExitStack()
+        self.place = Place(0, 1, 2, "127.0.0.1", self.closing.enter_context(held_port()))
         self.descriptors = [RankMemory.create(2) for _ in range(2)]
         memories = [RankMemory(each, 2) for each in self.descriptors]
         self.inlets = [Inlet("127.0.0.1", each.apply, num_bytes(2)) for each in memories]
@@ -93,6 +93,7 @@ class Hosts:
         self.link.close()
         for inlet in self.inlets:
             inlet.close()
+        self.closing.close()
 
 
 def test_messages_meetings_and_failures_cross_hosts(monkeypatch):
@@ -154,8 +155,16 @@ def test_a_host_needs_the_key_and_a_connection_the_token(monkeypatch):
     hosts.close()
 
 
-def test_a_host_without_the_key_is_not_taken(monkeypatch):
-    gate = Gate(Place(0, 1, 2, "127.0.0.1", free_port()), "1")
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """Rank 0's, of three."""
+    with held_port() as port:
+        gate = Gate(Place(0, 1, 3, "127.0.0.1", port), "1")
+        yield gate
+        gate.close()
+
+
+def test_a_host_without_the_key_is_not_taken(gate, monkeypatch):
     is_over = threading.Event()
     thread = threading.Thread(target=gate.gather, args=(1, is_over.is_set))
     monkeypatch.setenv(KEY_VARIABLE, "secret")
@@ -163,7 +172,7 @@ def test_a_host_without_the_key_is_not_taken(monkeypatch):
     place = gate._place._replace(first=1)
     with connect(place, 60) as link:
         read(link, 32)
-        hello = Hello("1", 2, 1, 1, "thief", 1, "nonce", "0" * 64)
+        hello = Hello("1", 3, 1, 1, "thief", 1, "nonce", "0" * 64)
         _send(link, hello)
         answer = msgspec.json.decode(_receive(link), type=Answer)
     assert answer.peers is None
@@ -171,4 +180,39 @@ def test_a_host_without_the_key_is_not_taken(monkeypatch):
     is_over.set()
     thread.join()
     assert gate.links == []
-    gate.close()
+
+
+def test_another_host_comes_for_the_ranks_of_one_that_was_gone_before_all_were_here(gate):
+    hosts = queue.Queue()
+    thread = threading.Thread(target=lambda: hosts.put(gate.gather(1, lambda: False).hosts))
+    thread.start()
+
+    def come(rank: int, name: str) -> socket.socket:
+        link = connect(gate._place._replace(first=rank), 60)
+        read(link, 32)
+        _send(link, Hello("1", 3, rank, 1, name, 1, "nonce", ""))
+        return link
+
+    come(1, "lost").close()
+    with come(1, "found"), come(2, "third"):
+        names = [host.name for host in hosts.get(timeout=120)]
+    thread.join()
+    assert names[1:] == ["found", "third"]
+
+
+def test_ranks_of_a_host_have_time_to_say_why_they_refuse(gate, tmp_path, monkeypatch):
+    """What rank 0 says of itself may come first."""
+    monkeypatch.setattr(spanned, "WORDS_S", 120.0)
+    place = gate._place._replace(first=1, num=2)
+
+    def refuse() -> None:
+        gate.gather(1, lambda: False)
+        gate.report(2)
+
+    thread = threading.Thread(target=refuse)
+    thread.start()
+    script = f"sleep 0.5; echo why >> {tmp_path / 'said'}; exit 2"
+    command = lambda rank, descriptor: ["sh", "-c", script]  # noqa: E731
+    assert spanned.serve_host(place, "1", command, lambda: lambda: None, 60, quiet=2) == 2
+    thread.join()
+    assert (tmp_path / "said").read_text() == "why\n" * 2

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fixtures.gateway.served import Gateway
+from fixtures.ports import held_port
 from fixtures.server.listening import listening
 from fixtures.server.serve_process import Serve, short_directory
 from fixtures.server.support import LONG
@@ -20,16 +21,9 @@ from fixtures.server.support import LONG
 pytestmark = [pytest.mark.triton, pytest.mark.beside]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextlib.contextmanager
 def served(repository: Path, *options: str) -> Iterator[tuple[Serve, Gateway, str]]:
-    port = free_port()
-    with short_directory() as folder:
+    with held_port() as port, short_directory() as folder:
         serve = Serve(repository, folder / "scratch", *options, openai_port=port)
         try:
             shown = serve.wait_ready()
