@@ -24,7 +24,7 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
-from fixtures.models.drawn import DRAWN
+from fixtures.models.drawn_later import DRAWN
 from fixtures.models.parity import check_against
 from fixtures.tiers import quick_of
 from safetensors.torch import save_file

@@ -18,7 +18,7 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
-from fixtures.models.drawn import DRAWN, drawn
+from fixtures.models.drawn_later import DRAWN, drawn
 from fixtures.models.options import OPTIONS
 from fixtures.models.parity import check_against
 from fixtures.models.remote_drawn import REMOTE

@@ -84,6 +84,7 @@ CASES |= {
     "gptneox": ("gpt_neox", {"rope_parameters": _PART}, {}),
     "gptneox, serial": ("gpt_neox", {"use_parallel_residual": False}, {}),
     "gpt-oss": ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}} | _LOCAL, {}),
+    "jais2": ("jais2", {}, {}),
     "granite": ("granite", {"attention_multiplier": 0.1, "logits_scaling": 3.0}, {}),
     "mixtral": ("mixtral", _LOCAL, {}),
     "mpt": ("mpt", {"attn_config": {"clip_qkv": 0.9}}, {}),
@@ -206,7 +207,7 @@ def parts_of(stem: str, whole: torch.Tensor, heads: int, kv_heads: int) -> dict[
     return {f"{stem}.{name.format(x)}.weight": y for x, y in zip("qkv", parts, strict=True)}
 
 
-REMOTES = {"chatglm": 1, "internlm2": 2, "baichuan": 3}
+REMOTES = {"chatglm": 1, "internlm2": 2, "baichuan": 3, "exaone": 1, "minicpm": 4}
 
 
 @pytest.mark.parametrize("name", quick_of(REMOTES, {"chatglm"}))
@@ -236,19 +237,29 @@ def test_families_that_transformers_lacks(name: str, tmp_path: Path) -> None:
         stored |= {key.replace("weight", suffix): x for key, x in found.items()}
     names = {"ffn_hidden_size": "intermediate_size", "num_layers": "num_hidden_layers"}
     names |= {"seq_length": "max_position_embeddings", "layernorm_epsilon": "rms_norm_eps"}
+    names |= {"layer_norm_epsilon": "rms_norm_eps"}
     keys = {names.get(key, key): value for key, value in model.keys.items()}
     keys |= {
         "num_key_value_heads": kv_heads,
         "vocab_size": model.config.vocab_size,
-        "head_dim": None,
+        "head_dim": hidden // heads if name == "exaone" else None,
     }
+    factors = {}
+    if name == "minicpm":
+        depth = float(str(keys["num_hidden_layers"]))
+        factors = {
+            "embedding_scale": float(str(keys["scale_emb"])),
+            "residual_scale": float(str(keys["scale_depth"])) / depth**0.5,
+            "logit_scale": hidden / float(str(keys["dim_model_base"])),
+        }
     theta = 1e4 * float(str(keys.get("rope_ratio", 1)))
     rope = {"rope_theta": float(str(keys.get("rope_theta", theta)))}
     rope |= {"partial_rotary_factor": 0.5} if name == "chatglm" else {}
+    rope |= model.keys.get("rope_scaling") or {} if name == "exaone" else {}
     file = SimpleNamespace(
         config=SimpleNamespace(**{**keys, "rope_parameters": rope}),
         named_parameters=lambda: stored.items(),
         named_buffers=tuple,
     )
-    path = write_gguf(file, name, tmp_path / "model.gguf")
+    path = write_gguf(file, name, tmp_path / "model.gguf", **factors)
     check(model, unpacked(path, tmp_path / "checkpoint"))

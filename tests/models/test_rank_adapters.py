@@ -18,7 +18,7 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
-from fixtures.models.drawn import DRAWN
+from fixtures.models.drawn_later import DRAWN
 from fixtures.models.quantised import model_of
 from fixtures.models.ranks import Group, ranks_of
 from fixtures.tiers import quick_of

@@ -15,7 +15,7 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
-from fixtures.models.drawn import DRAWN
+from fixtures.models.drawn_later import DRAWN
 from fixtures.models.parity import GRID, engine_greedy
 from fixtures.models.ranks import Group, compare, driven, ranks_of
 from fixtures.models.remote_drawn import REMOTE, Remote

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from fixtures.models.checkpoints import make_model, save
-from fixtures.models.drawn import DRAWN
+from fixtures.models.drawn_later import DRAWN
 from fixtures.models.parity import GRID
 from fixtures.models.ranks import Group, driven, ranks_of
 from fixtures.tiers import quick_of

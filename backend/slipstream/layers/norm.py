@@ -126,3 +126,14 @@ class Factor:
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply `[n, size]`."""
         return x * self.value
+
+
+class ScaledNorm:
+    """A norm, whose rows a number multiplies."""
+
+    def __init__(self, own: RowNorm, value: float) -> None:
+        self._own, self._value = own, value
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalise and multiply the rows of `[n, size]`."""
+        return self._own(x) * self._value

@@ -22,7 +22,15 @@ from slipstream.layers.embedding import Ends, embedding_and_head
 from slipstream.layers.experts import Experts
 from slipstream.layers.latent import LatentAttention
 from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP
-from slipstream.layers.norm import Factor, LayerNorm, Norm, PartNorm, RowNorm, identity
+from slipstream.layers.norm import (
+    Factor,
+    LayerNorm,
+    Norm,
+    PartNorm,
+    RowNorm,
+    ScaledNorm,
+    identity,
+)
 from slipstream.layers.ranks import SpreadLayerNorm, SpreadNorm
 from slipstream.layers.rope import cos_sin_table
 from slipstream.layers.stages import Inlet, Outlet
@@ -123,10 +131,10 @@ class _Builder:
         return self._norm(w) if self._axes.norms_before else identity
 
     def _behind(self, w: Weights) -> RowNorm | None:
-        """Return what stands between a result and the sum: a norm, a factor or nothing."""
-        if self._axes.norms_behind:
-            return self._norm(w)
+        """Return what stands between a result and the sum: a norm, a factor, both or nothing."""
         scale = self._axes.residual_scale
+        if self._axes.norms_behind:
+            return self._norm(w) if scale == 1.0 else ScaledNorm(self._norm(w), scale)
         return None if scale == 1.0 else Factor(scale)
 
     def _head_norms(self, w: Weights) -> tuple[HeadNorm, HeadNorm] | None:
