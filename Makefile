@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve chat check format test test-rest test-drawn test-durations test-slow test-gpu test-gpu-smoke bench bench-gpu bench-cpu bench-cpu-served test-cpu-forms test-amx guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots sanitize-cpu perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields pairs attention compose-check figures draft clean loc
+.PHONY: help install serve chat check format test test-rest test-drawn test-durations test-slow test-ray test-gpu test-gpu-smoke bench bench-gpu bench-cpu bench-cpu-served test-cpu-forms test-amx guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots sanitize-cpu perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields pairs attention compose-check figures draft clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -68,6 +68,11 @@ test-durations: install ## make test and make test-rest one test at a time, into
 
 test-slow: install ## the tests that take minutes each: long faults, long streams
 	@$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
+
+# Ray itself, and the one package of it that .venv lacks: what else it needs is there.
+test-ray: install ## the ranks of a model on nodes of a Ray cluster, with the package ray in .slipstream/ray
+	@$(BIN)/pip install -q --no-deps --target .slipstream/ray ray==2.60.0 msgpack==1.2.4
+	@PYTHONPATH=.slipstream/ray $(PYTEST) tests/server/test_ray.py $(PYTEST_ARGS)
 
 test-gpu: install ## the tests that need an NVIDIA GPU
 	@$(PYTEST) -m gpu $(PYTEST_ARGS)

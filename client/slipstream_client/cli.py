@@ -20,6 +20,7 @@ COMMANDS = {
     "profile": ("slipstream_compose.profile", "choose how to serve a checkpoint on a GPU"),
     "serve": ("slipstream_serve.serve", "start a tritonserver on a model repository"),
     "rank": ("slipstream_serve.rank", "run ranks of a server on another host"),
+    "ray": ("slipstream_serve.ray_cluster", "serve a model on several nodes of a Ray cluster"),
     "drain": ("slipstream_serve.drain", "refuse new requests and wait for the running ones"),
     "gateway": ("slipstream_gateway.cli", "answer OpenAI's requests, beside a server or alone"),
     "convert": ("slipstream_convert.cli", "write pickled weights as safetensors"),
@@ -84,6 +85,8 @@ def _one_line(error: Exception) -> str:
             f"{error.name} is not installed, the gateway needs it: "
             "pip install 'slipstream[engine,gateway]'"
         )
+    if isinstance(error, ModuleNotFoundError) and error.name == "ray":
+        return "ray is not installed: pip install 'slipstream[ray]', here and on the nodes"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kind = type(error)
     is_meant = isinstance(error, OSError) or kind.__module__.startswith(

@@ -46,7 +46,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Run ranks again and again; return 2 if they cannot start. Raises ValueError."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s ranks %(levelname)s %(message)s")
-    config = _config_of(args.model_repository.absolute(), args.name)
+    config = config_of(args.model_repository.absolute(), args.name)
     place = place_of(os.environ, config.num_ranks)
     if place is None:
         raise RendezvousError(
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             time.sleep(_PAUSE_S)
 
 
-def _config_of(repository: Path, name: str) -> EngineConfig:
+def config_of(repository: Path, name: str) -> EngineConfig:
     """Return the engine's settings in a repository. Raises ValueError."""
     deployments = deployments_of(repository)
     found = [each for each in deployments if each.name == name]
