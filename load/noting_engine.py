@@ -44,10 +44,22 @@ esac
 
 def write_python(path: Path, journal: Path, step_s: float = 0.0) -> None:
     """An executable at `path` for `SLIPSTREAM_PYTHON`; `step_s` is added to every step."""
-    options = [f"--step={step_s}", f"--journal={journal}"]
+    order_pace(journal, step_s)
+    options = [f"--journal={journal}"]
     command = shlex.join([__file__, *options])
     path.write_text(_SCRIPT.format(python=shlex.quote(sys.executable), command=command))
     path.chmod(0o755)
+
+
+def order_pace(journal: Path, step_s: float) -> None:
+    """From the next step on, add so many seconds to every step of the engine of this journal."""
+    draft = journal.with_suffix(".draft")
+    draft.write_text(str(step_s))
+    draft.rename(_pace_of(journal))
+
+
+def _pace_of(journal: Path) -> Path:
+    return journal.with_suffix(".pace")
 
 
 def state_of(request: Request) -> str:
@@ -65,10 +77,10 @@ def state_of(request: Request) -> str:
 class NotingEngine(ReadingEngine):
     """See the module."""
 
-    def __init__(self, journal: int, step_s: float, *arguments: Any, **options: Any) -> None:
+    def __init__(self, journal: int, pace: Path, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._journal = journal
-        self._step_s = step_s
+        self._pace = pace
         self._left: dict[str, set[int]] = {}  # seed -> blocks that it had when it was told to end
 
     def submit(self, bridge: bytes, message: Submit) -> None:
@@ -90,7 +102,7 @@ class NotingEngine(ReadingEngine):
 
     def step(self) -> dict[bytes, list[Tokens]]:
         """Do `Engine.step`, delayed."""
-        time.sleep(self._step_s)
+        time.sleep(float(self._pace.read_text()))
         outputs = super().step()
         cache = self._scheduler.cache
         self._note(
@@ -154,11 +166,11 @@ def main() -> int:
     """Own options, `--`, and the engine's arguments."""
     border = sys.argv.index("--")
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--step", type=float, default=0.0, help="seconds added to every step")
-    parser.add_argument("--journal", required=True)
+    parser.add_argument("--journal", type=Path, required=True)
     options = parser.parse_args(sys.argv[1:border])
     journal = os.open(options.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    loop.ReadingEngine = functools.partial(NotingEngine, journal, options.step)  # type: ignore[misc, assignment]
+    pace = _pace_of(options.journal)
+    loop.ReadingEngine = functools.partial(NotingEngine, journal, pace)  # type: ignore[misc, assignment]
     return loop.main(sys.argv[border + 1 :])
 
 
