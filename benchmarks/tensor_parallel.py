@@ -27,6 +27,7 @@ import msgspec
 import torch
 from shapes import write_config
 from slipstream.config import EngineConfig
+from slipstream.launch import die_with_parent
 from slipstream_runtime.ranks import RankMemory
 from step import can_import_peer, peer_environment
 
@@ -75,15 +76,21 @@ class Ranks:
             pipe = subprocess.PIPE if rank == 0 else None
             # Unbuffered: `wait_ready` waits for the descriptor between lines.
             given = {"stdout": pipe, "bufsize": 0, "env": ENVIRONMENT | dict(os.environ)}
+            given["preexec_fn"] = die_with_parent()  # a rank may serve for ever
             self.processes.append(subprocess.Popen(command, pass_fds=[self.descriptor], **given))
 
     def wait(self, seconds: float) -> list[Any] | str:
         """Return what each rank has measured, or why there is nothing."""
         end_s = time.monotonic() + seconds
-        while any(each.poll() is None for each in self.processes):
-            bad = [rank for rank, each in enumerate(self.processes) if each.poll() not in (0, None)]
-            if bad or time.monotonic() > end_s:
-                return f"rank {bad[0]} failed" if bad else f"not done after {seconds:g} s"
+        while True:
+            codes = [each.poll() for each in self.processes]
+            bad = [rank for rank, code in enumerate(codes) if code not in (0, None)]
+            if bad:
+                return f"rank {bad[0]} failed"
+            if None not in codes:
+                break
+            if time.monotonic() > end_s:
+                return f"not done after {seconds:g} s"
             time.sleep(0.05)
         if not all(path.is_file() for path in self.outputs):
             return "a rank has measured nothing"
