@@ -85,6 +85,42 @@ CASES |= {
     "gptneox, serial": ("gpt_neox", {"use_parallel_residual": False}, {}),
     "gpt-oss": ("gpt_oss", {"rope_parameters": YARN | {"truncate": False}} | _LOCAL, {}),
     "jais2": ("jais2", {}, {}),
+    "glm4moe": (
+        "glm4_moe",
+        {"use_qk_norm": True, "rope_parameters": _PART | {"partial_rotary_factor": 0.5}},
+        {},
+    ),
+    "glm4moe, no groups, no scores named": (
+        "glm4_moe",
+        {"n_group": 1, "topk_group": 1, "attention_bias": True, "routed_scaling_factor": 2.5},
+        {"expert_gating_func": None, "expert_group_count": None, "expert_group_used_count": None},
+    ),
+    "dots1": ("dots1", {}, {}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}, {}),
+    "ernie4_5-moe": (
+        "ernie4_5_moe",
+        {"num_hidden_layers": 4, "moe_layer_start_index": 1, "moe_layer_interval": 2},
+        {},
+    ),
+    "exaone4": ("exaone4", {"num_hidden_layers": 4, "sliding_window": 11}, {}),
+    "exaone4, no window": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2, "head_dim": 64}
+        | {"rope_parameters": LLAMA3},
+        {},
+    ),
+    "olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 14}, {}),
+    "granitemoe": ("granitemoeshared", {"shared_intermediate_size": 0} | _LOCAL, {}),
+    "granitemoe, shared": (
+        "granitemoeshared",
+        {"shared_intermediate_size": 64, "logits_scaling": 3.0} | _LOCAL,
+        {},
+    ),
+    "minimax-m2": (
+        "minimax_m2",
+        {"rope_parameters": _PART | {"partial_rotary_factor": 0.5}} | _LOCAL,
+        {},
+    ),
     "granite": ("granite", {"attention_multiplier": 0.1, "logits_scaling": 3.0}, {}),
     "mixtral": ("mixtral", _LOCAL, {}),
     "mpt": ("mpt", {"attn_config": {"clip_qkv": 0.9}}, {}),
@@ -165,6 +201,21 @@ def check(model: torch.nn.Module, directory: Path) -> None:
 @pytest.mark.parametrize("name", quick_of(CASES, QUICK))
 def test_families(name: str, tmp_path: Path) -> None:
     check_case(name, "F32", tmp_path)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """As in files of GLM-4.5, whose last layer has norms and a matrix beside those of others."""
+    layers, hidden = 3, SIZES["hidden_size"]
+    model = make_model("glm4_moe", **sizes_of("glm4_moe", **SIZES, num_hidden_layers=layers))
+    keys = {"block_count": layers + 1, "nextn_predict_layers": 1}
+    behind = {
+        "nextn.enorm": (hidden,),
+        "nextn.eh_proj": (hidden, 2 * hidden),
+        "attn_norm": (hidden,),
+    }
+    extra = {f"blk.{layers}.{name}.weight": shape for name, shape in behind.items()}
+    path = write_gguf(model, "glm4_moe", tmp_path / "model.gguf", extra=extra, **keys)
+    check(model, unpacked(path, tmp_path / "checkpoint"))
 
 
 @pytest.mark.parametrize("name", quick_of(MOVED, {"phi3"}))

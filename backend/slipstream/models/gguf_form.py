@@ -64,6 +64,16 @@ class GgufKeys:
         return {k: v for k, v in data.items() if k.startswith(start) and k not in self._seen}
 
     @property
+    def num_layers(self) -> int:
+        """Layers that run: those that predict further tokens lie behind them, and do not."""
+        key = "nextn_predict_layers"
+        all_layers = self.whole("block_count")
+        behind = self.whole(key) if self.get(key) else 0
+        if behind >= all_layers:
+            raise self.refusal(key, f"is not below block_count = {all_layers}")
+        return all_layers - behind
+
+    @property
     def num_heads(self) -> int:
         """Heads of queries in a layer."""
         return self.whole("attention.head_count")
@@ -90,6 +100,20 @@ def plain_experts(keys: GgufKeys) -> dict[str, object]:
         "num_experts": keys.whole("expert_count"),
         "num_experts_per_tok": keys.whole("expert_used_count"),
     }
+
+
+def windows_of(keys: GgufKeys, every: int) -> dict[str, object]:
+    """Return which layers have a window: a list says, or a number, by default `every`.
+
+    So many layers, one has full attention.
+    """
+    pattern = keys.get("attention.sliding_window_pattern")
+    if pattern is True or pattern is False:  # one for every layer
+        pattern = [pattern] * keys.num_layers
+    if not isinstance(pattern, list):
+        return {"sliding_window_pattern": every if pattern is None else pattern}
+    kinds = ("full_attention", "sliding_attention")
+    return {"layer_types": [kinds[each is True or each == 1] for each in pattern]}
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,15 @@ def shared_experts(keys: GgufKeys) -> dict[str, object]:
     return found
 
 
+def logistic_experts(keys: GgufKeys) -> dict[str, object]:
+    """Return the keys of experts by logistic scores, in files of which some do not say so."""
+    if keys.get("expert_gating_func") not in (None, 0, SIGMOID):
+        raise keys.refusal("expert_gating_func", f"is not implemented; {SIGMOID} is")
+    found = shared_experts(keys)
+    found.pop("topk_method", None)
+    return found
+
+
 def _latent(keys: GgufKeys) -> dict[str, object]:
     """Return the sizes of latents and of heads; None is what does not say one.
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from slipstream.models.axes import Axes, TensorNames
 from slipstream.models.experts import KEYS, read_experts, read_routing
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader
 
 LAYERS = "moe_layer_start_index moe_layer_end_index moe_layer_interval"
@@ -30,6 +31,20 @@ def dense_layers(config: Reader) -> frozenset[int]:
     return frozenset(i for i in range(count) if (i + 1) % step or not first <= i <= last)
 
 
+def gguf_config(keys: GgufKeys) -> dict[str, object]:
+    """Return sizes of experts, and layers without; a shared one's size is that of its tensors."""
+    keys.get("expert_shared_feed_forward_length")
+    counts = ("expert_shared_count", "leading_dense_block_count")
+    shared, dense = (keys.whole(key) if keys.get(key) else 0 for key in counts)
+    return {
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
+        "moe_num_shared_experts": shared,
+        "moe_layer_start_index": dense,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": keys.whole("interleave_moe_layer_step", 1),
+    }
+
+
 @family(
     "Ernie4_5_MoeForCausalLM",
     keys=f"use_bias {KEYS} {LAYERS} moe_intermediate_size moe_num_shared_experts moe_norm_min",
@@ -43,6 +58,7 @@ def dense_layers(config: Reader) -> frozenset[int]:
         },
         changed={f"mlp.gate.{CORRECTION}": lambda x: x.flatten()},
     ),
+    gguf=GgufForm("ernie4_5-moe", has_experts=True, config=gguf_config),
 )
 def ernie4_5_moe(config: Reader) -> Axes:
     """Read the experts, shared ones, and which layers have none."""

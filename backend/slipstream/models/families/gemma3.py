@@ -5,7 +5,7 @@ Norms stand before and after both halves of a block; their stored weights are sm
 
 from slipstream.models.axes import Activation, Axes, NormKind, QkNorms, TensorNames
 from slipstream.models.family import family
-from slipstream.models.gguf_form import GgufForm, GgufKeys
+from slipstream.models.gguf_form import GgufForm, GgufKeys, windows_of
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import read_ropes
 
@@ -22,14 +22,9 @@ _LAYERS_OF_27B = 62  # the one size whose queries are scaled by another number t
 
 def gguf_config(keys: GgufKeys) -> dict[str, object]:
     """Return what GGUF files say of windows, and what they leave to the reader's knowledge."""
-    pattern = keys.get("attention.sliding_window_pattern")
-    layers: dict[str, object] = {"sliding_window_pattern": _EVERY if pattern is None else pattern}
-    if isinstance(pattern, list):  # whether each layer has a window
-        kinds = ("full_attention", "sliding_attention")
-        layers = {"layer_types": [kinds[each is True or each == 1] for each in pattern]}
     hidden, heads = keys.whole("embedding_length"), keys.num_heads
     is_27b = keys.whole("block_count") == _LAYERS_OF_27B
-    return layers | {
+    return windows_of(keys, _EVERY) | {
         "sliding_window": keys.whole("attention.sliding_window"),
         "rope_local_base_freq": keys.positive("rope.freq_base_swa", 10_000.0),
         "query_pre_attn_scalar": hidden // heads if is_27b else keys.whole("attention.key_length"),

@@ -2,6 +2,8 @@
 
 from slipstream.models.axes import Axes, QkNorms
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
+from slipstream.models.gguf_latent import logistic_experts
 from slipstream.models.latent import EXPERT_KEYS, derived_experts, names, sigmoid_experts
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import read_partial_rope
@@ -15,6 +17,14 @@ from slipstream.models.ropes import read_partial_rope
     derived=derived_experts,
     tensors=names,
     said={"head_dim": 128},
+    gguf=GgufForm(
+        "glm4moe",
+        has_experts=True,
+        experts=logistic_experts,
+        names={"post_attention_norm": "post_attention_layernorm"},
+        is_partial=True,
+        flags={"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"},
+    ),
 )
 def glm4_moe(config: Reader) -> Axes:
     """Read the experts, biases of q, k and v, and whether each head is normalised."""

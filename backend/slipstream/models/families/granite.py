@@ -7,6 +7,13 @@ from slipstream.models.reader import Reader
 
 KEYS = "attention_bias embedding_multiplier attention_multiplier residual_multiplier logits_scaling"
 
+GGUF_NUMBERS = {
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
 
 @family(
     "GraniteForCausalLM",
@@ -16,12 +23,7 @@ KEYS = "attention_bias embedding_multiplier attention_multiplier residual_multip
         "granite",
         pairs_rows=True,
         flags={"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"},
-        numbers={
-            "attention_multiplier": "attention.scale",
-            "embedding_multiplier": "embedding_scale",
-            "residual_multiplier": "residual_scale",
-            "logits_scaling": "logit_scale",
-        },
+        numbers=GGUF_NUMBERS,
     ),
 )
 def granite(config: Reader) -> Axes:

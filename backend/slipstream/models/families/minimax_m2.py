@@ -8,6 +8,8 @@ from slipstream.models.axes import Axes, QkNorms, TensorNames
 from slipstream.models.experts import KEYS, read_experts, read_routing
 from slipstream.models.families import mixtral
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm, GgufKeys
+from slipstream.models.gguf_latent import SIGMOID
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import read_partial_rope
 
@@ -22,6 +24,13 @@ def derived(config: Reader) -> Mapping[str, object]:
     return {"partial_rotary_factor": config.whole("rotary_dim") / config.whole("head_dim")}
 
 
+def gguf_config(keys: GgufKeys) -> dict[str, object]:
+    """Return the size of experts; their scores are logistic, and weights add up to one."""
+    if keys.get("expert_gating_func") not in (None, 0, SIGMOID):
+        raise keys.refusal("expert_gating_func", f"is not implemented; {SIGMOID} is")
+    return {"intermediate_size": keys.whole("expert_feed_forward_length")}
+
+
 @family(
     "MiniMaxM2ForCausalLM",
     keys=f"{KEYS} rotary_dim router_jitter_noise",
@@ -29,6 +38,7 @@ def derived(config: Reader) -> Mapping[str, object]:
     read_ropes=read_partial_rope,
     derived=derived,
     tensors=TensorNames(NAMES),
+    gguf=GgufForm("minimax-m2", has_experts=True, is_partial=True, config=gguf_config),
 )
 def minimax_m2(config: Reader) -> Axes:
     """Read the experts, which are chosen by scores with a correction; jitter is of training."""

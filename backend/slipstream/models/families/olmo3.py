@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from slipstream.models.axes import Axes, TensorNames
 from slipstream.models.families.olmo2 import NAMES, olmo2
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm, GgufKeys, windows_of
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import read_ropes
 
@@ -21,12 +22,18 @@ def derived(config: Reader) -> Mapping[str, object]:
     return found
 
 
+def gguf_config(keys: GgufKeys) -> dict[str, object]:
+    """Return the window of a GGUF file, which calls a model without one an OLMo 2."""
+    return {"sliding_window": keys.whole("attention.sliding_window"), **windows_of(keys, _EVERY)}
+
+
 @family(
     "Olmo3ForCausalLM",
     keys="attention_bias",
     read_ropes=read_ropes,
     derived=derived,
     tensors=TensorNames(NAMES),
+    gguf=GgufForm("olmo2", flags={"attention_bias": "attn_q.bias"}, config=gguf_config),
 )
 def olmo3(config: Reader) -> Axes:
     """Read whether all attention matrices have biases."""

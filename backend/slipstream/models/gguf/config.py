@@ -91,7 +91,7 @@ def config_of(file: GgufFile) -> dict[str, object]:
     config: dict[str, object] = {
         "architectures": [family.architecture],
         "model_type": family.config_class.model_types[0],
-        "num_hidden_layers": keys.whole("block_count"),
+        "num_hidden_layers": keys.num_layers,
         "max_position_embeddings": keys.whole("context_length"),
         "hidden_size": hidden,
         "intermediate_size": keys.whole("feed_forward_length"),

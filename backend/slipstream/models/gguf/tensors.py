@@ -69,6 +69,7 @@ _INNER = {
 # Of files whose attention and MLP read norms of the same sum.
 _TWO_NORMS = {"attn_norm_2": "input_layernorm", "attn_norm": "post_attention_layernorm"}
 _EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_OF_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.")
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_0-9]+)\.(weight|bias)")
 
 
@@ -99,11 +100,14 @@ def entries(file: GgufFile) -> dict[str, TensorEntry]:
     """Return the tensors of a file by the names of `GgufForm.tensors`; raises `CheckpointError`."""
     form, keys = form_of(family_of_file(file)), keys_of(file)
     heads = {"q_proj": keys.num_heads, "k_proj": keys.num_kv_heads} if form.pairs_rows else {}
+    behind = range(keys.num_layers, keys.whole("block_count"))  # which predict further tokens
     found: dict[str, TensorEntry] = {}
     for stored, tensor in file.tensors.items():
         if stored in (ROPE_FACTORS, *ROPE_FACTORS_BY_LENGTH):
             continue
         block = _BLOCK.fullmatch(stored)
+        if (layer := _OF_LAYER.match(stored)) and int(layer[1]) in behind:
+            continue
         if block is not None and block[2] in _EXPERTS:
             found |= _experts(file, stored, tensor, f"{block[1]}", _EXPERTS[block[2]], block[3])
             continue
