@@ -127,7 +127,8 @@ test-cpu-forms: install ## the quick tests of what a CPU computes, with each les
 	done; exit $$status
 
 test-amx: install ## the tests of the CPU kernels on an emulated processor with AMX, of Bochs' sources in BOCHS=DIR
-	@SLIPSTREAM_TEST_EMULATOR=$$(tools/amx/build.sh $(BOCHS) .slipstream/amx) \
+	@[ -n "$(BOCHS)" ] || { echo "test-amx needs BOCHS=DIR, Bochs' sources"; exit 2; }
+	@emulator=$$(tools/amx/build.sh "$(BOCHS)" .slipstream/amx) && SLIPSTREAM_TEST_EMULATOR=$$emulator \
 	$(PYTEST) -p no:cacheprovider $(CPU_KERNEL_TESTS) $(PYTEST_ARGS)
 
 CPU_KERNEL_TESTS = $(wildcard tests/kernels/test_cpu_*.py) tests/fuse/test_whole_blocks.py
