@@ -27,8 +27,9 @@ import msgspec
 from slipstream import __version__, launch, wire
 from slipstream.core.prefix import PrefixIndex
 from slipstream.engine.adapters import AdapterStore
-from slipstream.engine.loop import EngineLoop, read_config
+from slipstream.engine.loop import EngineLoop
 from slipstream.engine.loop import main as run_loop
+from slipstream.engine.settings import read_config
 from slipstream.replicas.process import make as make_router
 from slipstream_contract.vocab import TokenBytes
 from slipstream_runtime.admission import Load

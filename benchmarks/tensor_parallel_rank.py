@@ -229,8 +229,8 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
 
         runner = ModelRunner(resolve(config))
     else:
-        runner, memory, _ = start(resolve(config, args.rank), args.ranks)
-        memory.beat_forever()
+        memory = RankMemory.alive(args.ranks, config.num_ranks, args.rank)
+        runner, _ = start(resolve(config, args.rank), memory)
     found: dict[str, Any] = {"start_s": round(time.perf_counter() - began, 1)}
     notes = watch(runner)
     if isinstance(runner, Follower):

@@ -227,7 +227,7 @@ class Supervisor:
             pass_fds=ranks.descriptors,
         )
         try:
-            ranks.start(str(self._runtime.config), die_with_parent)
+            ranks.start(str(self._runtime.config), engine.pid, die_with_parent)
             ended = os.pidfd_open(engine.pid)
             try:
                 watched = [ended, *ranks.ended, self._server]
@@ -311,6 +311,8 @@ def _code_of(engine: subprocess.Popen[bytes], ranks: RankProcesses) -> int:
             engine.wait(WORDS_S)
     if code is not None and engine.poll() is None:
         engine.kill()
+    elif ranks.size > 1 and engine.wait() < 0:
+        _log.error("%s (pid %d) ended with code %d", ranks.name(0), engine.pid, engine.returncode)
     return engine.wait() if code != CANNOT_START else CANNOT_START
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from slipstream_runtime.processes import end
+from slipstream_runtime.processes import end, work_of
 from slipstream_runtime.ranks import RankMemory, Silence
 
 _log = logging.getLogger(__name__)
@@ -31,8 +31,9 @@ class RankProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._descriptor = RankMemory.create(size) if size > 1 else -1
         self._silence: Silence | None = None
+        self._engine = 0  # process id
         if size > 1:
-            self._silence = Silence(RankMemory(self._descriptor, size).beats)
+            self._silence = Silence(RankMemory(self._descriptor, size), self._work)
 
     @property
     def descriptors(self) -> list[int]:
@@ -44,8 +45,21 @@ class RankProcesses:
         """Arguments by which a rank's process finds the memory."""
         return ["--ranks", str(self._descriptor)] if self.size > 1 else []
 
-    def start(self, config: str, before: Callable[[], Callable[[], None]]) -> None:
-        """Start ranks 1, 2, ...; `before` makes what each does before it runs Python."""
+    def _work(self, rank: int) -> object | None:
+        """Return what a rank of this host has done, see `work_of`."""
+        pids = [self._engine, *(process.pid for process in self._processes)]
+        return work_of(pids[rank]) if rank < len(pids) and pids[rank] else None
+
+    def name(self, rank: int) -> str:
+        """Return a rank, and its host if there are several."""
+        return f"rank {rank}"
+
+    def start(self, config: str, engine: int, before: Callable[[], Callable[[], None]]) -> None:
+        """Start ranks 1, 2, ...; `before` makes what each does before it runs Python.
+
+        `engine` is the process id of rank 0.
+        """
+        self._engine = engine
         for rank in self._numbers:
             process = subprocess.Popen(
                 [
@@ -69,7 +83,7 @@ class RankProcesses:
             if (code := process.poll()) is not None:
                 if code == quiet:
                     return code
-                _log.error("rank %d (pid %d) ended with code %d", rank, process.pid, code)
+                _log.error("%s (pid %d) ended with code %d", self.name(rank), process.pid, code)
                 return code
         return None
 
@@ -88,7 +102,8 @@ class RankProcesses:
     def _kill(self, rank: int, seconds: float, engine: subprocess.Popen[bytes]) -> None:
         """Kill a rank of this host that hangs."""
         process = [engine, *self._processes][rank]
-        _log.error("rank %d (pid %d) gave no sign of life for %.1f s", rank, process.pid, seconds)
+        name = self.name(rank)
+        _log.error("%s (pid %d) gave no sign of life for %.1f s", name, process.pid, seconds)
         process.send_signal(signal.SIGUSR1)  # writes its stacks to the log, if it still can
         time.sleep(_SAY_S)
         process.kill()

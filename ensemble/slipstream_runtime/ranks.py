@@ -5,7 +5,7 @@ they inherit: no name can collide, and nothing is left behind. Words have 32 bit
 line of its own, and one writer. A reader spins for some 20 us, then it sleeps on the word (futex).
 
     words      by rank: signs of life, messages read, meetings of all and of its stage come to,
-               states handed to the next stage; messages sent, failure
+               states handed to the next stage, whether its start is over; messages sent, failure
     facts      by rank: what it says of itself at start
     messages   a ring of slots, from rank 0 to all others
     exchange   by rank two buffers that take turns, for sums and gathers
@@ -30,8 +30,8 @@ MAX_RANKS = 8
 EXCHANGE_BYTES = 1 << 20  # of one buffer
 BEAT_S = 0.25  # between two signs of life
 _LINE = 64
-_BEAT, _READ, _CAME, _MET, _HANDED = range(5)  # words of a rank
-_WORDS_OF_RANK = 5
+_BEAT, _READ, _CAME, _MET, _HANDED, _STARTED = range(6)  # words of a rank
+_WORDS_OF_RANK = 6
 _FACT_BYTES = 4096
 _SLOTS, _SLOT_BYTES = 8, 256 << 10
 _HEAD_BYTES = 8  # of a slot: bytes of this piece, and whether more of the message follow
@@ -89,6 +89,13 @@ class RankMemory:
         descriptor = os.memfd_create("slipstream-ranks")
         os.truncate(descriptor, num_bytes(size))
         return descriptor
+
+    @classmethod
+    def alive(cls, descriptor: int, size: int, rank: int) -> "RankMemory":
+        """Return the memory as a rank sees it, which gives signs of life from here on."""
+        memory = cls(descriptor, size, rank)
+        memory.beat_forever()
+        return memory
 
     # --- words ---------------------------------------------------------------------------------
 
@@ -178,8 +185,17 @@ class RankMemory:
         threading.Thread(target=beat, name="beat", daemon=True).start()
 
     def beats(self) -> list[int]:
-        """Return how many signs of life each rank has given; 0: it is still starting."""
+        """Return how many signs of life each rank has given."""
         return [self._words[_word(rank, _BEAT)] for rank in range(self.size)]
+
+    def serve(self) -> None:
+        """Publish that the start of this rank is over: it gives signs of life without a pause."""
+        assert self.rank is not None
+        self._store(_word(self.rank, _STARTED), 1)
+
+    def started(self) -> list[bool]:
+        """Return of each rank whether its start is over."""
+        return [bool(self._words[_word(rank, _STARTED)]) for rank in range(self.size)]
 
     def fail(self) -> None:
         """Have all that wait for another raise `RankError`, with the first that has failed."""
@@ -325,26 +341,35 @@ def num_bytes(size: int) -> int:
 class Silence:
     """The supervisor's side of signs of life: times how long a rank has given none.
 
-    Only time during which the supervisor itself looked counts.
+    Only time during which the supervisor itself looked counts. A rank that starts may hold the
+    interpreter for seconds, as it imports libraries or sets a device up: one that works is alive.
+
+    Args:
+        memory: of the ranks.
+        work: what a rank of this host has done so far, which changes while it does anything;
+            None: it is of another host, which looks itself, or has ended.
     """
 
-    def __init__(self, beats: Callable[[], list[int]]) -> None:
-        self._beats = beats
-        self._last: list[int] = []
-        self._seconds: list[float] = []
+    def __init__(self, memory: RankMemory, work: Callable[[int], object | None]) -> None:
+        self._memory, self._work = memory, work
+        self._last: list[tuple[int, object]] = []
+        self._seconds = [0.0] * memory.size
         self._looked_s = time.monotonic()
 
     def look(self) -> tuple[int, float]:
         """Return the rank that has been silent longest, and for how many seconds."""
         now_s = time.monotonic()
         elapsed_s, self._looked_s = min(now_s - self._looked_s, 2.0), now_s
-        beats = self._beats()
-        self._last = self._last or [0] * len(beats)
-        self._seconds = self._seconds or [0.0] * len(beats)
-        for rank, (count, before) in enumerate(zip(beats, self._last, strict=True)):
-            is_silent = count == before and count != 0
+        beats, started = self._memory.beats(), self._memory.started()
+        signs = [
+            (count, None if serves else self._work(rank))
+            for rank, (count, serves) in enumerate(zip(beats, started, strict=True))
+        ]
+        for rank, before in enumerate(self._last):
+            is_seen = started[rank] or signs[rank][1] is not None
+            is_silent = signs[rank] == before and is_seen
             self._seconds[rank] = self._seconds[rank] + elapsed_s if is_silent else 0.0
-        self._last = beats
+        self._last = signs
         worst = max(range(len(beats)), key=self._seconds.__getitem__)
         return worst, self._seconds[worst]
 

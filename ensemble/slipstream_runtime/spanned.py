@@ -7,11 +7,11 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from slipstream_runtime.processes import end
+from slipstream_runtime.processes import end, work_of
 from slipstream_runtime.rank_processes import SILENT_S, WORDS_S, RankProcesses
 from slipstream_runtime.ranks import RankMemory, Silence, close_quietly, num_bytes
 from slipstream_runtime.rendezvous import Gate, Member, Place, RendezvousError, connect, join
-from slipstream_runtime.span import Inlet, exported, names
+from slipstream_runtime.span import Inlet, Peers, exported, names
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25
@@ -23,6 +23,7 @@ class SpannedRanks(RankProcesses):
     def __init__(self, place: Place, version: str, is_over: Callable[[], bool]) -> None:
         """Wait for the other hosts, unless `is_over`. Raises `RendezvousError`, or OSError."""
         super().__init__(place.size)
+        self._peers: Peers | None = None
         self._numbers = range(1, place.num)
         self._place = place
         memory = RankMemory(self._descriptor, place.size)
@@ -44,9 +45,13 @@ class SpannedRanks(RankProcesses):
             self._inlet.open(peers.token)
             self.environment = exported(peers)
 
-    def start(self, config: str, before: Callable[[], Callable[[], None]]) -> None:
+    def name(self, rank: int) -> str:
+        """Return a rank, and its host."""
+        return super().name(rank) if self._peers is None else self._peers.name(rank)
+
+    def start(self, config: str, engine: int, before: Callable[[], Callable[[], None]]) -> None:
         """Start this host's other ranks, and watch the other hosts."""
-        super().start(config, before)
+        super().start(config, engine, before)
         self.ended += [os.dup(link.fileno()) for _, link in self._gate.links]
 
     def code(self, quiet: int) -> int | None:
@@ -66,7 +71,7 @@ class SpannedRanks(RankProcesses):
         if rank < self._place.num:
             self._kill(rank, seconds, engine)
             return
-        name = f"rank {rank}" if self._peers is None else self._peers.name(rank)
+        name = self.name(rank)
         _log.error("%s gave no sign of life for %.1f s: all ranks are started again", name, seconds)
         engine.kill()
 
@@ -139,7 +144,13 @@ def _await_words(processes: list[subprocess.Popen[bytes]]) -> None:
 
 def _watch(member: Member, memory: RankMemory, processes: list[subprocess.Popen[bytes]]) -> int:
     """Return the exit code of the first rank of this host that ends, or of rank 0."""
-    silence, first = Silence(memory.beats), member.place.first
+    first = member.place.first
+
+    def work(rank: int) -> object | None:
+        own = first <= rank < first + len(processes)
+        return work_of(processes[rank - first].pid) if own else None
+
+    silence = Silence(memory, work)
     while True:
         for rank, process in enumerate(processes, start=first):
             if (code := process.poll()) is not None:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 from fixtures.bridge.hosts import ADDRESS, other_host, variables
 from fixtures.bridge.launching import CONFIG, Server, is_alive, wait_for
 from fixtures.bridge.replicated import Client
+from fixtures.faults.starting import order, write_python
 from fixtures.ports import held_port
 from slipstream import launch
 from slipstream.config import EngineConfig
@@ -127,11 +129,42 @@ def test_ranks_of_two_hosts_serve_and_a_lost_one_is_named(
         wait_for(lambda: not server.supervisor and not server.engine)
 
 
+@pytest.mark.parametrize(
+    ("moment", "number"), [("rendezvous", signal.SIGSTOP), ("cache", signal.SIGKILL)]
+)
+def test_a_fault_in_the_start_of_another_host(tmp_path, monkeypatch, port, moment, number):
+    """The host itself sees that its rank does nothing; rank 0's names it, and all start again."""
+    orders, python = tmp_path / "orders", tmp_path / "python"
+    orders.mkdir()
+    write_python(python, orders)
+    monkeypatch.setenv("SLIPSTREAM_PYTHON", str(python))
+    models = repository(tmp_path, TENSOR)
+    log = tmp_path / "log"
+    for name, value in variables(0, 2, port).items():
+        monkeypatch.setenv(name, value)
+    order(orders, moment, 1, number)
+    server = Server(tmp_path / "run", config_of(models, TENSOR))
+    client = Client(server)
+    try:
+        with other_host(models, 1, 2, port, log, str(python)):
+            assert client.connection.wait_welcome(180), server.runtime.log.read_text()
+            assert len(client.complete(1, PROMPT)) == 4
+            assert "rank 1 on host-1 ended with code -9" in server.runtime.log.read_text()
+            silent = "rank 1 on host-1 gave no sign of life" in log.read_text()
+            assert silent == (number is signal.SIGSTOP)
+    finally:
+        client.connection.close()
+        server.stop()
+        wait_for(lambda: not server.supervisor and not server.engine and not server.rank)
+    with socket.create_server((ADDRESS, port)):
+        pass  # nothing listens there any more
+
+
 def test_rank_0_has_time_to_say_why_another_rank_has_refused(monkeypatch):
     """Both compare; what comes first is no reason to end the one that has the words."""
     monkeypatch.setattr(launch, "WORDS_S", 120.0)
     engine = subprocess.Popen(["sh", "-c", "sleep 0.2; exit 2"])
-    ranks = SimpleNamespace(code=lambda quiet: quiet)
+    ranks = SimpleNamespace(code=lambda quiet: quiet, size=2)
     assert launch._code_of(engine, ranks) == launch.CANNOT_START
     assert engine.wait() == 2
 
@@ -160,7 +193,7 @@ def test_another_checkpoint_is_refused_with_host_and_rank(tmp_path, monkeypatch,
         monkeypatch.setenv(name, value)
     server = Server(tmp_path / "run", config_of(models, TENSOR))
     server.supervisions[0].ensure()
-    words = "rank 1 on host-1 has another files of the checkpoint than rank 0"
+    words = "rank 1 on host-1 has another config.json of the checkpoint than rank 0"
     with other_host(others, 1, 2, port, log) as agent:
         wait_for(lambda: server.supervisions[1].failure() is not None)
         wait_for(lambda: not is_alive(agent))

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fixtures.bridge.launching import CONFIG, Server, is_alive, wait_for
+from fixtures.bridge.launching import CONFIG, Server, is_alive, pids_of, wait_for
 from fixtures.bridge.replicated import Client
 from slipstream import wire
 from slipstream.config import EngineConfig
@@ -30,21 +30,6 @@ EVENTS = ("idle", "submitted", "first token", "a token", "finished")
 PROMPTS = {number: [number, 3, 5 + number] for number in range(4)}
 DRAWS = int(os.environ.get("SLIPSTREAM_DRAWS", "0"))
 SEEDS = [random.randrange(1 << 30) for _ in range(DRAWS)] if DRAWS else [3, 7, 17]
-
-
-def pids_of(server: Server) -> list[int]:
-    """The processes of ranks, by rank; 0: there is none."""
-    mark = str(server.runtime.directory).encode()
-    found = {}
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            if any(mark in word for word in words) and is_alive(int(entry.name)):
-                if b"slipstream.engine.loop" in words:
-                    found[0] = int(entry.name)
-                elif b"slipstream.engine.rank" in words:
-                    found[int(words[words.index(b"--rank") + 1])] = int(entry.name)
-    return [found.get(rank, 0) for rank in range(max(found, default=-1) + 1)]
 
 
 def files_of(server: Server) -> set[str]:

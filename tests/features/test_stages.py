@@ -31,9 +31,10 @@ def staged(tmp_path_factory) -> Iterator[House]:
     """A house whose engine is rank 0, beside another stage in a thread."""
     descriptor = RankMemory.create(2)
     plan = resolve(EngineConfig(checkpoint=str(CHECKPOINT), **SETTINGS), 1)
-    thread = threading.Thread(target=lambda: start(plan, descriptor)[0].follow(), daemon=True)
+    first, other = (RankMemory(descriptor, 2, rank) for rank in range(2))
+    thread = threading.Thread(target=lambda: start(plan, other)[0].follow(), daemon=True)
     thread.start()
-    house = House(tmp_path_factory.mktemp("staged"), ranks=descriptor, pipeline_parallel=2)
+    house = House(tmp_path_factory.mktemp("staged"), ranks=first, pipeline_parallel=2)
     yield house
     house.engine.check_integrity()
     house.engine._runner.stop()

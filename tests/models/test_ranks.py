@@ -230,11 +230,11 @@ def _with_norms(drawn: Remote, has_bias: bool) -> bool:
 
 
 def test_ranks_of_different_checkpoints_do_not_start(llama: Path, monkeypatch) -> None:
-    from slipstream.runner import joining
+    from slipstream.runner import facts
 
-    real = joining.facts_of
+    real = facts.facts_of
     found = lambda plan: real(plan) | ({"version": "0.0.1"} if plan.rank else {})  # noqa: E731
-    monkeypatch.setattr(joining, "facts_of", found)
+    monkeypatch.setattr(facts, "facts_of", found)
     with pytest.raises(ConfigError, match=r"rank 1 has another version than rank 0: 0\.0\.1, not"):
         Group(llama, 2)
 

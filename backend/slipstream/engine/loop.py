@@ -28,10 +28,11 @@ from slipstream_contract.vocab import TokenBytes
 from slipstream_runtime.admission import LoadFile
 from slipstream_runtime.admission import path_of as load_path_of
 from slipstream_runtime.locking import locked
+from slipstream_runtime.ranks import RankMemory
 from slipstream_runtime.turns import Turns, path_of
 from slipstream_runtime.waking import wake_at_once
 
-from slipstream import __version__, wire
+from slipstream import wire
 from slipstream.config import EngineConfig
 from slipstream.core.laps import Laps, process_age
 from slipstream.engine import drafter_choice
@@ -40,7 +41,13 @@ from slipstream.engine.keepers import Keepers
 from slipstream.engine.reading import ReadingEngine
 from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.served import Served
-from slipstream.engine.settings import adapters_of, edit_context_of, limits_of
+from slipstream.engine.settings import (
+    adapters_of,
+    edit_context_of,
+    limits_of,
+    read_config,
+    welcome_of,
+)
 from slipstream.engine.telemetry import Telemetry
 from slipstream.guide.checkpoint import start_set_up
 from slipstream.launch import CANNOT_START, UNUSED
@@ -333,20 +340,16 @@ class EngineLoop:
         return [hello.bridge for hello in self._bridges.values()]
 
 
-def read_config(path: Path) -> EngineConfig:
-    """Return the configuration in a JSON file, with its checkpoints relative to that file."""
-    config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
-    draft = config.draft_checkpoint and str(path.parent / config.draft_checkpoint)
-    checkpoint = str(path.parent / config.checkpoint)
-    return msgspec.structs.replace(config, checkpoint=checkpoint, draft_checkpoint=draft)
-
-
 def load(
-    config: EngineConfig, address: str, memory_lock: Path | None = None, ranks: int | None = None
+    config: EngineConfig,
+    address: str,
+    memory_lock: Path | None = None,
+    ranks: RankMemory | None = None,
 ) -> EngineLoop:
     """Load the checkpoint and listen. Raises whatever is wrong with either.
 
-    Engines of one `memory_lock` take memory in turn; `ranks`: descriptor of what ranks share."""
+    Engines of one `memory_lock` take memory in turn; `ranks`: memory that ranks share.
+    """
     laps = Laps(process_age())
     from slipstream.runner.scheme_choice import resolve
     from slipstream.runner.threads import start_runner
@@ -384,18 +387,7 @@ def load(
         edit_context=edit_context,
         adapters=adapters_of(config, plan.model_name, runner.adapters),
     )
-    welcome = wire.Welcome(
-        wire.PROTOCOL,
-        __version__,
-        plan.model_name,
-        os.getpid(),
-        runner.vocab_size,
-        runner.max_model_len,
-        plan.model.architecture,
-        str(plan.dtype).removeprefix("torch."),
-        plan.device.type,
-        edit_context.thinking is not None,
-    )
+    welcome = welcome_of(plan, runner, has_thinking=edit_context.thinking is not None)
     loop = EngineLoop(engine, welcome, address, Chores(runner.chores(plan)))
     num_slots = 0 if runner.transfers is None else runner.transfers.num_slots
     _log.info("%s", plan.banner(runner.num_blocks, num_slots))
@@ -407,7 +399,7 @@ def _exit(number: int, frame: FrameType | None) -> None:
     sys.exit(0)
 
 
-Make = Callable[[EngineConfig, str, Path | None, int | None], EngineLoop]
+Make = Callable[[EngineConfig, str, Path | None, RankMemory | None], EngineLoop]
 
 
 def main(arguments: list[str] | None = None, make: Make = load) -> int:
@@ -427,7 +419,10 @@ def main(arguments: list[str] | None = None, make: Make = load) -> int:
     gc.disable()  # a start makes objects that stay: collections would take a tenth of it
     try:
         config = read_config(options.config)
-        loop = make(config, options.socket, options.memory_lock, options.ranks)
+        ranks = None
+        if options.ranks is not None:
+            ranks = RankMemory.alive(options.ranks, config.num_ranks, 0)
+        loop = make(config, options.socket, options.memory_lock, ranks)
     except Exception as error:
         _log.debug("start failed", exc_info=True)
         print(f"slipstream engine: {' '.join(str(error).split())}", file=sys.stderr)

@@ -15,28 +15,29 @@ import signal
 import sys
 from pathlib import Path
 
+from slipstream_runtime.ranks import RankMemory
 from slipstream_runtime.waking import wake_at_once
 
 from slipstream.config import EngineConfig
-from slipstream.engine.loop import read_config
+from slipstream.engine.settings import read_config
 from slipstream.errors import StartError
 from slipstream.launch import CANNOT_START
 
 _log = logging.getLogger(__name__)
 
 
-def follow(config: EngineConfig, descriptor: int, rank: int) -> None:
+def follow(config: EngineConfig, memory: RankMemory) -> None:
     """Load a rank's part of the model, and run steps until rank 0 ends."""
+    assert memory.rank is not None, "it is a rank's"
     from slipstream.runner.joining import start
     from slipstream.runner.plan import resolve
     from slipstream.runner.ranks import Follower
 
-    runner, memory, _ = start(resolve(config, rank), descriptor)
+    runner, _ = start(resolve(config, memory.rank), memory)
     assert isinstance(runner, Follower), "rank 0 is the engine"
-    memory.beat_forever()
     gc.collect()
     gc.freeze()
-    _log.info("rank %d of %d is ready", rank, memory.size)
+    _log.info("rank %d of %d is ready", memory.rank, memory.size)
     runner.follow()
 
 
@@ -54,7 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     form = f"%(asctime)s rank {options.rank} %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=form)
     try:
-        follow(read_config(options.config), options.ranks, options.rank)
+        config = read_config(options.config)
+        follow(config, RankMemory.alive(options.ranks, config.num_ranks, options.rank))
     except StartError as error:
         print(f"slipstream engine: {' '.join(str(error).split())}", file=sys.stderr)
         return CANNOT_START

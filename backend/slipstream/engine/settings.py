@@ -1,11 +1,14 @@
 """What the parts of an engine get of its configuration: limits, edits of logits, adapters."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 from slipstream_contract.errors import ContractError
 from slipstream_contract.vocab import TokenBytes
 
+from slipstream import __version__, wire
 from slipstream.config import EngineConfig
 from slipstream.core.edits import EditContext
 from slipstream.core.processors import load_processors
@@ -15,9 +18,18 @@ from slipstream.engine.scheduler import Limits
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
+    from slipstream.runner.model_runner import ModelRunner
     from slipstream.runner.plan import Plan
 
 _MS = 1_000_000  # in ns
+
+
+def read_config(path: Path) -> EngineConfig:
+    """Return the configuration in a JSON file, with its checkpoints relative to that file."""
+    config = msgspec.json.decode(path.read_bytes(), type=EngineConfig)
+    draft = config.draft_checkpoint and str(path.parent / config.draft_checkpoint)
+    checkpoint = str(path.parent / config.checkpoint)
+    return msgspec.structs.replace(config, checkpoint=checkpoint, draft_checkpoint=draft)
 
 
 def edit_context_of(
@@ -62,3 +74,19 @@ def adapters_of(config: EngineConfig, model: str, holder: Holder) -> AdapterStor
     except ContractError as error:
         raise ConfigError(error.message) from None
     return store
+
+
+def welcome_of(plan: "Plan", runner: "ModelRunner", has_thinking: bool) -> wire.Welcome:
+    """Return what this engine says of itself to a bridge."""
+    return wire.Welcome(
+        wire.PROTOCOL,
+        __version__,
+        plan.model_name,
+        os.getpid(),
+        runner.vocab_size,
+        runner.max_model_len,
+        plan.model.architecture,
+        str(plan.dtype).removeprefix("torch."),
+        plan.device.type,
+        has_thinking,
+    )

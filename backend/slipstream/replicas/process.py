@@ -15,6 +15,7 @@ from pathlib import Path
 import zmq
 from slipstream_contract.errors import ContractError
 from slipstream_runtime.directory import OWNER_VARIABLE, VARIABLE, Runtime
+from slipstream_runtime.ranks import RankMemory
 
 from slipstream import __version__, wire
 from slipstream.config import MAX_REPLICAS, EngineConfig
@@ -63,7 +64,10 @@ class RouterLoop(EngineLoop):
 
 
 def make(
-    config: EngineConfig, address: str, memory_lock: Path | None = None, ranks: int | None = None
+    config: EngineConfig,
+    address: str,
+    memory_lock: Path | None = None,
+    ranks: RankMemory | None = None,
 ) -> RouterLoop:
     """Start the replicas, wait for them, and listen. Raises StartError if one cannot start.
 

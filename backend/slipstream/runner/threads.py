@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
+from slipstream_runtime.ranks import RankMemory
 
 from slipstream.runner.host import MIN_ELEMENTS, Cores, Kept, cores_here, is_busy
 from slipstream.runner.joining import make_runner
@@ -30,9 +31,9 @@ _GAIN = 0.97  # of the time that more threads must save
 Timer = Callable[[int, int], float]  # seconds of a step, by threads and rows
 
 
-def start_runner(plan: Plan, descriptor: int | None) -> tuple[Plan, ModelRunner]:
+def start_runner(plan: Plan, memory: RankMemory | None) -> tuple[Plan, ModelRunner]:
     """`make_runner` for a server's engine; return the plan with the threads that were measured."""
-    plan, runner = make_runner(plan, descriptor)
+    plan, runner = make_runner(plan, memory)
     return chosen(plan, runner), runner
 
 
