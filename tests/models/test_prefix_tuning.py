@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from fixtures.models.checkpoints import Driver, Generation, make_model, make_runner, save
+from fixtures.models.ranks import ranks_of
 from fixtures.tiers import quick_of
 from safetensors.torch import save_file
 from slipstream.errors import CheckpointError
+from slipstream.runner.model_runner import ModelRunner
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -72,19 +74,14 @@ def expected(model: torch.nn.Module, table: Tensor, tokens: list[int]) -> Tensor
         return model(given, past_key_values=past, attention_mask=seen).logits[0, -1]
 
 
-@pytest.mark.parametrize("family", quick_of(FAMILIES, ("llama", "gpt2")))
-@pytest.mark.parametrize("chunk", [7, 64])
-def test_keys_stand_before_a_prompt_beside_other_rows(
-    family: str, chunk: int, tmp_path: Path
+def check_beside_other_rows(
+    runner: ModelRunner, model: torch.nn.Module, chunk: int, folder: Path
 ) -> None:
-    model = make_model(family)
-    runner = make_runner(save(model, tmp_path / "base"))
+    """Check the logits of rows with prefixes and of one without, in the same steps."""
     tables = [draw_keys(model, count, seed=count) for count in (1, 9, 20)]
     layers = key_size(model)[0]
     numbers = [
-        runner.adapters.add(
-            runner.adapters.read(str(write_prefix(tmp_path / str(i), table, layers)))
-        )
+        runner.adapters.add(runner.adapters.read(str(write_prefix(folder / str(i), table, layers))))
         for i, table in enumerate(tables)
     ]
     prompts = [[5, 6, 7], [*range(40, 60)], [3]]
@@ -99,10 +96,31 @@ def test_keys_stand_before_a_prompt_beside_other_rows(
     for row, table, prompt in zip(rows[1:], tables, prompts, strict=True):
         for step, logits in enumerate(row.logits):
             wanted = expected(model, table, prompt + row.outputs[:step])
-            assert torch.allclose(logits, wanted, atol=TOLERANCE), (family, step)
+            assert torch.allclose(logits, wanted, atol=TOLERANCE), step
     with torch.no_grad():
         plain = model(torch.tensor([rows[0].prompt])).logits[0, -1]
     assert torch.allclose(rows[0].logits[0], plain, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", quick_of(FAMILIES, ("llama", "gpt2")))
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_keys_stand_before_a_prompt_beside_other_rows(
+    family: str, chunk: int, tmp_path: Path
+) -> None:
+    model = make_model(family)
+    runner = make_runner(save(model, tmp_path / "base"))
+    check_beside_other_rows(runner, model, chunk, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "case", quick_of([(f, 4 - 2 * (i % 2)) for i, f in enumerate(FAMILIES)], {("gpt2", 2)})
+)
+def test_each_rank_brings_the_keys_of_its_own_heads(case: tuple[str, int], tmp_path: Path) -> None:
+    """More ranks than heads of keys have some of them twice."""
+    family, size = case
+    model = make_model(family)
+    with ranks_of(save(model, tmp_path / "base"), size) as leader:
+        check_beside_other_rows(leader, model, 7, tmp_path)
 
 
 def test_what_is_no_prefix_of_the_model_is_refused_by_name(tmp_path: Path) -> None:

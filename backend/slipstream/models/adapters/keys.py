@@ -13,15 +13,13 @@ _QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
 
 def key_terms(
     table: Tensor, targets: Targets, dtype: torch.dtype, where: str
-) -> dict[str, list[Term]]:
+) -> list[dict[str, list[Term]]]:
     """Return the terms of all layers of a table `[tokens, layers * 2 * width]`, as PEFT writes it:
-    of each layer keys, as attention sees them, and then values.
+    of each layer keys, as attention sees them, and then values. Each rank has those of its heads.
 
     Raises `CheckpointError`, which `where` begins.
     """
     why = targets.key_refusal
-    if targets.num_ranks > 1:
-        why = f"not beside tensor_parallel = {targets.num_ranks}"
     count = targets.num_layers
     layers = [[targets.of_decoder(layer, name) for name in _QKV] for layer in range(count)]
     found = [[part for part in parts if part is not None] for parts in layers]
@@ -30,7 +28,7 @@ def key_terms(
     if why:
         raise CheckpointError(f"{where}: prefix tuning is not implemented: {why}")
     rows, width = table.to(dtype), table.shape[1] // (2 * count)
-    terms: dict[str, list[Term]] = {}
+    terms: list[dict[str, list[Term]]] = [{} for _ in range(targets.num_ranks)]
     for number, parts in enumerate(found):
         orders = [_order(part, parts, width) for part in parts[1:]]
         if table.shape[1] != 2 * count * width or None in orders:
@@ -42,7 +40,12 @@ def key_terms(
         sides = [
             _taken(x, order) for x, order in zip(own, orders, strict=True) if order is not None
         ]
-        terms[keys_of(number)] = [Term(0, None, torch.cat(sides, 1).contiguous())]
+        for rank, of_rank in enumerate(terms):
+            heads = [
+                part.cuts[rank].of_outputs(side.t()).t()
+                for part, side in zip(parts[1:], sides, strict=True)
+            ]
+            of_rank[keys_of(number)] = [Term(0, None, torch.cat(heads, 1).contiguous())]
     return terms
 
 

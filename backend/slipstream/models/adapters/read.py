@@ -162,10 +162,13 @@ def of_keys(table: Tensor, targets: Targets, dtype: torch.dtype, where: str) -> 
     Their embeddings are zeros: nothing but keys and values of such tokens is ever read.
     """
     embeddings = torch.zeros(len(table), targets.embedding_size, dtype=dtype)
-    terms = key_terms(table, targets, dtype, where) | {VIRTUAL: [Term(0, None, embeddings)]}
-    check_range(terms, dtype, where)
-    found = {name: tuple(each) for name, each in terms.items()}
-    return AdapterWeights(found, _digest_of(b"keys", table.contiguous()), 0)
+    made: list[PlaceTerms] = []
+    for terms in key_terms(table, targets, dtype, where):
+        terms[VIRTUAL] = [Term(0, None, embeddings)]
+        check_range(terms, dtype, where)
+        made.append({name: tuple(each) for name, each in terms.items()})
+    own, *others = made
+    return AdapterWeights(own, _digest_of(b"keys", table.contiguous()), 0, tuple(others))
 
 
 def _digest_of(tag: bytes, rows: Tensor) -> bytes:
