@@ -17,6 +17,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+from llmcompressor.pipelines.cache import IntermediatesCache
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 
@@ -72,8 +73,15 @@ def plain(path: Path, folder: str) -> Path:
     return Path(folder)
 
 
+def leave_unpinned() -> None:
+    """Let AWQ run without an accelerator: it pins memory for copies to one, and fails there."""
+    if not torch.accelerator.is_available():
+        IntermediatesCache.pin_memory = lambda *_, **__: None
+
+
 def main() -> None:
     """Quantise and measure."""
+    leave_unpinned()
     spec = json.loads(Path(sys.argv[1]).read_text())
     with tempfile.TemporaryDirectory() as folder:
         source = plain(Path(spec["checkpoint"]), folder)

@@ -45,9 +45,11 @@ class Recipe:
         return self.gptq or bool(self.smooth)
 
 
+_FP8 = Recipe("e4m3", 8, "float-quantized", activations="e4m3", clips=True)
 _INT4 = Recipe("int", 4, "pack-quantized", GROUPS[0], symmetric=False, clips=True)
 RECIPES = {
-    "fp8": Recipe("e4m3", 8, "float-quantized", activations="e4m3", clips=True),
+    "fp8": _FP8,
+    "fp8-gptq": replace(_FP8, gptq=True),
     "fp8-block": Recipe("e4m3", 8, "fp8", BLOCK, activations="e4m3", clips=True),
     "int8": Recipe("int", 8, "pack-quantized"),
     "int8-sq": Recipe("int", 8, "int-quantized", activations="int8", smooth="activations"),
@@ -60,7 +62,8 @@ RECIPES = {
 }
 SUMMARIES = {
     "fp8": "weights in e4m3, a scale for each output; activations too, a scale for each token",
-    "fp8-block": "the same with a scale for 128 x 128 weights: Hugging Face's `fp8`",
+    "fp8-gptq": "the same, errors corrected by the weights not yet rounded; needs text",
+    "fp8-block": "fp8 with a scale for 128 x 128 weights: Hugging Face's `fp8`",
     "int8": "weights in 8 bits, a scale for each output; activations stay in 16",
     "int8-sq": "weights and activations in 8 bits, smoothed (SmoothQuant); needs text",
     "int4": "weights in 4 bits by groups, rounded to the nearest, ranges searched",
