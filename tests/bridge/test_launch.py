@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fixtures.bridge.launching import CONFIG, Deaf, Server, is_alive, wait_for
+from fixtures.bridge.launching import CONFIG, Deaf, Server, is_alive, wait_for, wait_lost
 from slipstream.bridge.connection import Connection
 from slipstream.config import EngineConfig
 from slipstream.launch import SupervisorStarter
@@ -37,14 +37,14 @@ def test_one_engine_serves_all_and_is_replaced_when_it_dies_and_ends_with_the_se
     assert first.engine_pid == server.engine
     assert server.is_locked
     os.kill(first.engine_pid, signal.SIGKILL)
-    wait_for(lambda: connection.wait_welcome(0) is None)
+    wait_lost(connection, first.engine_pid)
     second = connection.wait_welcome(180)
     assert second is not None
     assert second.engine_pid != first.engine_pid
     # A supervisor that is killed takes its engine along, and the bridges start the next.
     os.kill(server.supervisor, signal.SIGKILL)
     wait_for(lambda: not is_alive(second.engine_pid))
-    wait_for(lambda: connection.wait_welcome(0) is None)
+    wait_lost(connection, second.engine_pid)
     third = connection.wait_welcome(180)
     assert third is not None
     assert third.engine_pid not in (first.engine_pid, second.engine_pid)

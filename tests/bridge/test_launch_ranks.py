@@ -3,10 +3,9 @@
 import os
 import signal
 import sys
-import time
 
 import pytest
-from fixtures.bridge.launching import Server, is_alive, wait_for
+from fixtures.bridge.launching import Server, is_alive, wait_for, wait_lost
 from fixtures.models.checkpoints import edit_config
 from slipstream.config import EngineConfig
 
@@ -30,9 +29,8 @@ def test_ranks_live_and_die_together(field, tmp_path, checkpoint, monkeypatch):
             seen += [welcome.engine_pid, server.rank]
             if number is None:
                 break
-            time.sleep(1.0)  # signs of life are counted
             os.kill(server.rank, number)
-            wait_for(lambda: connection.wait_welcome(0) is None)  # 5 s on a machine at rest
+            wait_lost(connection, welcome.engine_pid)  # 5 s on a machine at rest
             wait_for(lambda gone=tuple(seen): not any(is_alive(pid) for pid in gone))
         assert "gave no sign of life for" in server.runtime.log.read_text()
     finally:

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from fixtures.bridge.launching import wait_for
+from fixtures.bridge.launching import wait_for, wait_lost
 from fixtures.bridge.replicated import Client, stopped
 from slipstream import wire
 from slipstream.bridge import connection
@@ -104,7 +104,7 @@ def test_a_router_that_dies_finds_the_engines_as_they_are(server, client):
     want = client.complete(1, [9, 9, 9])
     wait_for(lambda: took(client, totals) >= 4)
     os.kill(first, signal.SIGKILL)
-    wait_for(lambda: client.connection.wait_welcome(0) is None)
+    wait_lost(client.connection, first)
     welcome = client.connection.wait_welcome(180)
     assert welcome is not None
     assert welcome.engine_pid != first
