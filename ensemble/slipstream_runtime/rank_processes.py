@@ -118,4 +118,5 @@ class RankProcesses:
             os.close(descriptor)
         self.ended.clear()
         self._processes.clear()
+        self._silence = None  # it refers to this object: their memory would stay mapped
         self.size = 1
