@@ -143,7 +143,7 @@ def measure(
     kind, results = "e4m3" if is_fp8 else "bf16", []
     for n, is_piped in itertools.product(counts, kernels):
         piped.HAS_RUN = is_piped
-        chosen = tile_rows(n * model.top_k, model.experts, is_fp8, is_piped=is_piped)
+        chosen = tile_rows(n * model.top_k, model.experts, is_fp8, device=layers[0].router.device)
         for tile in (SKINNY_ROWS, *TILE_ROWS) if all_tiles else (chosen,):
             if is_piped and tile == SKINNY_ROWS:
                 continue  # neither's

@@ -36,7 +36,7 @@ placed and started again.
 """
 
 
-class Plan(NamedTuple):
+class Placement(NamedTuple):
     """What is placed: so many nodes, with so many GPUs each."""
 
     nodes: int
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
         return {"CPU": 1, "GPU": self.gpus} if self.gpus else {"CPU": 1}
 
 
-def plan_of(config: EngineConfig, nodes: int, has_gpus: bool) -> Plan:
+def placement_of(config: EngineConfig, nodes: int, has_gpus: bool) -> Placement:
     """Divide the ranks of an engine over nodes, a GPU each if the cluster has any.
 
     Raises `ServeError`.
@@ -62,16 +62,18 @@ def plan_of(config: EngineConfig, nodes: int, has_gpus: bool) -> Plan:
             f"{config.tensor_parallel} times --pipeline-parallel {config.pipeline_parallel})"
         )
     is_cpu = config.device == "cpu" or (config.device == "auto" and not has_gpus)
-    return Plan(nodes, 0 if is_cpu else ranks // nodes)
+    return Placement(nodes, 0 if is_cpu else ranks // nodes)
 
 
-def variables(place: int, plan: Plan, address: str, port: int, key: str) -> dict[str, str]:
+def variables(
+    place: int, placement: Placement, address: str, port: int, key: str
+) -> dict[str, str]:
     """Return the environment by which a node finds the others (`rendezvous.place_of`)."""
     return {
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "NODE_RANK": str(place),
-        "NNODES": str(plan.nodes),
+        "NNODES": str(placement.nodes),
         KEY_VARIABLE: key,
     }
 
@@ -139,11 +141,11 @@ def run(args: argparse.Namespace) -> int:
 
     config = config_of(args.model_repository.absolute(), args.name)
     ray.init(address=args.address)
-    plan = plan_of(config, args.nodes, ray.cluster_resources().get("GPU", 0) > 0)
+    placement = placement_of(config, args.nodes, ray.cluster_resources().get("GPU", 0) > 0)
     ended = threading.Event()
     with _signals(ended):
         while True:
-            code = _serve(ray, args, plan, ended)
+            code = _serve(ray, args, placement, ended)
             if code is not None:
                 return code
             print("slipstream: a node is lost: all ranks are placed again", flush=True)
@@ -162,16 +164,18 @@ def _signals(ended: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _serve(ray: Any, args: argparse.Namespace, plan: Plan, ended: threading.Event) -> int | None:
+def _serve(
+    ray: Any, args: argparse.Namespace, placement: Placement, ended: threading.Event
+) -> int | None:
     """Place the nodes and run their commands; None if a node was lost."""
-    group = ray.util.placement_group([plan.bundle] * plan.nodes, strategy="STRICT_SPREAD")
+    group = ray.util.placement_group([placement.bundle] * placement.nodes, strategy="STRICT_SPREAD")
     nodes: list[Any] = []
     try:
-        _wait_for_room(ray, group, plan, args.placement_timeout, ended)
+        _wait_for_room(ray, group, placement, args.placement_timeout, ended)
         if ended.is_set():
             return 0
-        nodes.extend(_actors(ray, group, plan))
-        return _run(ray, args, plan, nodes, ended)
+        nodes.extend(_actors(ray, group, placement))
+        return _run(ray, args, placement, nodes, ended)
     except ray.exceptions.RayActorError:
         return None
     finally:
@@ -180,34 +184,30 @@ def _serve(ray: Any, args: argparse.Namespace, plan: Plan, ended: threading.Even
 
 
 def _wait_for_room(
-    ray: Any, group: Any, plan: Plan, limit_s: float, ended: threading.Event
+    ray: Any, group: Any, placement: Placement, limit_s: float, ended: threading.Event
 ) -> None:
     """Wait for the nodes. Raises `ServeError` that says what the cluster has."""
-    start_s = time.monotonic()
-    while not group.wait(_LOOK_S):  # which may return at once
-        if ended.wait(_LOOK_S):
+    end_s = time.monotonic() + limit_s
+    while time.monotonic() < end_s:
+        if group.wait(_LOOK_S) or ended.wait(_LOOK_S):  # the former may return at once
             return
-        if time.monotonic() - start_s > limit_s:
-            break
-    else:
-        return
     have = [
-        {name: node["Resources"].get(name, 0) for name in plan.bundle}
+        {name: node["Resources"].get(name, 0) for name in placement.bundle}
         for node in ray.nodes()
         if node["Alive"]
     ]
     raise ServeError(
-        f"no {plan.nodes} nodes with {plan.bundle} free each within {limit_s:g} s; "
+        f"no {placement.nodes} nodes with {placement.bundle} free each within {limit_s:g} s; "
         f"the cluster has {have}"
     )
 
 
-def _actors(ray: Any, group: Any, plan: Plan) -> Iterator[Any]:
+def _actors(ray: Any, group: Any, placement: Placement) -> Iterator[Any]:
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-    for place in range(plan.nodes):
+    for place in range(placement.nodes):
         options = {
             "num_cpus": 1,
-            "num_gpus": plan.gpus,
+            "num_gpus": placement.gpus,
             "max_concurrency": 2,  # `stop` while `run` waits
             "scheduling_strategy": strategy(group, placement_group_bundle_index=place),
         }
@@ -215,7 +215,11 @@ def _actors(ray: Any, group: Any, plan: Plan) -> Iterator[Any]:
 
 
 def _run(
-    ray: Any, args: argparse.Namespace, plan: Plan, nodes: list[Any], ended: threading.Event
+    ray: Any,
+    args: argparse.Namespace,
+    placement: Placement,
+    nodes: list[Any],
+    ended: threading.Event,
 ) -> int:
     """Run the commands until one ends; return its exit code, 0 after a signal."""
     address = ray.get(nodes[0].address.remote())
@@ -224,7 +228,7 @@ def _run(
     first = ["serve", "--model-repository", repository, *args.serve]
     other = ["rank", "--model-repository", repository, "--name", args.name]
     runs = [
-        node.run.remote(other if place else first, variables(place, plan, address, port, key))
+        node.run.remote(other if place else first, variables(place, placement, address, port, key))
         for place, node in enumerate(nodes)
     ]
     print(f"slipstream: the server starts on {address}", flush=True)

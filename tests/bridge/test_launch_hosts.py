@@ -57,7 +57,7 @@ def ranks_of(agent: int) -> list[int]:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    """One of the host of rank 0, which is the test's for as long as it runs."""
+    """A port of the host of rank 0, held for the whole test."""
     with held_port(ADDRESS) as number:
         yield number
 

@@ -37,7 +37,7 @@ KINDS = st.sampled_from(sorted([*FORMATS, *PLAIN, *KEPT]))
 
 
 class Stored:
-    """One stored matrix, its sizes, and what the decoder makes of it."""
+    """A stored matrix with its sizes, and the change by which the decoder reads it."""
 
     def __init__(self, draw: Draw, which: str, kind: str) -> None:
         self.which, self.kind = which, kind

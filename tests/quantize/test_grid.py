@@ -87,7 +87,7 @@ def test_searched_ranges_are_never_worse(name: str, seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["int4", "w4a8", "nvfp4", "fp8", "fp8-block"])
 def test_ranges_are_searched(name: str) -> None:
-    """Of a few blocks the whole range may be the best of each."""
+    """Blocks are many here: the whole range may be the best for each of three."""
     grid, weight = grid_of(KINDS[name]), matrix(1, n=40)
     assert not torch.equal(grid.fit(weight, clips=False).scale, grid.fit(weight).scale)
 

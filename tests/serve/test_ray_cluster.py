@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from slipstream.config import EngineConfig
 from slipstream_runtime.rendezvous import place_of
-from slipstream_serve.ray_cluster import plan_of, variables
+from slipstream_serve.ray_cluster import placement_of, variables
 from slipstream_serve.triton import ServeError
 
 SPLITS = st.sampled_from([(tensor, stages) for tensor in (1, 2, 4, 8) for stages in (1, 2, 3)])
@@ -20,20 +20,20 @@ def test_the_nodes_have_all_ranks_once(
         checkpoint="x", tensor_parallel=tensor, pipeline_parallel=stages, device=device
     )
     assume(config.num_ranks % nodes == 0)
-    plan = plan_of(config, nodes, has_gpus)
+    placement = placement_of(config, nodes, has_gpus)
     places = [
-        place_of(variables(i, plan, "10.0.0.1", 29500, "key"), config.num_ranks)
+        place_of(variables(i, placement, "10.0.0.1", 29500, "key"), config.num_ranks)
         for i in range(nodes)
     ]
     ranks = [place.first + i for place in places if place for i in range(place.num)]
     assert ranks == list(range(config.num_ranks))
     is_gpu = device == "cuda" or (device == "auto" and has_gpus)
-    assert plan.gpus == (config.num_ranks // nodes if is_gpu else 0)
-    assert plan.bundle.get("GPU", 0) == plan.gpus
+    assert placement.gpus == (config.num_ranks // nodes if is_gpu else 0)
+    assert placement.bundle.get("GPU", 0) == placement.gpus
 
 
 @pytest.mark.parametrize(("nodes", "said"), [(1, "from 2 on"), (3, "--nodes 3 .* 4 ranks")])
 def test_nodes_that_cannot_share_the_ranks_are_refused(nodes: int, said: str) -> None:
     config = EngineConfig(checkpoint="x", tensor_parallel=2, pipeline_parallel=2)
     with pytest.raises(ServeError, match=said):
-        plan_of(config, nodes, has_gpus=True)
+        placement_of(config, nodes, has_gpus=True)

@@ -16,7 +16,6 @@ from slipstream.kernels.elementwise.activation import silu_mul
 from slipstream.kernels.experts.combine import combine
 from slipstream.kernels.experts.grouped import ExpertMatrix, down, gate_up, tile_rows
 from slipstream.kernels.experts.route import Routed, route
-from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.layers.dims import ExpertsConfig
 from slipstream.layers.linear import Linear
@@ -103,8 +102,7 @@ class Experts:
         """Choose experts by the router's outputs, and put their rows in order."""
         routing = self.config.routing
         pairs, is_fp8 = len(logits) * routing.top_k, self.gate_up.scales is not None
-        is_piped = piped.runs_on(logits.device, self.is_fixed)
-        rows = tile_rows(pairs, routing.num_experts, is_fp8, self.is_fixed, is_piped)
+        rows = tile_rows(pairs, routing.num_experts, is_fp8, self.is_fixed, logits.device)
         return route(logits[:, : routing.num_experts], routing, rows, self.correction)
 
 

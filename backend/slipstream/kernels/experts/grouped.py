@@ -36,6 +36,7 @@ _CHUNK_BYTES = 128  # of a weight row in a slot
 _SLOTS_BYTES = 98 << 10  # two CTAs a multiprocessor
 _MOST_SLOTS = 6
 _SKINNY_OUTPUTS = 8  # of 16 weight rows, gated
+_CPU = torch.device("cpu")
 _FIXED_ROWS = 16  # of every product on a CPU whose rows may not depend on each other
 
 
@@ -59,15 +60,15 @@ def tile_rows(
     num_experts: int,
     is_fp8: bool = False,
     deterministic: bool = False,
-    is_piped: bool = False,
+    device: torch.device = _CPU,
 ) -> int:
-    """Return the rows of a tile for so many pairs, by which the kernel is chosen.
+    """Return the rows of a tile for so many pairs on a device, by which the kernel is chosen.
 
     Sums of `skinny.cu` have another order than those of `tiled.cu`: deterministic mode takes one.
     """
     average = num_pairs / num_experts
     sizes = _MOST_FP8_PAIRS if is_fp8 else _MOST_PAIRS
-    if is_piped:
+    if piped.runs_on(device, deterministic):
         sizes = {SKINNY_ROWS: sizes[SKINNY_ROWS], **piped.MOST_PAIRS}
     found = next(rows for rows, most in sizes.items() if average <= most)
     return max(found, TILE_ROWS[0]) if deterministic else found
@@ -204,8 +205,8 @@ def _launch(
     gate: Gate | None,
     deterministic: bool,
 ) -> Tensor:
-    values, width = matrix.values, x.shape[1]
-    outputs = values.shape[1] // (1 if gate is None else 2)
+    values, width, streams = matrix.values, x.shape[1], 1 if gate is None else 2
+    outputs = values.shape[1] // streams
     is_fp8 = values.dtype == E4M3
     require: Callable[..., None] = jit.require
     require(x.dtype in DTYPES, "{}: experts have kernels for 16 bits, not {}", name, x.dtype)
@@ -221,23 +222,26 @@ def _launch(
     rows = routed.tile_rows
     how = (x.dtype, is_fp8, gate is not None)
     is_piped = piped.runs_on(x.device, deterministic)
-    variant = piped.variant if is_piped else _variant
-    jit.compile_too([_variant(*how, SKINNY_ROWS), *(variant(*how, size) for size in TILE_ROWS)])
+    tiled = piped.variant if is_piped else _variant
+    jit.compile_too(
+        (_variant if size == SKINNY_ROWS else tiled)(*how, size)
+        for size in (SKINNY_ROWS, *TILE_ROWS)
+    )
+    given = (0 if each is None else each for each in (matrix.scales, matrix.bias))
+    places = (routed.order, routed.weights, routed.tiles)
+    sizes = (width, outputs, routed.top_k, 0 if gate is None else gate.value)
+    args = (x, x.stride(0), values, *given, *places, out, *sizes)
     if is_piped and rows != SKINNY_ROWS:
-        piped.launch(x, values, matrix.scales, matrix.bias, routed, gate, out)
+        piped.launch(tiled(*how, rows), values, routed, streams, outputs, args)
         return out
     wanted = _variant(*how, rows)
-    columns = _COLUMNS if rows != SKINNY_ROWS else 2 * _SKINNY_OUTPUTS
-    columns //= 1 if gate is None else 2
-    given = (0 if each is None else each for each in (matrix.scales, matrix.bias))
-    args = (x, x.stride(0), values, *given, routed.order, routed.weights, routed.tiles, out)
-    sizes = (width, outputs, routed.top_k, 0 if gate is None else gate.value)
+    columns = (_COLUMNS if rows != SKINNY_ROWS else 2 * _SKINNY_OUTPUTS) // streams
     grid = (-(-outputs // columns), len(routed.tiles))
     if rows == SKINNY_ROWS:
-        jit.launch(wanted, "skinny", grid, 128, *args, *sizes, overlaps=True)
+        jit.launch(wanted, "skinny", grid, 128, *args, overlaps=True)
         return out
     row_bytes = _CHUNK_BYTES * (2 if is_fp8 else 1)
     memory = num_slots(rows, is_fp8) * _slot_bytes(rows, row_bytes)
     threads = 256 if rows > 32 else 128
-    jit.launch(wanted, "tiled", grid, threads, *args, *sizes, shared_memory=memory, overlaps=True)
+    jit.launch(wanted, "tiled", grid, threads, *args, shared_memory=memory, overlaps=True)
     return out

@@ -6,14 +6,13 @@ another warp widens, too.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise.fp8 import E4M3
 from slipstream.kernels.experts.route import Routed
-from slipstream.kernels.experts.spec import Gate
 from slipstream.kernels.runtime import jit, tensor_map
 
 HAS_RUN = False  # on a GPU: until then `tiled.cu` takes all tiles
@@ -63,49 +62,33 @@ def variants() -> Iterator[jit.Variant]:
 
 
 def launch(
-    x: Tensor,
+    wanted: jit.Variant,
     values: Tensor,
-    scales: Tensor | None,
-    bias: Tensor | None,
     routed: Routed,
-    gate: Gate | None,
-    out: Tensor,
+    streams: int,
+    outputs: int,
+    parameters: Sequence[Tensor | int],
 ) -> None:
-    """Write to `out`: gated values by places, else outputs of pairs times their weights.
+    """Start the kernel.
 
     Args:
-        x: rows `[n, k]`, gated; else `[p, k]` by places.
-        values: weights of experts `[e, m, k]`.
-        scales: `[e, m] f32`, of e4m3.
-        bias: `[e, m]`.
-        routed: rows and experts of places, whose tiles have rows of `TILE_ROWS`.
-        gate: the activation; `None` for outputs.
-        out: `[p, m / 2]` or `[p, m]`.
+        wanted: the variant, for tiles of `routed.tile_rows`.
+        values: weights of experts `[e, streams * outputs, k]`.
+        routed: rows and experts of places.
+        streams: 2 of gates and ups, 1 of outputs.
+        outputs: of a row.
+        parameters: of all kernels of experts (pieces.cuh).
     """
-    rows, is_fp8, streams = routed.tile_rows, values.dtype == E4M3, 1 if gate is None else 2
-    wanted = variant(x.dtype, is_fp8, gate is not None, rows)
+    rows, columns = routed.tile_rows, _WEIGHT_ROWS // streams
+    is_fp8 = values.dtype == E4M3
     memory = num_slots(rows, is_fp8) * (_slot_bytes(rows, is_fp8) + _BARRIER_BYTES)
-    outputs = out.shape[1]
-    columns = _WEIGHT_ROWS // streams
     jit.launch(
         wanted,
         "piped",
         (-(-outputs // columns), len(routed.tiles)),
         _THREADS,
         tensor_map.expert_rows(values, streams, columns),
-        x,
-        x.stride(0),
-        values,
-        0 if scales is None else scales,
-        0 if bias is None else bias,
-        routed.order,
-        routed.weights,
-        routed.tiles,
-        out,
-        x.shape[1],
-        outputs,
-        routed.top_k,
-        0 if gate is None else gate.value,
+        *parameters,
         shared_memory=memory + rows * _PLACE_BYTES,
         overlaps=True,
     )
