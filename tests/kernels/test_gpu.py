@@ -6,7 +6,7 @@ import pytest
 import torch
 from fixtures.kernels.attention_cases import BLOCK_SIZES, HEAD_SIZES, HEADS
 from fixtures.kernels.checking import DTYPES, Judge, poison, same_bits, short
-from slipstream.kernels.elementwise.activation import gelu_mul, silu_mul
+from slipstream.kernels.elementwise.activation import gelu_mul, silu_mul, xielu
 from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 
@@ -68,6 +68,27 @@ def test_gated_activations(dtype: torch.dtype) -> None:
                 naive, exact = gelu(gate) * up, gelu(gate.double()) * up.double()
                 judge.close(f"gelu {n} x {width} {layout}", gelu_mul(x), exact, naive)
                 judge.repeats(f"gelu {n} x {width} {layout}", lambda x=x: gelu_mul(x))
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+def test_xielu(dtype: torch.dtype) -> None:
+    judge = Judge(f"xielu {short(dtype)}")
+    numbers = torch.tensor([0.9, 1.4, 0.5, -1e-6], device="cuda")
+    above, below, beta, most = numbers.tolist()
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        curved = (torch.expm1(x.clamp(max=most)) - x) * below
+        return torch.where(x > 0, above * x * x, curved) + beta * x
+
+    for width in (1, 37, 1000, 14336):
+        for n in (1, 3, 300):
+            for layout, x in layouts(n, width, dtype).items():
+                x *= 4
+                poison((n, width), dtype=dtype)
+                name = f"{n} x {width} {layout}"
+                judge.close(name, xielu(x, numbers), plain(x.double()), plain(x))
+                judge.repeats(name, lambda x=x: xielu(x, numbers))
     judge.verdict()
 
 

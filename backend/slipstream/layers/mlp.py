@@ -1,9 +1,13 @@
-"""MLPs: the gated ones (Shazeer, 2020) of Llama and its relatives, and the plain one."""
+"""MLPs: the gated ones (Shazeer, 2020) of Llama and its relatives, and the plain ones."""
 
-from slipstream.kernels.elementwise.activation import EVERY
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.kernels.elementwise.activation import EVERY, xielu
 from slipstream.kernels.gemm.linear import Operand
 from slipstream.layers.dims import Dims
-from slipstream.layers.linear import GatedLinear, Linear, LinearAdd
+from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
@@ -77,3 +81,43 @@ class PlainMLP(TwoStepMLP):
     def inner(self, norm: RowNorm, residual: Residual) -> Operand:
         """Return the activated values, quantised if `down` would quantise them."""
         return self.up(norm, residual)
+
+
+class XieluMLP(TwoStepMLP):
+    """`down(xielu(up(x)))`, whose activation has numbers of its own in `act_fn` (Apertus).
+
+    Args:
+        w: where the matrices are, `up_proj` and `down_proj`, and the numbers.
+        dims: of the model.
+        bias: whether both matrices have biases.
+        out_norm: of what is added to the residual sum.
+    """
+
+    def __init__(
+        self, w: WeightSource, dims: Dims, bias: bool = False, out_norm: RowNorm | None = None
+    ) -> None:
+        hidden, inner = dims.hidden_size, dims.intermediate_size
+        self.up = NormLinear(Linear.read(w, ("up_proj",), (inner,), hidden, bias))
+        self.down = LinearAdd(Linear.read(w, ("down_proj",), (hidden,), inner, bias), out_norm)
+        self.numbers = _xielu_numbers(w.at("act_fn"))
+
+    def inner(self, norm: RowNorm, residual: Residual) -> Operand:
+        """Return the activated values, `[n, intermediate]`."""
+        y, scales = self.up(norm, residual)
+        assert scales is None, "an activation applies no scales"
+        return xielu(y, self.numbers)
+
+
+def _xielu_numbers(w: WeightSource) -> Tensor:
+    """Return alpha of both sides, beta and what the exponent is at most, `[4] f32`."""
+    above, below = (
+        functional.softplus(w.stacked([name], [1], dtype=torch.float32))
+        for name in ("alpha_p", "alpha_n")
+    )
+    beta, most = (
+        w.stacked([name], [], dtype=torch.float32).reshape(1)
+        if w.has(name)
+        else torch.full((1,), value, device=above.device)
+        for name, value in (("beta", 0.5), ("eps", -1e-6))
+    )
+    return torch.cat((above, beta + below, beta, most))

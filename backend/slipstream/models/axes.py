@@ -33,6 +33,7 @@ class Activation(Enum):
     RELU = "relu"
     RELU_SQUARED = "relu, squared"
     QUICK_GELU = "gelu, by a logistic function"
+    XIELU = "xielu, of learned numbers"
 
 
 # Names of activations that config.json of plain MLPs has.

@@ -21,7 +21,7 @@ from slipstream.layers.decoder import (
 from slipstream.layers.embedding import Ends, embedding_and_head
 from slipstream.layers.experts import Experts
 from slipstream.layers.latent import LatentAttention
-from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP
+from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP, XieluMLP
 from slipstream.layers.norm import (
     Factor,
     LayerNorm,
@@ -194,6 +194,8 @@ class _Builder:
         axes, out_norm = self._axes, self._behind(w.at("mlp_out_norm"))
         if axes.gated:
             return _GATED[axes.activation](w.at("mlp"), self._dims, axes.mlp_bias, out_norm)
+        if axes.activation is Activation.XIELU:
+            return XieluMLP(w.at("mlp"), self._dims, axes.mlp_bias, out_norm)
         name = axes.activation.value
         return PlainMLP(w.at("mlp"), self._dims, name, axes.mlp_bias, out_norm)
 

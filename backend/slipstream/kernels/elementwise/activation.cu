@@ -1,4 +1,4 @@
-// act(gate) * up of rows [gate | up]; grid: x = row, y = a share of the row.
+// act(gate) * up of rows [gate | up], or act(x) of rows [x]; grid: x = row, y = a share of the row.
 // -D ELEMENT (T), VECTOR (elements an access)
 #include "runtime/common.cuh"
 
@@ -54,4 +54,32 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(256)
     gelu_mul(const T* gate_up, i64 stride, T* out, i64 width) {
   gate(gate_up, stride, out, width, Gelu());
+}
+
+// numbers: alpha of both sides, beta, and what the exponent is at most.
+extern "C" __global__ void __launch_bounds__(256)
+    xielu(const T* x, i64 stride, T* out, i64 width, const float* numbers) {
+  start_next();
+  const auto number = load<4>(numbers);
+  const float above = number.at[0], below = number.at[1], beta = number.at[2], most = number.at[3];
+  wait_for_previous();
+  x += i64(blockIdx.x) * stride;
+  out += i64(blockIdx.x) * width;
+  const int first = int(blockIdx.y * blockDim.x + threadIdx.x) * VECTOR, end = int(width);
+  const int step = int(gridDim.y * blockDim.x) * VECTOR;
+  Pack<T, VECTOR> pack[PACKS];
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i)
+    if (first + i * step < end) pack[i] = load_fresh<VECTOR>(x + first + i * step);
+#pragma unroll
+  for (int i = 0; i < PACKS; ++i) {
+    if (first + i * step >= end) break;
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      const float v = to_float(pack[i].at[j]);
+      const float curved = v > 0.0f ? above * v * v : (expm1f(fminf(v, most)) - v) * below;
+      pack[i].at[j] = from_float<T>(curved + beta * v);
+    }
+    store<VECTOR>(out + first + i * step, pack[i]);
+  }
 }

@@ -1,4 +1,7 @@
-"""Activations between the two halves of an MLP: gated (Shazeer, 2020), and of every column."""
+"""Activations between the two halves of an MLP: gated (Shazeer, 2020), and of every column.
+
+One has learned numbers (Huang and Schlag, 2024), which are an argument of its kernel.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -25,6 +28,19 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     """`gelu(gate) * up` as `silu_mul`; GELU (Hendrycks and Gimpel, 2016) in its tanh form."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
+
+
+@op("x[n,_]:T, numbers[_]:f32")
+def xielu(x: Tensor, numbers: Tensor) -> Tensor:
+    """xIELU of every column, in fp32, rounded once: a parabola above 0, below it an exponential.
+
+    `numbers` are alpha of both sides, beta, and what the exponent is at most, below 0.
+    """
+    above, below, beta, most = numbers
+    x32 = x.float()
+    curved = (torch.expm1(torch.minimum(x32, most)) - x32) * below
+    y: Tensor = torch.where(x32 > 0, above * x32 * x32, curved) + beta * x32
+    return y.to(x.dtype)
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -71,29 +87,44 @@ def variants() -> Iterator[jit.Variant]:
 
 @silu_mul.cuda
 def _silu_mul(gate_up: Tensor) -> Tensor:
-    return _launch("silu_mul", gate_up)
+    return _launch("silu_mul", gate_up, _half_width(gate_up))
 
 
 @gelu_mul.cuda
 def _gelu_mul(gate_up: Tensor) -> Tensor:
-    return _launch("gelu_mul", gate_up)
+    return _launch("gelu_mul", gate_up, _half_width(gate_up))
 
 
-def _launch(name: str, gate_up: Tensor) -> Tensor:
-    """Launch a kernel that spreads a row over more threads where there are few rows."""
-    jit.type_name(gate_up.dtype)
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    jit.require(gate_up.shape[1] % 2 == 0, "{}: width {} is odd", name, gate_up.shape[1])
-    jit.require(gate_up.stride(1) == 1, "{}: elements of a row must be contiguous", name)
-    out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
+@xielu.cuda
+def _xielu(x: Tensor, numbers: Tensor) -> Tensor:
+    is_vector = numbers.shape == (4,) and numbers.is_contiguous()
+    jit.require(is_vector, "xielu: numbers must be 4, contiguous")
+    return _launch("xielu", x, x.shape[1], numbers)
+
+
+def _half_width(gate_up: Tensor) -> int:
+    width = gate_up.shape[1]
+    jit.require(width % 2 == 0, "a gate's width {} is odd", width)
+    return width // 2
+
+
+def _launch(name: str, x: Tensor, width: int, *more: Tensor) -> Tensor:
+    """Launch a kernel that spreads a row over more threads where there are few rows.
+
+    `more` are arguments behind the results' width.
+    """
+    jit.type_name(x.dtype)
+    num_rows = x.shape[0]
+    jit.require(x.stride(1) == 1, "{}: elements of a row must be contiguous", name)
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    vector = jit.vector_width(width, gate_up)
+    vector = jit.vector_width(width, x)
     accesses = -(-width // vector)
     packs = _PACKS if num_rows >= jit.num_multiprocessors(out.get_device()) else 1
     shares = -(-accesses // (_MAX_THREADS * packs))
     threads = 32 * -(-accesses // (32 * packs * shares))
-    wanted = _variant(gate_up.dtype, vector)
-    args = (gate_up, gate_up.stride(0), out, width)
-    jit.launch(wanted, name, (num_rows, shares), threads, *args, overlaps=True)
+    wanted = _variant(x.dtype, vector)
+    grid = (num_rows, shares)
+    jit.launch(wanted, name, grid, threads, x, x.stride(0), out, width, *more, overlaps=True)
     return out
