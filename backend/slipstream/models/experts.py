@@ -7,6 +7,7 @@ from slipstream.models.reader import Reader
 # What `read_routing` reads.
 KEYS = "num_experts num_local_experts num_experts_per_tok"
 COUNTS = ("num_experts", "num_local_experts")
+KINDS = ("dense", "sparse")  # of layers
 _MOST_WIDE = 1 << 24  # inner size of an expert
 
 
@@ -41,6 +42,18 @@ def read_experts(
         shared_size=config.whole(shared, most=_MOST_WIDE) if shared else 0,
         shared_gated=shared_gated,
     )
+
+
+def listed_dense_layers(config: Reader, silent: frozenset[int]) -> frozenset[int]:
+    """Return the layers without experts: those of `mlp_layer_types`, else `silent`."""
+    count, kinds = config.whole("num_hidden_layers"), config.get("mlp_layer_types")
+    if kinds is None:
+        return silent
+    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= set(KINDS):
+        raise config.refusal(
+            "mlp_layer_types", f"is not a list of {count} of {' and '.join(KINDS)}"
+        )
+    return frozenset(i for i, kind in enumerate(kinds) if kind == KINDS[0])
 
 
 def read_dense_layers(config: Reader) -> frozenset[int]:

@@ -22,7 +22,7 @@ from slipstream.models.gguf.tensors import REFERENCE
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader, words
 from slipstream.models.registry import family_of, supported
-from slipstream.models.ropes import STILL
+from slipstream.models.ropes import STILL, by_layer
 from slipstream.models.transforms import with_changes
 from slipstream.models.windows import read_windows
 
@@ -222,7 +222,7 @@ def read_model(config: Reader, architecture: str, directory: Path) -> ModelConfi
             raise config.refusal(key, f"gives more than {INT32_MAX} positions")
         max_positions = max(max_positions, scaled)
     axes, still = _axes(config, family), family.still(config, dims.num_layers)
-    ropes = [local_rope if window else rope for window in windows]
+    ropes = by_layer(config, [local_rope if window else rope for window in windows])
     names = family.tensors if family.names is None else family.names(config)
     published = None
     if family.gguf is not None and (directory / REFERENCE).is_file():

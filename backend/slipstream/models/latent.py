@@ -14,8 +14,8 @@ EXPERT_KEYS = "first_k_dense_replace moe_layer_freq moe_intermediate_size n_grou
 EXPERT_KEYS += "n_routed_experts n_shared_experts routed_scaling_factor topk_method norm_topk_prob "
 EXPERT_KEYS += "num_experts_per_tok scoring_func num_mtp_layers num_nextn_predict_layers "
 EXPERT_KEYS += "num_local_experts num_experts"
-KEYS = "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim attention_bias "
-KEYS += EXPERT_KEYS
+LATENT_KEYS = "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim attention_bias"
+KEYS = f"{LATENT_KEYS} {EXPERT_KEYS}"
 _MOST = 1 << 18
 
 
@@ -45,8 +45,8 @@ def names(config: Reader) -> TensorNames:
     return TensorNames({"mlp.shared_expert": "mlp.shared_experts"}, unused=(behind,))
 
 
-def latent_axes(config: Reader, routing: Routing, interleaved: bool) -> Axes:
-    """Return the axes, all but those of the router's scores."""
+def latent_axes(config: Reader, routing: Routing | None, interleaved: bool) -> Axes:
+    """Return the axes, all but those of the router's scores; without a routing, with MLPs."""
     latent = LatentConfig(
         config.whole("kv_lora_rank"),
         config.whole("q_lora_rank", most=_MOST) if config.has("q_lora_rank") else 0,
@@ -56,7 +56,7 @@ def latent_axes(config: Reader, routing: Routing, interleaved: bool) -> Axes:
         interleaved,
     )
     bias = config.flag("attention_bias", default=False)
-    experts, dense = _experts(config, routing)
+    experts, dense = _experts(config, routing) if routing else (None, frozenset[int]())
     return Axes(
         out_bias=bias,
         attention_scale=_scale(config, latent.plain + latent.rotated),

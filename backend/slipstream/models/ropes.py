@@ -1,6 +1,7 @@
 """Read the rotary embedding from a `config.json`. No torch."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from slipstream_contract.errors import clip
@@ -34,6 +35,24 @@ _KEYS_OF_CONFIG = words(
 
 
 STILL = RopeConfig(rotated=0)  # of layers that do not rotate
+
+
+def by_layer(config: Reader, ropes: Sequence[RopeConfig]) -> tuple[RopeConfig, ...]:
+    """Return the rotations of layers, with thetas of `layer_rope_theta`; 0: it does not rotate."""
+    key = "layer_rope_theta"
+    thetas = config.get(key)
+    if thetas is None:
+        return tuple(ropes)
+    if not isinstance(thetas, list) or len(thetas) != len(ropes):
+        raise config.refusal(key, f"is not a list of {len(ropes)} numbers")
+    if not all(_is_positive(theta) or theta in (0, None) for theta in thetas):
+        raise config.refusal(key, "has what is no number >= 0")
+    if any(rope.kind == "yarn" for rope in ropes) and any(theta and theta <= 1 for theta in thetas):
+        raise config.refusal(key, "has thetas up to 1: yarn needs more")
+    return tuple(
+        replace(rope, theta=float(theta)) if theta else STILL
+        for rope, theta in zip(ropes, thetas, strict=True)
+    )
 
 
 def no_rope(config: Reader, max_positions: int, head_size: int) -> tuple[RopeConfig, RopeConfig]:
