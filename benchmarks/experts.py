@@ -30,6 +30,7 @@ from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Gate, Routing
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Matrix
+from slipstream.kernels.runtime import jit
 from timing import rows, time_graph
 
 
@@ -142,11 +143,11 @@ def measure(
     layers = [Layer(model, is_fp8) for _ in range(max(2, min(8, math.ceil(12e9 / size))))]
     kind, results = "e4m3" if is_fp8 else "bf16", []
     for n, is_piped in itertools.product(counts, kernels):
-        piped.HAS_RUN = is_piped
+        piped.runs_on = lambda *_, is_piped=is_piped: is_piped
         chosen = tile_rows(n * model.top_k, model.experts, is_fp8, device=layers[0].router.device)
         for tile in (SKINNY_ROWS, *TILE_ROWS) if all_tiles else (chosen,):
-            if is_piped and tile == SKINNY_ROWS:
-                continue  # neither's
+            if is_piped and tile not in piped.TILE_ROWS:
+                continue
             found = timed(layers, n, tile)
             line = f"{model.name:14} {kind} {n:5} rows, {'piped' if is_piped else 'tiles'} of"
             line += f" {tile:3}{'*' * (tile == chosen):1}"
@@ -172,7 +173,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     results = []
-    kernels = [False, True] if args.both else [piped.HAS_RUN]
+    kernels = [False, True] if args.both else [jit.is_hopper(torch.device("cuda", 0))]
     for model in MODELS:
         for kind in ("bf16", "e4m3"):
             if args.weights in (None, kind):

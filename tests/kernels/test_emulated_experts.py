@@ -15,6 +15,7 @@ ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 EIGHTS = st.integers(1, 36).map(lambda count: 8 * count)
 SIXTEENS = st.integers(1, 18).map(lambda count: 16 * count)
 KINDS = ["16 bits", "e4m3"]
+TILES = [("tiled", rows) for rows in TILE_ROWS] + [("piped", rows) for rows in piped.TILE_ROWS]
 
 
 def check(patch: pytest.MonkeyPatch, case: Case, rows: int, is_piped: bool) -> None:
@@ -32,19 +33,21 @@ def check(patch: pytest.MonkeyPatch, case: Case, rows: int, is_piped: bool) -> N
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=KINDS)
-@pytest.mark.parametrize("rows", quick_of(TILE_ROWS, [16]))
-@pytest.mark.parametrize("is_piped", [False, True], ids=["tiled", "piped"])
-def test_tiles(monkeypatch: pytest.MonkeyPatch, rows: int, fp8: bool, is_piped: bool) -> None:
+@pytest.mark.parametrize("tile", quick_of(TILES, [("tiled", 16), ("piped", 32)]), ids=str)
+def test_tiles(monkeypatch: pytest.MonkeyPatch, tile: tuple[str, int], fp8: bool) -> None:
     """Full, short and no tiles; outputs and a width that end within a box; a ring of two slots."""
+    kernel, rows = tile
     monkeypatch.setattr(piped, "num_slots", lambda *_: 2)
     sizes = Sizes(3, 2, 656 if fp8 else 336, 144)
     case = make_case(rows, sizes, torch.bfloat16, fp8, bias=rows == 16, seed=rows)
-    check(monkeypatch, case, rows, is_piped)
+    check(monkeypatch, case, rows, kernel == "piped")
 
 
 @pytest.mark.rest
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data(), st.integers(1, 50), st.sampled_from(TILE_ROWS[:2]), st.integers(0, 2**31 - 1))
+@given(
+    st.data(), st.integers(1, 50), st.sampled_from(piped.TILE_ROWS[:2]), st.integers(0, 2**31 - 1)
+)
 @pytest.mark.parametrize("fp8", [False, True], ids=KINDS)
 def test_drawn_layers(
     monkeypatch: pytest.MonkeyPatch,

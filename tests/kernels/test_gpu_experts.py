@@ -77,11 +77,14 @@ def test_routing(dtype: torch.dtype) -> None:
 
 
 @pytest.fixture(params=["tiled", "piped"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Multiply tiles by one kernel or the other."""
+def sizes_of_tiles(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, ...]:
+    """Multiply tiles by one kernel or the other; return the sizes that it takes."""
     if request.param == "piped" and not jit.is_hopper(torch.device("cuda", 0)):
         pytest.skip("needs a Hopper GPU")
     monkeypatch.setattr(piped, "runs_on", lambda *_: request.param == "piped")
+    return piped.TILE_ROWS if request.param == "piped" else TILE_ROWS
 
 
 def _cpu(x: Tensor | None) -> Tensor | None:
@@ -95,7 +98,7 @@ def run(case: Case, rows: int, residual: Tensor) -> Tensor:
     return case.run(rows, residual)
 
 
-@pytest.mark.usefixtures("kernel")
+@pytest.mark.usefixtures("sizes_of_tiles")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "e4m3"])
 def test_sums_of_experts(dtype: torch.dtype, fp8: bool) -> None:
@@ -117,16 +120,15 @@ def test_sums_of_experts(dtype: torch.dtype, fp8: bool) -> None:
     judge.verdict()
 
 
-@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "e4m3"])
-def test_rows_do_not_depend_on_their_neighbours(fp8: bool) -> None:
+def test_rows_do_not_depend_on_their_neighbours(sizes_of_tiles: tuple[int, ...], fp8: bool) -> None:
     """Bit for bit: in tiles of every size, and at every place in one."""
     judge = Judge("rows alone")
     for sizes, n in ((Sizes(128, 8, 2048, 768), 200), (Sizes(8, 2, 1024, 512), 300)):
         case = make_case(n, sizes, torch.bfloat16, fp8, device="cuda")
         residual = torch.randn_like(case.x)
-        whole = case.run(16, residual)
-        for rows in TILE_ROWS:
+        whole = case.run(sizes_of_tiles[0], residual)
+        for rows in sizes_of_tiles:
             judge.true(f"tiles of {rows}", same_bits(case.run(rows, residual), whole))
             for kept in (torch.arange(1), torch.arange(n).flip(0)[:77], torch.arange(3, n, 7)):
                 some = make_case(n, sizes, torch.bfloat16, fp8, device="cuda")
@@ -155,14 +157,14 @@ def test_combine(dtype: torch.dtype) -> None:
     judge.verdict()
 
 
-@pytest.mark.usefixtures("kernel")
+@pytest.mark.usefixtures("sizes_of_tiles")
 def test_in_a_graph_the_choice_is_made_anew() -> None:
     """A replay of one graph with other rows and other experts gives what a launch gives."""
     sizes = Sizes(64, 8, 1024, 256)
     for n in (1, 8, 40, 128):
         case = make_case(n, sizes, torch.bfloat16, device="cuda")
         residual = torch.zeros_like(case.x)
-        rows = SKINNY_ROWS if n < 20 else 16
+        rows = SKINNY_ROWS if n < 20 else 32
         case.run(rows, residual)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

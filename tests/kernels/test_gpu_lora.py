@@ -164,7 +164,9 @@ def test_a_gemv_adds_terms(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = activate(gate, wanted) if gate else wanted
     wanted = wanted + y.float() if stage == "residual" else wanted
     first = gemv.adapted(x, weight, around(), terms)
-    assert ((first.float() - wanted).abs() / (1 + wanted.abs())).max() < 4 * EPSILON[dtype]
+    # The GEMV rounds `x * norm` where the oracle rounds what is scaled, so errors go by the terms' size.
+    added = made.by_torch(torch.zeros_like(plain), behind, numbers).square().mean().sqrt()
+    assert ((first.float() - wanted).abs() / (4 + 4 * wanted.abs() + added)).max() < EPSILON[dtype]
     others = [n == 0 for n in numbers]
     assert torch.equal(first[others], gemv.gemv(x, weight, around())[others])
     for _ in range(20):

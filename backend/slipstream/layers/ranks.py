@@ -30,7 +30,7 @@ class TokensOfRank:
 class GatheredHead(Head):
     """A head of which each rank has some tokens: rank 0 gets the logits of all.
 
-    On other ranks its logits mean nothing, and have the shape that they have on rank 0.
+    On other ranks they are zeros that lie as rank 0's do: kernels that read logits run on all ranks.
     """
 
     def __init__(self, head: Head, ranks: Ranks, vocab_size: int) -> None:
@@ -50,7 +50,7 @@ class GatheredHead(Head):
         """Logits of `norm(residual)`, `[n, hidden] -> [n, vocab]`."""
         found = self._ranks.gather(self._head(norm, residual))
         if self._ranks.rank > 0:
-            return found[:, :1].expand(-1, self._vocab_size)
+            return found.new_zeros(len(found), self._vocab_size)
         return found[:, : self._vocab_size].contiguous()
 
 

@@ -25,7 +25,7 @@ from slipstream.kernels.runtime.op import op
 DTYPES = (torch.float16, torch.bfloat16)  # that have kernels
 MULTIPLE = 8  # of which widths and outputs are, on a GPU; widths of e4m3 of twice as many
 SKINNY_ROWS = 8  # of a tile of `skinny.cu`
-TILE_ROWS = piped.TILE_ROWS  # of `tiled.cu`, too
+TILE_ROWS = (16, *piped.TILE_ROWS)  # of `tiled.cu`
 # The most pairs an expert, on average, for each size of tiles. On an H200 these are the fastest
 # for experts of two shapes with averages of 0.06 to 8, 32 and 128; between them most experts are to
 # have one tile. Tiles of 128 by e4m3 are slower than two of 64.
@@ -69,7 +69,8 @@ def tile_rows(
     average = num_pairs / num_experts
     sizes = _MOST_FP8_PAIRS if is_fp8 else _MOST_PAIRS
     if piped.runs_on(device, deterministic):
-        sizes = {SKINNY_ROWS: sizes[SKINNY_ROWS], **piped.MOST_PAIRS}
+        few = {rows: most for rows, most in sizes.items() if rows < piped.TILE_ROWS[0]}
+        sizes = few | piped.MOST_PAIRS
     found = next(rows for rows, most in sizes.items() if average <= most)
     return max(found, TILE_ROWS[0]) if deterministic else found
 
@@ -221,18 +222,17 @@ def _launch(
         return out
     rows = routed.tile_rows
     how = (x.dtype, is_fp8, gate is not None)
-    is_piped = piped.runs_on(x.device, deterministic)
-    tiled = piped.variant if is_piped else _variant
+    taken = piped.TILE_ROWS if piped.runs_on(x.device, deterministic) else ()
     jit.compile_too(
-        (_variant if size == SKINNY_ROWS else tiled)(*how, size)
+        (piped.variant if size in taken else _variant)(*how, size)
         for size in (SKINNY_ROWS, *TILE_ROWS)
     )
     given = (0 if each is None else each for each in (matrix.scales, matrix.bias))
     places = (routed.order, routed.weights, routed.tiles)
     sizes = (width, outputs, routed.top_k, 0 if gate is None else gate.value)
     args = (x, x.stride(0), values, *given, *places, out, *sizes)
-    if is_piped and rows != SKINNY_ROWS:
-        piped.launch(tiled(*how, rows), values, routed, streams, outputs, args)
+    if rows in taken:
+        piped.launch(piped.variant(*how, rows), values, routed, streams, outputs, args)
         return out
     wanted = _variant(*how, rows)
     columns = (_COLUMNS if rows != SKINNY_ROWS else 2 * _SKINNY_OUTPUTS) // streams
