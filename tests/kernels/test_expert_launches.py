@@ -5,7 +5,6 @@ import torch
 from fixtures.kernels.recording import recorded
 from slipstream.kernels.experts.grouped import tile_rows
 from slipstream.kernels.experts.route import most_tiles
-from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Routing, Score
 from slipstream.kernels.runtime import jit
 from slipstream.layers.dims import ExpertsConfig

@@ -164,9 +164,10 @@ def test_a_gemv_adds_terms(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = activate(gate, wanted) if gate else wanted
     wanted = wanted + y.float() if stage == "residual" else wanted
     first = gemv.adapted(x, weight, around(), terms)
-    # The GEMV rounds `x * norm` where the oracle rounds what is scaled, so errors go by the terms' size.
+    # The GEMV rounds `x * norm`, the oracle what is scaled, too: errors go by the size of terms.
     added = made.by_torch(torch.zeros_like(plain), behind, numbers).square().mean().sqrt()
-    assert ((first.float() - wanted).abs() / (4 + 4 * wanted.abs() + added)).max() < EPSILON[dtype]
+    apart = (first.float() - wanted).abs() / (4 + 4 * wanted.abs() + added)
+    assert apart.max() < EPSILON[dtype]
     others = [n == 0 for n in numbers]
     assert torch.equal(first[others], gemv.gemv(x, weight, around())[others])
     for _ in range(20):
