@@ -30,7 +30,7 @@ class TokensOfRank:
 class GatheredHead(Head):
     """A head of which each rank has some tokens: rank 0 gets the logits of all.
 
-    On other ranks they are zeros that lie as rank 0's do: kernels that read logits run on all ranks.
+    On other ranks they are zeros that lie as rank 0's: kernels of samples run on all ranks.
     """
 
     def __init__(self, head: Head, ranks: Ranks, vocab_size: int) -> None:
