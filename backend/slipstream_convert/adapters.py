@@ -164,7 +164,8 @@ def targets_of(checkpoint: Path) -> Targets:
     decoder = build_any(model, weights, max_model_len=1)
     if not isinstance(decoder, Decoder):
         raise CheckpointError(f"{checkpoint}: {model.architecture} has no adapters here")
-    return Targets(adapt(decoder, StepGroups()), model.tensors, torch.float32, _META)
+    places = adapt(decoder, StepGroups(), model.dims.vocab_size)
+    return Targets(places, model.tensors, torch.float32, _META)
 
 
 def _make(output: Path) -> None:

@@ -159,10 +159,6 @@ def test_no_stage_reads_more_than_it_must(
             {"pipeline_parallel": 2, "speculation": "draft"},
             "pipeline_parallel = 2 does not go with speculation = 'draft'",
         ),
-        (
-            {"pipeline_parallel": 2, "adapters": "a=/a"},
-            "pipeline_parallel = 2 does not go with adapters = 'a=/a'",
-        ),
     ],
 )
 def test_what_stages_cannot_share_is_refused(

@@ -123,6 +123,19 @@ def test_each_rank_brings_the_keys_of_its_own_heads(case: tuple[str, int], tmp_p
         check_beside_other_rows(leader, model, 7, tmp_path)
 
 
+STAGES = [(family, 2, 1 + i % 2) for i, family in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize("case", quick_of(STAGES, {("llama", 2, 1)}))
+def test_each_stage_brings_the_keys_of_its_own_layers(
+    case: tuple[str, int, int], tmp_path: Path
+) -> None:
+    family, num_stages, size = case
+    model = make_model(family)
+    with ranks_of(save(model, tmp_path / "base"), size, num_stages) as leader:
+        check_beside_other_rows(leader, model, 7, tmp_path)
+
+
 def test_what_is_no_prefix_of_the_model_is_refused_by_name(tmp_path: Path) -> None:
     model = make_model()
     runner = make_runner(save(model, tmp_path / "base"))

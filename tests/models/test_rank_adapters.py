@@ -94,13 +94,18 @@ def generated(runner: ModelRunner, directories: list[Path], by_tables: bool) -> 
 
 
 def compare(
-    base: Path, directories: list[Path], size: int, by_tables: bool = False, **options: object
+    base: Path,
+    directories: list[Path],
+    size: int,
+    by_tables: bool = False,
+    num_stages: int = 1,
+    **options: object,
 ) -> None:
     """Check that ranks give the tokens of one, and its logits within rounding."""
     runner = make_runner(base, **options)
     wanted = generated(runner, directories, by_tables=False)
-    group = Group(base, size, **options)
-    wait_for(lambda: len(group.followers) == size - 1)
+    group = Group(base, size, num_stages, **options)
+    wait_for(lambda: len(group.followers) == size * num_stages - 1)
     for each in (group.leader, *group.followers):
         each.adapters.by_tables = by_tables
     found = generated(group.leader, directories, by_tables)
@@ -119,6 +124,23 @@ def test_adapters_of_many_ranks_in_one_batch(case: str, tmp_path: Path) -> None:
     family, size = CASES[case]
     model = make_model(family, **(DRAWN[family](random.Random(1)) if "deepseek" in family else {}))
     compare(save(model, tmp_path / "base"), adapters_of(model, tmp_path), size)
+
+
+STAGES = {  # of a few families with what differs between stages: (family, stages, ranks of each)
+    "llama, 2 stages": ("llama", 2, 1),
+    "gpt2, 2 stages of 2": ("gpt2", 2, 2),
+    "gemma2, 2 stages": ("gemma2", 2, 1),
+    "phi3, 2 stages of 2": ("phi3", 2, 2),
+    "deepseek_v3, 2 stages": ("deepseek_v3", 2, 1),
+}
+
+
+@pytest.mark.parametrize("case", quick_of(STAGES, {"llama, 2 stages", "gpt2, 2 stages of 2"}))
+def test_each_stage_of_a_pipeline_has_the_terms_of_its_layers(case: str, tmp_path: Path) -> None:
+    family, num_stages, size = STAGES[case]
+    model = make_model(family, **(DRAWN[family](random.Random(1)) if "deepseek" in family else {}))
+    base = save(model, tmp_path / "base")
+    compare(base, adapters_of(model, tmp_path), size, num_stages=num_stages)
 
 
 @pytest.mark.parametrize("how", quick_of(["tables", "fixed", "tables fixed"], {"tables"}))
@@ -159,6 +181,55 @@ def test_a_base_that_is_quantised_when_it_is_loaded(tmp_path: Path) -> None:
     compare(base, adapters_of(model, tmp_path), 2, quantization="int4")
 
 
+@pytest.mark.parametrize("how", quick_of(["tables", "fixed", "tables fixed"], {"tables"}))
+def test_terms_of_stages_by_tables_and_in_deterministic_mode(how: str, tmp_path: Path) -> None:
+    """Three stages, and adapters of which some have nothing."""
+    model = make_model("llama", num_hidden_layers=4, intermediate_size=192)
+    directories = adapters_of(model, tmp_path)[:-1]
+    for name, layers in (("first", (0,)), ("last", (3,)), ("middle", (1, 2))):
+        own = {
+            key: pair
+            for key, pair in draw_pairs(model, targets_of(model), 4, len(name), size=0.1).items()
+            if int(key.split(".layers.")[1].split(".")[0]) in layers
+        }
+        directories.append(write_adapter(tmp_path / name, own, 4))
+    base = save(model, tmp_path / "base")
+    compare(base, directories, 1, "tables" in how, num_stages=3, deterministic="fixed" in how)
+
+
+def test_a_stage_keeps_its_layers_alone_and_pages_are_those_of_the_stage_with_most(
+    tmp_path: Path,
+) -> None:
+    model = make_model("llama", num_hidden_layers=5, intermediate_size=192)
+    pairs = draw_pairs(model, targets_of(model), 16)
+    late = {name: pair for name, pair in pairs.items() if ".layers.0." not in name}
+    directory = write_adapter(tmp_path / "a", late, 16)
+    group = Group(save(model, tmp_path / "base"), 1, 2)
+    wait_for(lambda: len(group.followers) == 1)
+    adapters, other = group.leader.adapters, group.followers[0].adapters
+    (_, begin), (_, end) = group.plan.model.stage_bounds
+    number = adapters.add(adapters.read(str(directory)))
+    wait_for(lambda: number in other._loaded or other._loads)
+    layers = [
+        sorted({int(name.split(".")[2]) for name in each._stored[number].terms})
+        for each in (adapters, other)
+    ]
+    assert layers == [[*range(1, begin)], [*range(end - begin)]]
+    other.settle(number)
+    laid = other._loaded[number].laid
+    assert laid is not None
+    pages = {
+        tensor.untyped_storage().data_ptr()
+        for part in laid.parts
+        for pair in part.tiles
+        for tensor in pair
+    }
+    own = adapters._pages_of(adapters._stored[number].terms)
+    assert adapters.pages_of(number) == len(pages) > own > 0
+    group.end()
+    assert group.errors == []
+
+
 def test_a_rank_keeps_its_part_alone(tmp_path: Path) -> None:
     model = make_model("llama", num_key_value_heads=4)
     directory = write_adapter(tmp_path / "a", draw_pairs(model, ["q_proj", "o_proj"], 8), 8)
@@ -197,7 +268,7 @@ def test_magnitudes_are_refused_by_name(tmp_path: Path) -> None:
         for name, size in sizes.items()
     }
     save_file(load_file(path) | more, path)
-    refused = pytest.raises(CheckpointError, match=r"use_dora.* beside tensor_parallel = 2")
+    refused = pytest.raises(CheckpointError, match=r"use_dora.* on 2 ranks")
     with ranks_of(save(model, tmp_path / "base"), 2) as leader, refused:
         leader.adapters.read(str(directory))
 
@@ -207,9 +278,9 @@ def table_of(rows: int, seed: int) -> PromptTable:
     return PromptTable(rows, 64, drawn.half().numpy().tobytes(), ())
 
 
-def answers(house: House, seed: int) -> list[list[int]]:
+def answers(house: House, seed: int, num_stages: int = 1) -> list[list[int]]:
     """Requests of adapters, of a name that is loaded again, of tables, and what is cached."""
-    house.restart(Limits(8, 16))
+    house.restart(Limits(8, 16, num_stages=num_stages))
     house.load(*RANKS)
     found: list[list[int]] = []
     prompts = random_prompts([30, 9, 21])
@@ -229,24 +300,30 @@ def answers(house: House, seed: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.rest)])
-def test_requests_loads_and_caches_do_not_know(size: int, tmp_path: Path) -> None:
+RANKS_OF = {"2 ranks": (2, 1), "2 stages": (1, 2), "4 ranks": (4, 1), "2 stages of 2": (2, 2)}
+
+
+@pytest.mark.parametrize("name", quick_of(RANKS_OF, {"2 ranks", "2 stages"}))
+def test_requests_loads_and_caches_do_not_know(name: str, tmp_path: Path) -> None:
     """Reload, unload, tables of requests, preemption, host memory, and a pool of few pages."""
     options = {"kv_cache_tokens": 200, "kv_cache_host_bytes": 1 << 19, "adapter_memory": 1 << 19}
     alone = House(tmp_path / "one", **options)
     wanted = answers(alone, 7)
-    with ranks_of_house(tmp_path, size, options) as house:
-        assert answers(house, 7) == wanted
+    size, num_stages = RANKS_OF[name]
+    with ranks_of_house(tmp_path, size, options, num_stages) as house:
+        assert answers(house, 7, num_stages) == wanted
         assert house.asker.engine.figures().counters["prefix_hits"] > 0
     assert wanted[0] != wanted[12], "the name has other weights"
 
 
 @contextmanager
-def ranks_of_house(folder: Path, size: int, options: dict[str, object]) -> Iterator[House]:
+def ranks_of_house(
+    folder: Path, size: int, options: dict[str, object], num_stages: int
+) -> Iterator[House]:
     """A house whose runner leads ranks."""
     with ExitStack() as stack:
 
         def make(path: Path, **given: object) -> ModelRunner:
-            return stack.enter_context(ranks_of(path, size, **given))
+            return stack.enter_context(ranks_of(path, size, num_stages, **given))
 
         yield House(folder / "many", make, **options)

@@ -15,7 +15,13 @@ from slipstream.layers.adapted import (
 )
 from slipstream.layers.adapted_experts import DOWN, GATE_UP, ExpertTerms
 from slipstream.layers.adapted_heads import AdaptedHeads
-from slipstream.layers.adapted_rows import AdaptedKeys, AdaptedRows, VirtualRows, keys_of
+from slipstream.layers.adapted_rows import (
+    AdaptedKeys,
+    AdaptedRows,
+    VirtualKeys,
+    VirtualRows,
+    keys_of,
+)
 from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import Decoder
 from slipstream.layers.embedding import Table
@@ -23,6 +29,7 @@ from slipstream.layers.experts import Experts, SharedExpert
 from slipstream.layers.latent import LatentAttention
 from slipstream.layers.linear import GatedLinear, Linear, NormLinear
 from slipstream.layers.mlp import TwoStepMLP
+from slipstream.layers.stages import Inlet
 
 _OF_KEPT = ("o_proj", "gate_proj", "up_proj", "down_proj")  # behind the attention of a block
 
@@ -43,12 +50,10 @@ class AdaptedPlace(NamedTuple):
     key_refusal: str = ""  # why adapters cannot bring keys and values of the layer
 
 
-def adapt(
-    decoder: Decoder, groups: StepGroups, vocab_size: int | None = None
-) -> list[AdaptedPlace]:
+def adapt(decoder: Decoder, groups: StepGroups, vocab_size: int) -> list[AdaptedPlace]:
     """Wrap the places of a decoder's blocks, in place; what a step without groups computes is the
     same. Routers, and experts that a checkpoint has in one tensor, are not among them.
-    `vocab_size` is the whole model's, if ranks share it.
+    `vocab_size` is the whole model's. Later stages of a pipeline have no ends.
     """
     found: list[AdaptedPlace] = []
     apart: list[AdaptedPlace] = []  # that tables do not have
@@ -83,8 +88,10 @@ def adapt(
             sizes = (stacked.outputs, stacked.inputs)
             own = AdaptedPlace(parts[0], parts, *sizes, place.linear)
             found.append(own._replace(key_refusal=_key_refusal(layer)))
-    found += apart + _ends(decoder, groups, vocab_size or decoder.head.table.shape[0])
-    return found
+    if isinstance(decoder.embedding, Inlet):
+        decoder.embedding.look = VirtualKeys(groups, vocab_size)
+        return found + apart
+    return found + apart + _ends(decoder, groups, vocab_size)
 
 
 def _key_refusal(layer: object) -> str:

@@ -42,6 +42,25 @@ class AdaptedRows:
         return rows
 
 
+class VirtualKeys:
+    """Finds the tokens of a step whose keys and values adapters bring: prefix tuning.
+
+    Of id `vocab_size + i` they are row i of the terms of `keys_of`, of all layers that are here.
+    """
+
+    def __init__(self, groups: StepGroups, vocab_size: int) -> None:
+        self._groups, self._vocab_size = groups, vocab_size
+
+    def __call__(self, token_ids: Tensor) -> None:
+        """Have the layers of the step bring keys for virtual ones of `token_ids [n] i64`."""
+        for group in self._groups.tokens:
+            if keys_of(0) in group.terms:
+                places = token_ids[group.rows] - self._vocab_size
+                is_own = places >= 0
+                keys = KeyRows(group.terms, group.rows[is_own], places[is_own])
+                self._groups.key_rows.append(keys)
+
+
 class VirtualRows:
     """Rows that adapters have for token ids behind the vocabulary: prompt tuning.
 
@@ -52,6 +71,7 @@ class VirtualRows:
 
     def __init__(self, name: str, groups: StepGroups, vocab_size: int) -> None:
         self._name, self._groups, self._vocab_size = name, groups, vocab_size
+        self._find_keys = VirtualKeys(groups, vocab_size)
 
     def _found(self) -> list[Group]:
         return [each for each in self._groups.tokens if each.terms.get(self._name)]
@@ -67,13 +87,10 @@ class VirtualRows:
         groups = self._found()
         if not groups:
             return rows
+        self._find_keys(token_ids)
         rows = rows.clone()
         for group in groups:
             places = token_ids[group.rows] - self._vocab_size
-            if keys_of(0) in group.terms:
-                is_own = places >= 0
-                keys = KeyRows(group.terms, group.rows[is_own], places[is_own])
-                self._groups.key_rows.append(keys)
             for term in group.terms[self._name]:
                 own = term.b[places.clamp(min=0)]
                 rows[group.rows] = torch.where((places >= 0)[:, None], own, rows[group.rows])

@@ -1,5 +1,7 @@
 """What stands at the ends of a decoder that has neither embedding nor head: a later stage's."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from slipstream.layers.embedding import Embedding, Head
@@ -12,6 +14,7 @@ class Inlet(Embedding):
 
     def __init__(self) -> None:
         self._states: Tensor | None = None
+        self.look: Callable[[Tensor], None] = lambda token_ids: None  # at the ids of a step
 
     def take(self, states: Tensor) -> None:
         """Take what the next step begins with, `[n, hidden]`; the blocks change it in place."""
@@ -20,6 +23,7 @@ class Inlet(Embedding):
     def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Return the states of as many tokens."""
         assert self._states is not None, "a step before its states"
+        self.look(token_ids)
         return self._states[: len(token_ids)]
 
 

@@ -213,6 +213,10 @@ class LayerRange:
         """Return a name, by Llama's names, with the layer's number in the whole model."""
         return _LAYER.sub(lambda found: f"{found[1]}{int(found[2]) + self.begin}", name, count=1)
 
+    def own(self, name: str) -> str:
+        """Return a name that has the layer's number in the whole model as the stage has it."""
+        return _LAYER.sub(lambda found: f"{found[1]}{int(found[2]) - self.begin}", name, count=1)
+
     def skips(self, name: str) -> bool:
         """Return whether a tensor, by the checkpoint's name, is for other stages to read."""
         found = _NUMBER.search(name)

@@ -37,7 +37,8 @@ class ModelConfig:
     num_ranks: int = 1  # over which it is split; sizes are a rank's, but for the vocabulary
     stage: int = 0  # of a pipeline: which has these layers
     num_stages: int = 1
-    whole_windows: tuple[int, ...] = ()  # of the layers of all stages; none: `windows` are these
+    whole: "ModelConfig | None" = None  # of all stages together; None: this has all layers
+    stage_bounds: tuple[tuple[int, int], ...] = ()  # of each stage, the first layer and the end
 
     @property
     def vocab_rows(self) -> int:
@@ -47,7 +48,7 @@ class ModelConfig:
     @property
     def all_windows(self) -> tuple[int, ...]:
         """Windows of the layers of all stages."""
-        return self.whole_windows or self.windows
+        return (self.whole or self).windows
 
     @property
     def rope(self) -> RopeConfig:

@@ -56,9 +56,6 @@ def check_stages(config: EngineConfig, model: ModelConfig) -> None:
             f"{asked} does not go with speculation = {config.speculation!r}: drafters on the "
             "device read states that lie on other stages; lookup, suffix and auto work"
         )
-    for field in ("adapters", "adapter_root", "adapter_dir"):
-        if value := getattr(config, field):
-            raise ConfigError(f"{asked} does not go with {field} = {value!r}: LoRA is not split")
     if model.dims.num_layers < count:
         raise ConfigError(f"{asked}: num_hidden_layers = {model.dims.num_layers} is below it")
 
@@ -75,7 +72,8 @@ def staged(
     groups = group_layers(model.windows, max_tokens)
     if count == 1:
         return Staged(model, groups)
-    begin, end = (bounds or split(*costs_by_bytes(model), count))[stage]
+    bounds = bounds or split(*costs_by_bytes(model), count)
+    begin, end = bounds[stage]
     axes, windows = model.axes, model.windows
     dense = frozenset(i - begin for i in axes.dense_layers if begin <= i < end)
     part = replace(
@@ -85,9 +83,10 @@ def staged(
         tensors=replace(model.tensors, layers=LayerRange(begin, end, len(windows), stage == 0)),
         ropes=model.ropes[begin:end],
         windows=windows[begin:end],
-        whole_windows=windows,
         stage=stage,
         num_stages=count,
+        whole=model,
+        stage_bounds=tuple(bounds),
     )
     return Staged(part, groups_of_stage(groups, windows, begin, end))
 

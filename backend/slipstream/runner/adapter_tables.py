@@ -65,50 +65,81 @@ class Uploaded(NamedTuple):
     is_home: bool  # whether they lie where graphs read them
 
 
-class AdapterTables:
-    """Lays adapters out for kernels, and makes the tables of steps.
+class TileLayout:
+    """The tiles of adapters that kernels take.
 
     Args:
-        places: of the model, in the order of their numbers.
-        device: of all tensors.
-        max_tokens: of a step.
+        places: of a model, in the order of their numbers.
+        is_turned: whether tiles of B are; see `Tile`.
         dtype: of the terms.
     """
 
-    def __init__(
-        self,
-        places: Sequence[AdaptedPlace],
-        device: torch.device,
-        max_tokens: int,
-        dtype: torch.dtype,
-    ) -> None:
-        self._places = [each for each in places if each.linear is not None and each.name != HEAD]
-        self._device = device
-        self.staging = Staging(device, _ROW_BYTES * max_tokens + 4096)
-        self._is_turned = device.type == "cpu"
-        self._scratch = scratch_of(WIDEST, device) if device.type == "cuda" else None
-        largest = max((max(each.inputs, *each.sizes) for each in self._places), default=1)
+    def __init__(self, places: Sequence[AdaptedPlace], is_turned: bool, dtype: torch.dtype) -> None:
+        self.places = [each for each in places if each.linear is not None and each.name != HEAD]
+        self.is_turned = is_turned
+        largest = max((max(each.inputs, *each.sizes) for each in self.places), default=1)
         largest = -(-largest // TILE) * TILE
         self.page_bytes = page_bytes_of(largest, dtype.itemsize)
-        refusals = [lora.refusal(each.inputs, each.sizes) for each in self._places]
+        refusals = [lora.refusal(each.inputs, each.sizes) for each in self.places]
         self.refusal = next(filter(None, refusals), None)
 
     def num_pages(self, terms: Terms) -> int | None:
         """Count the pages that an adapter takes; None: the kernels do not take it."""
-        described = self._described(terms)
+        described = self.described(terms)
         if described is None:
             return None
-        sizes = [tile.num_bytes for tile in self._tiles(described)]
+        sizes = [tile.num_bytes for tile in self.tiles(described)]
         return pack(sizes, self.page_bytes)[1]
+
+    def tiles(self, described: Sequence[Sequence[Pair | None]]) -> list[Tile]:
+        """Return the tiles of all pairs, of each 16 ranks A's and then B's."""
+        found: list[Tile] = []
+        for pair in (pair for parts in described for pair in parts):
+            for a, b in () if pair is None else cut(pair):
+                rows = -(-len(b) // TILE) * TILE if self.is_turned else len(b)
+                found += Tile(a, (TILE, a.shape[1])), Tile(b, (rows, TILE), self.is_turned)
+        return found
+
+    def described(self, terms: Terms) -> list[list[Pair | None]] | None:
+        """Return the pairs of all parts of all places; None: the kernels do not take a term."""
+        names = {place.name for place in self.places}
+        plain = all(t.a is not None and t.gain is None for each in terms.values() for t in each)
+        if self.refusal is not None or not plain or not names.issuperset(terms):
+            return None
+        described: list[list[Pair | None]] = []
+        for place in self.places:
+            parts = list[Pair | None]([None] * len(place.sizes))
+            if not all(_put(term, place.sizes, parts) for term in terms.get(place.name, ())):
+                return None
+            described.append(parts)
+        return described
+
+
+class AdapterTables:
+    """Lays adapters out for kernels, and makes the tables of steps.
+
+    Args:
+        layout: of the places that are here.
+        page_bytes: of a page, which has room for any tile of it.
+        device: of all tensors.
+        max_tokens: of a step.
+    """
+
+    def __init__(
+        self, layout: TileLayout, page_bytes: int, device: torch.device, max_tokens: int
+    ) -> None:
+        self._layout, self._page_bytes, self._device = layout, page_bytes, device
+        self.staging = Staging(device, _ROW_BYTES * max_tokens + 4096)
+        self._scratch = scratch_of(WIDEST, device) if device.type == "cuda" else None
 
     def lay_out(self, terms: Terms) -> Laid | None:
         """Copy an adapter of host memory into pages; None: the kernels do not take it."""
-        described = self._described(terms)
+        described = self._layout.described(terms)
         if described is None:
             return None
-        tiles = self._tiles(described)
-        spots, _ = pack([tile.num_bytes for tile in tiles], self.page_bytes)
-        pages = copy_pages(tiles, spots, self.page_bytes, self._device)
+        tiles = self._layout.tiles(described)
+        spots, _ = pack([tile.num_bytes for tile in tiles], self._page_bytes)
+        pages = copy_pages(tiles, spots, self._page_bytes, self._device)
         addresses = iter([pages[spot.page].data_ptr() + spot.offset for spot in spots])
 
         def of(pair: Pair | None) -> list[tuple[int, int]] | None:
@@ -117,7 +148,7 @@ class AdapterTables:
             return [(next(addresses), next(addresses)) for _ in cut(pair)]
 
         found = [[of(pair) for pair in parts] for parts in described]
-        words, width = lora.describe(found, self._is_turned)
+        words, width = lora.describe(found, self._layout.is_turned)
         words = words.to(self._device)
         ranks = [[0 if pair is None else len(pair[0]) for pair in parts] for parts in described]
         placed = (
@@ -126,40 +157,18 @@ class AdapterTables:
         )
         return Laid(words, words.data_ptr(), width, self._views(ranks, placed))
 
-    def _tiles(self, described: Sequence[Sequence[Pair | None]]) -> list[Tile]:
-        """Return the tiles of all pairs, of each 16 ranks A's and then B's."""
-        found: list[Tile] = []
-        for pair in (pair for parts in described for pair in parts):
-            for a, b in () if pair is None else cut(pair):
-                rows = -(-len(b) // TILE) * TILE if self._is_turned else len(b)
-                found += Tile(a, (TILE, a.shape[1])), Tile(b, (rows, TILE), self._is_turned)
-        return found
-
     def _views(self, ranks: Sequence[Sequence[int]], tiles: Iterator[Tensor]) -> list[InPages]:
         """Return the terms of parts of these ranks, whose tiles follow each other."""
         found: list[InPages] = []
-        for place, of_parts in zip(self._places, ranks, strict=True):
+        is_turned = self._layout.is_turned
+        for place, of_parts in zip(self._layout.places, ranks, strict=True):
             first = 0
             for size, rank in zip(place.sizes, of_parts, strict=True):
                 pairs = [(next(tiles), next(tiles)) for _ in range(-(-rank // TILE))]
                 if pairs:
-                    found.append(InPages(place.name, first, rank, pairs, size, self._is_turned))
+                    found.append(InPages(place.name, first, rank, pairs, size, is_turned))
                 first += size
         return found
-
-    def _described(self, terms: Terms) -> list[list[Pair | None]] | None:
-        """Return the pairs of all parts of all places; None: the kernels do not take a term."""
-        names = {place.name for place in self._places}
-        plain = all(t.a is not None and t.gain is None for each in terms.values() for t in each)
-        if self.refusal is not None or not plain or not names.issuperset(terms):
-            return None
-        described: list[list[Pair | None]] = []
-        for place in self._places:
-            parts = list[Pair | None]([None] * len(place.sizes))
-            if not all(_put(term, place.sizes, parts) for term in terms.get(place.name, ())):
-                return None
-            described.append(parts)
-        return described
 
     def upload(
         self, tokens: Int64s, kept: Int64s | None, active: Mapping[int, Laid], shape: StepShape

@@ -22,17 +22,21 @@ from torch import Tensor
 
 from slipstream.core.batch import Batch
 from slipstream.errors import ConfigError
-from slipstream.fuse.adapt import adapt
+from slipstream.fuse.adapt import AdaptedPlace, adapt
 from slipstream.kernels.cpu.native import library
 from slipstream.kernels.lora.terms import Table
 from slipstream.layers.adapted import Group as RowGroup
 from slipstream.layers.adapted import StepGroups, Terms
 from slipstream.layers.decoder import Decoder, StepDecoder
 from slipstream.models.adapters.legacy import read_table, read_task
-from slipstream.models.adapters.read import AdapterWeights, read_adapter
+from slipstream.models.adapters.read import AdapterWeights, PlaceTerms, bytes_of, read_adapter
 from slipstream.models.adapters.targets import Targets
+from slipstream.models.decoder import build_any
+from slipstream.models.fileless import SizeSource
+from slipstream.models.model_config import ModelConfig
+from slipstream.models.source import Weights
 from slipstream.runner.adapter_pages import LEAST_PAGE
-from slipstream.runner.adapter_tables import WIDEST, AdapterTables, Laid, Uploaded
+from slipstream.runner.adapter_tables import WIDEST, AdapterTables, Laid, TileLayout, Uploaded
 from slipstream.runner.group import ALONE, AdapterOrder, Group
 from slipstream.runner.memory import default_pool
 from slipstream.runner.plan import Plan
@@ -81,15 +85,29 @@ class Adapters:
         self._numbers = itertools.count(1)
         self.targets: Targets | None = None
         self._refusal = "backend_model = 'transformers' serves no adapters"
-        if plan.model.num_stages > 1:
-            self._refusal = f"pipeline_parallel = {plan.model.num_stages} serves no adapters"
-        elif isinstance(model, Decoder):
-            places = adapt(model, self._groups, plan.model.dims.vocab_size)
-            self.targets = Targets(places, plan.model.tensors, plan.dtype, plan.device)
-            self._tables = AdapterTables(places, plan.device, max_tokens, plan.dtype)
-            self.page_bytes = self._tables.page_bytes
+        self._is_last = plan.model.stage == plan.model.num_stages - 1
+        self._pages: dict[int, int] = {}  # of each adapter
+        self._layers, self._ranks_of_stage = plan.model.tensors.layers, plan.config.tensor_parallel
         is_gpu = plan.device.type == "cuda"
         self.by_tables = plan.dtype.itemsize == 2 if is_gpu else _has_kernels(plan.dtype)
+        if isinstance(model, Decoder):
+            self._take_places(plan, adapt(model, self._groups, plan.model.dims.vocab_size))
+            self._tables = AdapterTables(self._own, self.page_bytes, plan.device, max_tokens)
+
+    def _take_places(self, plan: Plan, places: Sequence[AdaptedPlace]) -> None:
+        """Take the places of this rank's layers, and on rank 0 those of all stages."""
+        is_gpu = plan.device.type == "cuda"
+        own = TileLayout(places, not is_gpu, plan.dtype)
+        self._own = self._all = own
+        if plan.rank == 0:
+            whole = plan.model.whole or plan.model
+            places = _of_all_stages(plan.model, plan.dtype, places)
+            given = whole.tensors, plan.dtype, plan.device
+            self.targets = Targets(places, *given, plan.model.stage_bounds)
+            self._all = TileLayout(places, not is_gpu, plan.dtype)
+        self.page_bytes = -self._ranks.agree(-own.page_bytes)
+        if not self._ranks.agree(int(own.refusal is None)):
+            self.by_tables = False
 
     def read(self, path: str, root: str = "") -> AdapterWeights:
         """Read and check a PEFT directory, of which no file lies outside `root`, if there is one.
@@ -143,12 +161,18 @@ class Adapters:
         """Keep an adapter in host memory; return its number."""
         number = next(self._numbers)
         self._ranks.give_adapter(number, weights)
+        self._pages[number] = self._pages_for(weights)
         self.keep(number, weights)
         return number
 
+    def _own_name(self, place: str) -> str:
+        """Return a place's name as the decoder of this stage has it."""
+        return place if self._layers is None else self._layers.own(place)
+
     def keep(self, number: int, weights: AdapterWeights) -> None:
-        """Keep an adapter of this rank in host memory."""
-        self._stored[number] = replace(weights, others=())
+        """Keep what this rank has of an adapter in host memory."""
+        terms = {self._own_name(name): terms for name, terms in weights.terms.items()}
+        self._stored[number] = replace(weights, terms=terms, others=())
 
     def add(self, weights: AdapterWeights) -> int:
         """Store an adapter, and copy it to the device at once; return its number."""
@@ -161,12 +185,16 @@ class Adapters:
         return number
 
     def pages_of(self, number: int) -> int:
-        """Return how many pages an adapter takes."""
-        return self._pages_for(self._stored[number])
+        """Return how many pages an adapter takes, on the stage where it takes most."""
+        return self._pages[number]
 
     def _pages_for(self, weights: AdapterWeights) -> int:
-        count = self._tables.num_pages(weights.terms) if self.by_tables else None
-        return -(-weights.num_bytes // self.page_bytes) if count is None else count
+        of_stages = (weights.terms, *weights.others)[:: self._ranks_of_stage]
+        return max(self._pages_of(terms) for terms in of_stages)
+
+    def _pages_of(self, terms: PlaceTerms) -> int:
+        count = self._all.num_pages(terms) if self.by_tables else None
+        return -(-bytes_of(terms) // self.page_bytes) if count is None else count
 
     def start_load(self, number: int) -> None:
         """Start to copy an adapter to the device; `take_loaded` says when it is there."""
@@ -212,6 +240,7 @@ class Adapters:
         """Discard an adapter; steps that were launched with it keep it to their end."""
         self._ranks.order(AdapterOrder.REMOVE, number)
         self._loaded.pop(number, None)
+        self._pages.pop(number, None)
         del self._stored[number]
 
     def _load(self, weights: AdapterWeights, behind: torch.cuda.Event | None) -> Loaded:
@@ -265,7 +294,7 @@ class Adapters:
         self, active: Active, tokens: Int64s, shape: StepShape, arrays: StepArrays, keeps_all: bool
     ) -> Uploaded:
         """Copy to the device what kernels read of the adapters of a step's `tokens`."""
-        kept = tokens[arrays.sample_rows] if _has_kept(shape, keeps_all) else None
+        kept = tokens[arrays.sample_rows] if self._has_kept(shape, keeps_all) else None
         laid = {number: each.laid for number, each in active.items() if each.laid is not None}
         return self._tables.upload(tokens, kept, laid, shape)
 
@@ -300,7 +329,7 @@ class Adapters:
             active: the step's adapters.
             tokens: the adapter of each token; see `adapters_of`.
             shape, arrays: the step's.
-            keeps_all: the last block goes on with all tokens, not with the sampled alone.
+            keeps_all: the model's last block goes on with all tokens, not the sampled alone.
         """
         if not active:
             yield
@@ -309,7 +338,7 @@ class Adapters:
             with self.having(self.upload(active, tokens, shape, arrays, keeps_all).tables):
                 yield
             return
-        has_kept = _has_kept(shape, keeps_all)
+        has_kept = self._has_kept(shape, keeps_all)
         kept = tokens[arrays.sample_rows] if has_kept else tokens
         groups = self._groups
         groups.tokens = self._grouped(tokens, active)
@@ -334,6 +363,20 @@ class Adapters:
         finally:
             groups.head = before
 
+    @contextmanager
+    def end(self, active: Active, tokens: Int64s, arrays: StepArrays) -> Iterator[None]:
+        """Have the head add terms to rows that are sampled, where they come from another stage."""
+        if active and not self._are_laid(active):
+            self._groups.head = self._grouped(tokens[arrays.sample_rows], active)
+        try:
+            yield
+        finally:
+            self._groups.clear()
+
+    def _has_kept(self, shape: StepShape, keeps_all: bool) -> bool:
+        """Whether the last block that is here goes on with some of the tokens."""
+        return self._is_last and shape.num_decodes < shape.num_tokens and not keeps_all
+
     def _grouped(self, numbers: Int64s, active: Active) -> list[RowGroup]:
         """Group rows by their adapters."""
         found = [(each.terms, (numbers == n).nonzero()[0]) for n, each in active.items()]
@@ -348,6 +391,15 @@ def _has_kernels(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and library() is not None
 
 
-def _has_kept(shape: StepShape, keeps_all: bool) -> bool:
-    """Whether the last block goes on with some of the tokens."""
-    return shape.num_decodes < shape.num_tokens and not keeps_all
+def _of_all_stages(
+    model: ModelConfig, dtype: torch.dtype, places: Sequence[AdaptedPlace]
+) -> Sequence[AdaptedPlace]:
+    """Return the places of all stages, those of others without weights, of the first one's."""
+    if model.whole is None:
+        return places
+    weights = Weights(SizeSource(), torch.device("meta"), dtype)
+    decoder = build_any(model.whole, weights, max_model_len=1)
+    assert isinstance(decoder, Decoder), "classes of transformers have no stages"
+    own = {each.name: each for each in places}
+    found = adapt(decoder, StepGroups(), model.dims.vocab_size)
+    return [own.get(each.name, each) for each in found]

@@ -240,12 +240,12 @@ class Joined:
 
     def order(self, order: AdapterOrder, number: int) -> None:
         """Send an order, from rank 0; other ranks obey it."""
-        if self._ranks.rank == 0:
+        if self._memory.rank == 0:
             self.send(AdapterDo(order, number, tuple(self.ended)))
 
     def part_of(self, message: AdapterPart) -> AdapterWeights | None:
         """Return this rank's part of an adapter; None: the message has another's."""
-        if message.rank != self._ranks.rank:
+        if message.rank != self._memory.rank:
             return None
         terms: dict[str, list[Term]] = {}
         for sent in _terms.decode(message.terms):

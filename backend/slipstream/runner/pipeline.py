@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from slipstream_runtime.ranks import RankError
 from torch import Tensor
@@ -20,7 +21,9 @@ from slipstream.kernels.comm.links import Links
 from slipstream.layers.decoder import Decoder
 from slipstream.layers.residual import Residual
 from slipstream.layers.stages import Inlet
-from slipstream.runner.graphs import Buckets
+from slipstream.runner.adapter_rows import NONE, adapters_of
+from slipstream.runner.adapters import Active
+from slipstream.runner.graphs import Buckets, Captured
 from slipstream.runner.group import Finish, Frame, Joined, Message
 from slipstream.runner.launched import LaunchedStep
 from slipstream.runner.log_probs import Ask
@@ -41,6 +44,8 @@ class _Started(NamedTuple):
     shape: StepShape
     arrays: StepArrays  # its own
     keeps_all: bool  # the last layer keeps all tokens, not only those that are sampled
+    active: Active  # its adapters
+    adapters: Int64s  # of each token; see `adapters_of`
 
 
 class _Stage(ModelRunner):
@@ -52,6 +57,7 @@ class _Stage(ModelRunner):
         self._is_first = plan.model.stage == 0
         self._is_last = plan.model.stage == plan.model.num_stages - 1
         self._ends = Staging(plan.device)
+        self._has_peers = plan.config.tensor_parallel > 1
         super().__init__(plan, group)
 
     @property
@@ -89,19 +95,29 @@ class _Stage(ModelRunner):
     def _compute(self, step: _Started) -> None:
         """Run the stage's layers over what the stage before sends, and send their states on."""
         shape, arrays = step.shape, step.arrays
+        found = None if step.keeps_all else self._find_graph(shape, step.active)
+        graph = None if found is None or found[0] != shape else found[1]
         base = self._staging.copy(arrays.memory)
-        found = None
-        if self._graphs is not None and not step.keeps_all and base is self._staging.home:
-            found = self._graphs.find(shape)
+        if graph is not None and base is not self._staging.home:
+            graph = None
+        of_step = step.active, step.adapters, shape, arrays
+        if graph is not None and step.active:
+            made = self.adapters.upload(*of_step, keeps_all=False)
+            graph = graph if made.is_home else None
         if not self._is_first:
             self._take(self._links.receive(shape.num_tokens, self._hidden_size, self._dtype))
-        if found is not None and found[0] == shape:
-            found[1].graph.replay()
-            hidden = found[1].logits
+        if graph is not None:
+            graph.graph.replay()
+            hidden = graph.logits
         else:
-            hidden = self._hidden(shape, StepInputs.of(base, arrays), step.keeps_all).values
+            with self.adapters.step(*of_step, step.keeps_all):
+                hidden = self._hidden(shape, StepInputs.of(base, arrays), step.keeps_all).values
         self._staging.sent()
         self._links.send(hidden)
+
+    def _find_graph(self, shape: StepShape, active: Active) -> tuple[StepShape, Captured] | None:
+        """Return the graph of a stage's layers; see `Leader`: alone, a stage captures no sums."""
+        return None if active and self._has_peers else ModelRunner._find_graph(self, shape, active)
 
     def _take(self, states: Tensor) -> None:
         if self._states is None:
@@ -130,10 +146,6 @@ class _Stage(ModelRunner):
 class StageLeader(_Stage, Leader):
     """Rank 0: launches the first parts of steps, and makes the samples of those that come back."""
 
-    def __init__(self, plan: Plan, group: Joined) -> None:
-        self._has_peers = plan.config.tensor_parallel > 1
-        super().__init__(plan, group)
-
     def launch(self, batch: Batch) -> LaunchedStep:
         """Launch the first part of a step; the rest is done when it is waited for."""
         first = self._next_places()[0]
@@ -154,7 +166,8 @@ class StageLeader(_Stage, Leader):
         if batch.copies:
             self._copy_blocks(batch)
         shape, keeps_all = self._builder.layout.shape_of(batch), has_prompts(batch)
-        found = None if keeps_all else self._find_graph(shape, {})
+        active = self.adapters.of(batch)
+        found = None if keeps_all else self._find_graph(shape, active)
         if found is not None:
             shape = found[0]
         arrays = self._builder.build(batch, shape, first, 0)
@@ -164,7 +177,9 @@ class StageLeader(_Stage, Leader):
             if masks is not None:
                 masks.ask(arrays.rows, places)
             # Those of the builder change with the next step.
-            started = _Started(shape, self._own_arrays(shape, arrays), keeps_all)
+            own = self._own_arrays(shape, arrays)
+            of_tokens = adapters_of(batch, shape) if active else NONE
+            started = _Started(shape, own, keeps_all, active, of_tokens)
             self._compute(started)
         return started, places
 
@@ -212,7 +227,8 @@ class StageLeader(_Stage, Leader):
             hidden = hidden[inputs.sample_rows]
         if not len(hidden):
             return hidden.new_empty((0, self.vocab_size)), inputs
-        return self._model.logits(Residual(hidden)), inputs
+        with self.adapters.end(started.active, started.adapters, started.arrays):
+            return self._model.logits(Residual(hidden)), inputs
 
 
 class StageFollower(_Stage, Follower):
@@ -232,7 +248,9 @@ class StageFollower(_Stage, Follower):
     def _replay(self, frame: Frame) -> None:
         if frame.copies:
             self._copy_blocks(Batch((), 0, copies=frame.copies))
-        step = _Started(frame.shape, self._arrays(frame), frame.pieces is not None)
+        tokens = np.frombuffer(frame.adapters, np.int64)
+        has_pieces, active = frame.pieces is not None, self._active(tokens)
+        step = _Started(frame.shape, self._arrays(frame), has_pieces, active, tokens)
         self._compute(step)
         if self._is_first:
             self._started.append((frame, step))
@@ -245,5 +263,7 @@ class StageFollower(_Stage, Follower):
             self._model.logits(rows_of_piece(hidden, first, count, self._is_sliced))
         if step.keeps_all:
             hidden = hidden[inputs.sample_rows]
-        if len(hidden):
+        if not len(hidden):
+            return
+        with self.adapters.end(step.active, step.adapters, step.arrays):
             self._model.logits(Residual(hidden))

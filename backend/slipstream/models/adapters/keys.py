@@ -15,7 +15,8 @@ def key_terms(
     table: Tensor, targets: Targets, dtype: torch.dtype, where: str
 ) -> list[dict[str, list[Term]]]:
     """Return the terms of all layers of a table `[tokens, layers * 2 * width]`, as PEFT writes it:
-    of each layer keys, as attention sees them, and then values. Each rank has those of its heads.
+    of each layer keys, as attention sees them, and then values. Each rank has those of its layers
+    and heads.
 
     Raises `CheckpointError`, which `where` begins.
     """
@@ -40,12 +41,12 @@ def key_terms(
         sides = [
             _taken(x, order) for x, order in zip(own, orders, strict=True) if order is not None
         ]
-        for rank, of_rank in enumerate(terms):
+        for part_of, rank in enumerate(targets.ranks_of(keys_of(number))):
             heads = [
-                part.cuts[rank].of_outputs(side.t()).t()
+                part.cuts[part_of].of_outputs(side.t()).t()
                 for part, side in zip(parts[1:], sides, strict=True)
             ]
-            of_rank[keys_of(number)] = [Term(0, None, torch.cat(heads, 1).contiguous())]
+            terms[rank][keys_of(number)] = [Term(0, None, torch.cat(heads, 1).contiguous())]
     return terms
 
 

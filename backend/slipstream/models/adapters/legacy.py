@@ -54,7 +54,7 @@ class Row(NamedTuple):
 def read_task(task: LoraTask, targets: Targets, dtype: torch.dtype) -> AdapterWeights:
     """Read and check the weights of a task; raises `CheckpointError` (row, value)."""
     terms: dict[str, list[Term]] = {}
-    of_ranks = RankTerms(targets.num_ranks)
+    of_ranks = RankTerms(targets)
     digest = blake2b(b"task", digest_size=16)
     rank = 0
     for row in rows_of(task):

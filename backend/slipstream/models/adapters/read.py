@@ -37,7 +37,8 @@ PlaceTerms = Mapping[str, tuple[Term, ...]]
 class AdapterWeights:
     """An adapter in host memory: its terms by the decoder's places, in the model's dtype.
 
-    Of several ranks' they are those of rank 0; `others` are those of all others, in order.
+    Of several ranks' they are those of rank 0; `others` are those of all others, in order. Layers
+    have the numbers that the whole model gives them.
     """
 
     terms: PlaceTerms
@@ -47,8 +48,8 @@ class AdapterWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(term.num_bytes for found in self.terms.values() for term in found)
+        """Bytes of all tensors, of the rank with most."""
+        return max(bytes_of(terms) for terms in (self.terms, *self.others))
 
     @property
     def changes_head(self) -> bool:
@@ -61,16 +62,23 @@ class AdapterWeights:
         return sum(len(term.b) for term in self.terms.get(VIRTUAL, ()))
 
 
-class RankTerms:
-    """The terms of an adapter, as each of `size` ranks has them; see `Part`."""
+def bytes_of(terms: PlaceTerms) -> int:
+    """Count the bytes of all tensors of terms."""
+    return sum(term.num_bytes for found in terms.values() for term in found)
 
-    def __init__(self, size: int) -> None:
-        self._of_ranks: list[dict[str, list[Term]]] = [{} for _ in range(size)]
+
+class RankTerms:
+    """The terms of an adapter, as each of the ranks of `targets` has them; see `Part`."""
+
+    def __init__(self, targets: Targets) -> None:
+        self._targets = targets
+        self._of_ranks: list[dict[str, list[Term]]] = [{} for _ in range(targets.num_ranks)]
 
     def add(self, part: Part, term: Term) -> None:
         """Take a term of a part."""
-        for found, own in zip(self._of_ranks, part.of_ranks(term), strict=True):
-            found.setdefault(part.place, []).append(own)
+        ranks = self._targets.ranks_of(part.place)
+        for rank, own in zip(ranks, part.of_ranks(term), strict=True):
+            self._of_ranks[rank].setdefault(part.place, []).append(own)
 
     def weights(self, digest: bytes, rank: int) -> AdapterWeights:
         """Return all of them."""
@@ -114,7 +122,7 @@ def _of_modules(
 ) -> AdapterWeights:
     digest = blake2b(digest_size=_DIGEST_BYTES)
     terms: dict[str, list[Term]] = {}
-    of_ranks = RankTerms(targets.num_ranks)
+    of_ranks = RankTerms(targets)
     given: dict[tuple[str, int], str] = {}
     rank = 0
     for stored in modules:
@@ -152,8 +160,11 @@ def of_table(
     terms = {VIRTUAL: [Term(0, None, rows)]}
     check_range(terms, dtype, where)
     digest = _digest_of(b"virtual tokens " + tag, rows)
-    made = {VIRTUAL: tuple(terms[VIRTUAL])}  # of all ranks
-    return AdapterWeights(made, digest, 0, (made,) * (targets.num_ranks - 1))
+    of_ranks: list[PlaceTerms] = [{} for _ in range(targets.num_ranks)]
+    for rank in targets.ranks_of(VIRTUAL):
+        of_ranks[rank] = {VIRTUAL: tuple(terms[VIRTUAL])}
+    own, *others = of_ranks
+    return AdapterWeights(own, digest, 0, tuple(others))
 
 
 def of_keys(table: Tensor, targets: Targets, dtype: torch.dtype, where: str) -> AdapterWeights:
@@ -163,8 +174,9 @@ def of_keys(table: Tensor, targets: Targets, dtype: torch.dtype, where: str) -> 
     """
     embeddings = torch.zeros(len(table), targets.embedding_size, dtype=dtype)
     made: list[PlaceTerms] = []
-    for terms in key_terms(table, targets, dtype, where):
-        terms[VIRTUAL] = [Term(0, None, embeddings)]
+    for rank, terms in enumerate(key_terms(table, targets, dtype, where)):
+        if rank in targets.ranks_of(VIRTUAL):
+            terms[VIRTUAL] = [Term(0, None, embeddings)]
         check_range(terms, dtype, where)
         made.append({name: tuple(each) for name, each in terms.items()})
     own, *others = made
@@ -192,8 +204,8 @@ def _parts(targets: Targets, stored: Stored, path: Path) -> list[Part]:
         raise CheckpointError(f"{path}: module {stored.module} is {kind}, its tensors are not so")
     if stored.magnitude is not None and targets.num_ranks > 1:
         raise CheckpointError(
-            f"{path}: {stored.module}: magnitudes (use_dora) are not implemented beside "
-            f"tensor_parallel = {targets.num_ranks}: no rank has all of the matrix"
+            f"{path}: {stored.module}: magnitudes (use_dora) are not implemented on "
+            f"{targets.num_ranks} ranks: none has all matrices"
         )
     if stored.magnitude is not None and parts[0].linear is None:
         kind = "an embedding" if is_embedding else "matrices that are not multiplied alone"

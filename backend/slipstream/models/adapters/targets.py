@@ -1,6 +1,7 @@
 """The matrices of a decoder that adapters can change, by the checkpoint's names of modules."""
 
 import functools
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,10 +15,12 @@ from slipstream.layers.linear import Linear
 from slipstream.models.adapters.config import MAX_RANK
 from slipstream.models.axes import TensorNames
 from slipstream.models.cuts import Cut
+from slipstream.models.stages import Bounds
 
 _OF_INPUTS = ("o_proj",)  # layers of whose matrices inputs are arranged, not outputs
 _COLUMNS = 1024  # of a matrix that are looked at together
 _WRAPPED = "language_model."  # in the names of adapters that were trained in a larger model
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,10 @@ def _whole(cut: Cut | None, outputs: int, inputs: int) -> tuple[int, int]:
 
 
 class Targets:
-    """All parts, by the names of modules."""
+    """All parts, by the names of modules.
+
+    Ranks are counted stage by stage, as those of an engine are.
+    """
 
     def __init__(
         self,
@@ -143,12 +149,16 @@ class Targets:
         names: TensorNames,
         dtype: torch.dtype,
         device: torch.device,
+        bounds: Bounds = (),
     ) -> None:
         """Take the places of a decoder, the family's names of tensors, and those of rows.
 
-        The decoder is that of the rank of the names' cuts, if they have any.
+        The decoder is that of the rank of the names' cuts, if they have any. `bounds` are the
+        layers of the stages of a pipeline; none: one has all.
         """
-        self.num_ranks = 1 if names.cuts is None else names.cuts.size
+        self._size = 1 if names.cuts is None else names.cuts.size  # of a stage
+        self._bounds = bounds
+        self.num_ranks = self._size * max(1, len(bounds))
         self._optional = names.optional
         self.key_refusal = next((each.key_refusal for each in places if each.key_refusal), "")
         self._given = places, names, dtype, device
@@ -208,6 +218,13 @@ class Targets:
             size = outputs * inputs if is_whole else 0
             found = max(found, size, MAX_RANK * max(outputs, inputs))
         return found
+
+    def ranks_of(self, place: str) -> range:
+        """Return the ranks that have a part of a place: those of its stage."""
+        found = _LAYER.match(place)
+        layer = 0 if found is None else int(found[1])  # the first stage has the ends
+        stage = next((i for i, (_, end) in enumerate(self._bounds) if layer < end), 0)
+        return range(stage * self._size, (stage + 1) * self._size)
 
     @property
     def embedding_size(self) -> int:
