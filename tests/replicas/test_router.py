@@ -2,11 +2,10 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from fixtures.bridge.launching import wait_for, wait_lost
-from fixtures.bridge.replicated import Client, stopped
+from fixtures.bridge.replicated import Client, parent_of, stopped
 from slipstream import wire
 from slipstream.bridge import connection
 from slipstream.bridge.totals import Totals
@@ -18,10 +17,6 @@ LONG = 1_000_000  # tokens: it does not end while a test runs
 
 def sent(client: Client) -> list[int]:
     return [each.num_requests for each in client.replicas]
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")")[-1].split()[1])
 
 
 def test_a_stream_is_cancelled_where_it_runs_and_its_id_is_unique_over_all(server, client):

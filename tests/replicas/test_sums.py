@@ -14,12 +14,13 @@ class Engine:
 
     def __init__(self, pid: int, start_s: float) -> None:
         self.pid, self.start_s = pid, start_s
-        self.steps, self.cells = 0, [0, 0]
+        self.steps, self.cells, self.is_up = 0, [0, 0], True
 
     def status(self) -> wire.Status:
         histograms = {"queue_s": (list(self.cells), 0.5 * sum(self.cells))}
         figures = wire.Figures(
-            {"start_time_s": self.start_s}, {"steps": float(self.steps)}, histograms, {}
+            {"start_time_s": self.start_s, "running": float(self.pid), "block_size": 16.0},
+            *({"steps": float(self.steps)}, histograms, {}),
         )
         return wire.Status(0, "m", self.pid, 1, 1, 0, 0, 0.0, 0, 0, [], figures=figures)
 
@@ -41,6 +42,9 @@ class World:
         return Engine(self.pid, self.now_s)
 
     def start_router(self) -> None:
+        """A router waits for one engine at least."""
+        if self.engines and not any(engine.is_up for engine in self.engines):
+            self.engines[0] = self._new()
         router = self._new()
         self.router, self.num_sent, self.num_restarts = router, [0, 0], [0, 0]
         self.totals = [ReplicaTotals(lambda pid: pid < router.pid) for _ in range(2)]
@@ -50,8 +54,13 @@ class World:
         self.engines[which] = self._new()
         self.num_restarts[which] += 1
 
+    def end(self, which: int) -> None:
+        self.engines[which].is_up = False
+
     def count(self, which: int, num: int) -> None:
         engine = self.engines[which]
+        if not engine.is_up:
+            return
         engine.steps += num
         engine.cells[num % 2] += num
         self.num_sent[which] += 1
@@ -59,11 +68,16 @@ class World:
 
     def look(self, has_bridge: bool = True) -> None:
         for totals, engine in zip(self.totals, self.engines, strict=False):
-            totals.take(engine.status())
-        known = [each.figures for each in self.totals if each.figures is not None]
+            if engine.is_up:
+                totals.take(engine.status())
+        found = [
+            totals.known(engine.pid if engine.is_up else 0)
+            for totals, engine in zip(self.totals, self.engines, strict=False)
+        ]
+        known = [each for each in found if each is not None]
         if not has_bridge or not known:
             return
-        figures = sum_figures(known)
+        figures = self.figures = sum_figures(known)
         figures.gauges["start_time_s"] = self.router.start_s
         states = [
             wire.ReplicaState(
@@ -83,6 +97,7 @@ class World:
 STEPS: dict[str, Callable[[World, int, int], None]] = {
     "count": lambda world, which, num: world.count(which, num),
     "restart an engine": lambda world, which, num: world.restart(which),
+    "end an engine": lambda world, which, num: world.end(which),
     "restart the router": lambda world, which, num: world.start_router(),
     "look": lambda world, which, num: None,
 }
@@ -97,6 +112,9 @@ def test_counters_add_up(steps: list[tuple[str, int, int]]) -> None:
         STEPS[what](world, which, num)
         num_restarts += what == "restart an engine"
         world.look()
+        up = [float(engine.pid) for engine in world.engines if engine.is_up]
+        assert world.figures.gauges.get("running", 0.0) == sum(up)
+        assert world.figures.gauges["block_size"] == 16.0
         values = world.bridge.values
         assert values["steps"] == values["queue_s#0"] + values["queue_s#1"] == world.counted
         assert values["queue_s#sum"] == 0.5 * world.counted

@@ -283,7 +283,7 @@ class EngineMetrics:
                 "kv_blocks_free": status.kv_blocks_free,
                 "kv_blocks_used": used,
                 "kv_blocks_total": status.kv_blocks_total,
-                "kv_usage": used / status.kv_blocks_total,
+                "kv_usage": used / max(1, status.kv_blocks_total),
                 "reused_blocks": self._totals.values["prefix_hits"] / figures.gauges["block_size"],
                 "last_step_age_s": status.last_step_age_s + (silent_s if is_silent else 0.0),
                 "answer_age_s": silent_s,

@@ -72,6 +72,7 @@ class Replica:
         self.cached = CachedPrefixes()
         self.welcome: wire.Welcome | None = None
         self._owner = owner
+        self._is_there = False  # an engine, whose end is to be counted
         folder = f"{_FOLDER}{number}"
         self.runtime = runtime.of(str(os.path.join(runtime.folder, folder)))
         self.runtime.home.mkdir(mode=0o700, exist_ok=True)
@@ -99,6 +100,11 @@ class Replica:
             self.welcome = self.connection.wait_welcome(0) or self.welcome
             return self.connection.wait_welcome(0) is not None
         return False
+
+    @property
+    def engine_pid(self) -> int:
+        """The process of its engine; 0: it is down."""
+        return self.welcome.engine_pid if self.is_up() and self.welcome is not None else 0
 
     def load(self) -> Load:
         """Return what its engine has published last; nothing while it is down or idle."""
@@ -153,11 +159,13 @@ class Replica:
             self.num_restarts,
         )
 
-    def reset(self) -> None:
-        """Discard what was known of an engine that is gone."""
+    def reset(self) -> bool:
+        """Discard what was known of an engine; return whether it was there, or never came."""
+        had_engine, self._is_there = self._is_there, False
         self.num_queued = self.num_held = self.num_streams = 0
-        self.num_restarts += 1
+        self.num_restarts += had_engine
         self.cached.clear()
+        return had_engine
 
     def adapter_digest(self, name: str) -> bytes | None:
         """Return the digest of an adapter that it has; None: it has none of that name."""
@@ -201,4 +209,5 @@ class Replica:
     def _take_prefixes(self, message: wire.Prefixes) -> None:
         self.cached.take(message)
         if message.is_whole:
+            self._is_there = True
             self._owner.greet(self)

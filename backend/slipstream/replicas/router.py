@@ -12,7 +12,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import msgspec
@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 SILENT_S = 3.0  # engines answer once a second, between steps
 _GONE = "the engine ended; try again"
 _DOWN = "the engine is not running; it is being restarted"
+_FULL = ("max_waiting", "max_waiting_tokens")
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +49,8 @@ class Routed:
         num_new: tokens of its prompt that were not cached there; 0 once it answers.
         num_held: tokens that it holds there.
         num_open: sequences that have not ended.
-        is_retried: it was sent to a second replica.
+        is_retried: it was sent to a second replica, as the first one's engine ended.
+        full: numbers of replicas that refused it as full.
         cause: why it is being cancelled.
     """
 
@@ -62,6 +64,7 @@ class Routed:
     has_answered: bool = False
     is_retried: bool = False
     cause: wire.CancelCause | None = None
+    full: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
     expected: list[bytes] = field(default_factory=list)  # what it will add to the cache there
 
@@ -149,7 +152,7 @@ class Router:
                 assert routed.replica is not None, "it was sent"
                 routed.replica.connection.send(cancel)
             except ContractError:  # it waits for the next engine
-                self._end(routed)
+                self._refuse(routed, Code.UNAVAILABLE, _GONE)
             return True
 
     def cancel_bridge(self, bridge: bytes) -> int:
@@ -215,9 +218,13 @@ class Router:
 
     # --- sending -------------------------------------------------------------------------------
 
-    def _send(self, routed: Routed) -> None:
-        """Choose a replica and send a request there. Raises ContractError if there is none."""
-        open_to = {each.number: each for each in self.replicas if each.is_up()}
+    def _send(self, routed: Routed, among: Mapping[int, Replica] | None = None) -> None:
+        """Choose a replica, of all or `among` some, and send a request there.
+
+        Raises ContractError if there is none.
+        """
+        replicas = self.replicas if among is None else among.values()
+        open_to = {each.number: each for each in replicas if each.is_up()}
         while True:
             found = self._choose(routed, open_to)
             if found is None:
@@ -302,12 +309,39 @@ class Router:
             replica.num_streams -= 1
 
     def reject(self, replica: Replica, rejected: wire.Rejected) -> None:
-        """Pass on that a replica refuses a request."""
+        """Pass on that a replica refuses a request, unless it is full and another has room.
+
+        What a replica has published is older than what was sent there since.
+        """
         with self._lock:
             routed = self._routed.get(rejected.request)
-            if routed is not None:
+            if routed is None:
+                return
+            routed.full.add(replica.number)
+            is_full = rejected.reason in _FULL and routed.cause is None
+            if not (is_full and routed.message.task is None and self._move_on(routed)):
                 self._refuse(routed, rejected.code, rejected.message, rejected.reason)
         os.eventfd_write(self.wake, 1)
+
+    def _move_on(self, routed: Routed) -> bool:
+        """Send a request to a replica that has not refused it; return False if all are full."""
+        message, before, full = routed.message, routed.number, routed.replica
+        open_to = {
+            each.number: each
+            for each in self.replicas
+            if each.number not in routed.full
+            and not (message.adapter and each.adapter_digest(message.adapter) is None)
+            and not each.view(0, len(message.token_ids)).is_full
+        }
+        counted = routed.num_new, routed.num_held, routed.expected
+        try:
+            self._send(routed, open_to)
+        except ContractError:
+            return False
+        assert full is not None, "it has answered"
+        del self._routed[before]
+        _discount(full, *counted)
+        return True
 
     def lose_messages(self, replica: Replica, requests: Iterable[int]) -> None:
         """Forget requests of which a message was lost: their bridges miss them at their next look.
@@ -323,7 +357,7 @@ class Router:
         """Send requests `kept` to another replica, if there is one; refuse the others."""
         with self._lock:
             mine = [each for each in self._routed.values() if each.replica is replica]
-            replica.reset()
+            had_engine = replica.reset()
             self._tasks = {t: n for t, n in self._tasks.items() if n != replica.number}
             num_moved = 0
             for routed in mine:
@@ -333,10 +367,11 @@ class Router:
                 else:
                     routed.replica = None  # which counts nothing any more
                     self._refuse(routed, Code.UNAVAILABLE, _GONE)
-            _log.warning(
-                "replica %d is gone: of %d requests %d go to others",
-                *(replica.number, len(mine), num_moved),
-            )
+            if mine or had_engine:
+                _log.warning(
+                    "replica %d is gone: of %d requests %d go to others",
+                    *(replica.number, len(mine), num_moved),
+                )
         os.eventfd_write(self.wake, 1)
 
     def _move(self, routed: Routed) -> bool:
@@ -379,9 +414,7 @@ class Router:
         self._request_ids.remove(routed)
         replica = routed.replica
         if replica is not None:
-            replica.num_queued -= routed.num_new
-            replica.num_held -= routed.num_held
-            replica.cached.settle(routed.expected)
+            _discount(replica, routed.num_new, routed.num_held, routed.expected)
             if routed.has_answered:
                 replica.num_streams -= routed.num_open
 
@@ -395,3 +428,10 @@ class Router:
                 assert replica.num_held == sum(each.num_held for each in mine)
                 streams = sum(each.num_open for each in mine if each.has_answered)
                 assert replica.num_streams == streams
+
+
+def _discount(replica: Replica, num_new: int, num_held: int, expected: list[bytes]) -> None:
+    """Take what a request counted for from its replica."""
+    replica.num_queued -= num_new
+    replica.num_held -= num_held
+    replica.cached.settle(expected)

@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 _PERIOD_S = 1.0
 _ANSWER_S = 1.0
 _MAX_SAMPLES = 10_000  # that nobody takes
-_SAME = ("block_size", "start_time_s", "gpu_hour_price")  # of gauges: no sums
+_SAME = ("block_size", "start_time_s", "gpu_hour_price")  # of gauges: no sums, and they stay
 
 
 def sum_loads(loads: Sequence[Load]) -> Load:
@@ -79,6 +79,13 @@ class ReplicaTotals:
         self._pid = 0
         self._found: wire.Figures | None = None  # what the engine had counted before
         self._before: wire.Figures | None = None  # of engines that have ended
+
+    def known(self, engine_pid: int) -> wire.Figures | None:
+        """Return the figures, with gauges if they are of the engine that there is."""
+        if self.figures is None or self._pid == engine_pid:
+            return self.figures
+        gauges = {name: value for name, value in self.figures.gauges.items() if name in _SAME}
+        return msgspec.structs.replace(self.figures, gauges=gauges)
 
     def take(self, status: wire.Status) -> None:
         """Take the figures of an engine."""
@@ -154,9 +161,11 @@ class Gatherer:
         self._thread.start()
 
     def take(self, num_dropped: int) -> wire.Figures:
-        """Return the sums as of the last look; samples once."""
+        """Return the sums as of the last look; samples once. Gauges are of engines that are up."""
+        pids = {each.number: each.engine_pid for each in self._replicas}
         with self._lock:
-            known = [each.figures for each in self._totals.values() if each.figures is not None]
+            found = [each.known(pids[number]) for number, each in self._totals.items()]
+            known = [each for each in found if each is not None]
             figures = sum_figures(known)
             samples, self._samples = dict(self._samples), defaultdict(list)
         figures.counters["dropped_messages"] = (
