@@ -10,9 +10,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fixtures.bridge.launching import wait_for
 from fixtures.server.serve_process import Serve, short_directory
+from fixtures.server.support import CHECKPOINT, compose
 from slipstream_client import cli
 from slipstream_runtime import draining, inflight
 from slipstream_runtime.directory import Runtime
@@ -99,20 +102,24 @@ class Drained:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def engine_pid(self) -> int:
+    def state(self) -> dict[str, Any]:
         path = "/v2/models/slipstream_health/infer"
         status, text = self.ask(self.serve.ports[0], path, {"inputs": []})
         assert status == 200, text
-        return int(json.loads(json.loads(text)["outputs"][0]["data"][0])["engine_pid"])
+        state = json.loads(json.loads(text)["outputs"][0]["data"][0])
+        assert isinstance(state, dict)
+        return state
 
 
 @contextlib.contextmanager
-def stopped(pid: int):
-    os.kill(pid, signal.SIGSTOP)
+def stopped(*pids: int):
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.rest
@@ -136,9 +143,36 @@ def test_a_draining_server_ends_what_runs_and_refuses_what_is_new(repository: Pa
         serve.assert_gone()
 
 
+@pytest.mark.rest
+def test_replicas_drain_together(tmp_path: Path, capfd) -> None:
+    options = ("--dtype", "float32", "--kv-cache-tokens", "4096", "--replicas", "2")
+    repository = compose(CHECKPOINT, tmp_path / "models", *options)
+    port = Endpoints.free().http_port
+    with short_directory() as folder:
+        serve = Serve(repository, folder / "scratch", "--drain", "60", openai_port=port)
+        try:
+            serve.wait_ready()
+            server = Drained(serve, port)
+            before = [each["num_requests"] for each in server.state()["replicas"]]
+            with stopped(*(each["engine_pid"] for each in server.state()["replicas"])):
+                streams = [server.openai_stream(), server.openai_stream()]
+                wait_for(lambda: draining.num_in_flight(server.runtime) == 2)
+                assert server.drain("--delay", "0", "--timeout", "0.5") == 1
+                assert "2 requests still run after 0.5 s" in capfd.readouterr().err
+            after = [each["num_requests"] for each in server.state()["replicas"]]
+            assert after == [each + 1 for each in before]  # one at each
+        finally:
+            serve.end(signal.SIGTERM)
+        for stream in streams:
+            stream.join(120)
+            _check_whole(stream)
+        serve.assert_gone()
+
+
 def _check_bounded(server: Drained, capfd) -> None:
-    pid = server.engine_pid()
-    with stopped(pid):  # so that neither has ended, however fast the engine is
+    with stopped(
+        server.state()["engine_pid"]
+    ):  # so that neither has ended, however fast the engine is
         streams = [server.openai_stream(), server.triton_stream()]
         server.wait_in_flight(2)
         assert server.drain("--delay", "0", "--timeout", "0.5") == 1
