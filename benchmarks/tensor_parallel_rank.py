@@ -237,7 +237,7 @@ def measure_engine(args: argparse.Namespace) -> dict[str, Any]:
         runner.follow()
         return found | {"idle": idle_share(notes)}
     bounds = config.max_num_seqs, config.max_num_batched_tokens, config.max_waiting
-    limits = Limits(*bounds, num_stages=config.pipeline_parallel)
+    limits = Limits(*bounds, num_stages=config.pipeline_parallel, kv_cache_reuse=False)
     engine = Engine(limits, runner, None, args.config.stem)
     target = EngineTarget(engine)
     gc.collect()

@@ -7,9 +7,11 @@ import torch
 from fixtures.kernels.emulation import emulate, on_gpus
 from fixtures.tiers import quick_of
 from slipstream.kernels.comm.all_reduce import (
+    EMPTY_BYTES,
     GRID,
     MAX_RANKS,
     MEMORY_BYTES,
+    PACKS_AT,
     Peers,
     sum_into,
     sum_norm,
@@ -36,6 +38,7 @@ class Gpus:
         self.memory = [torch.zeros(MEMORY_BYTES // 4, dtype=torch.int32) for _ in range(size)]
         for each in self.memory:
             each[: 2 * GRID * MAX_RANKS] = met
+            each[PACKS_AT // 4 : (PACKS_AT + EMPTY_BYTES) // 4] = -1
         bases = tuple(each.data_ptr() for each in self.memory)
         limit = torch.tensor([300 * 10**9])
         epochs = [torch.full((GRID,), BEFORE, dtype=torch.int32) for _ in range(size)]
@@ -66,6 +69,25 @@ def test_sums(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
         wanted = total(list(x), before if adds else None)
         assert all(torch.equal(found, wanted) for found in on_gpus(size, call))
+
+
+def test_data_of_all_ones_is_nan_and_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These bits mean that nothing has come yet; an infinity and a zero that has a sign arrive."""
+    emulate(monkeypatch)
+    gpus, x = Gpus(2), drawn(2, 64)
+    x[0, 8:24].view(torch.int16).fill_(-1)
+    x[1, 24:32], x[0, 24:32], x[0, 40], x[1, 40] = float("inf"), -0.0, -0.0, -0.0
+
+    def call(rank: int) -> Tensor:
+        out = torch.empty(64, dtype=BF16)
+        sum_into(gpus.peers[rank], "one_shot", x[rank], None, out)
+        return out
+
+    for _ in range(3):
+        for found in on_gpus(2, call):
+            assert torch.equal(found.isnan(), total(list(x)).isnan())
+            assert torch.equal(found.nan_to_num().signbit(), total(list(x)).nan_to_num().signbit())
+            assert torch.equal(found.nan_to_num(), total(list(x)).nan_to_num())
 
 
 @pytest.mark.parametrize("met", [2**31 - 100, 1])

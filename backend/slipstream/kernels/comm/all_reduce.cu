@@ -2,10 +2,9 @@
 // -D ELEMENT (T), RANKS (the most)
 #include "comm/peers.cuh"
 
-constexpr int OF_LINE = int(LINE_DATA / sizeof(T));
 constexpr int OF_PACK = int(16 / sizeof(T));
-constexpr int MAX_LINES = 8;  // of a row and thread
-using Line = Pack<T, OF_LINE>;
+constexpr int MAX_PACKS = 4;  // of a row and thread
+using Values = Pack<T, OF_PACK>;
 
 template <int N>
 struct Sums {
@@ -31,43 +30,48 @@ DEVICE Pack<T, N> rounded(const Sums<N>& sums) {
   return made;
 }
 
-DEVICE u64 bits_of(const Line& line) { return *reinterpret_cast<const u64*>(&line); }
-DEVICE Line line_of(u64 bits) { return *reinterpret_cast<const Line*>(&bits); }
+DEVICE const ulonglong2& bits_of(const Values& values) { return *reinterpret_cast<const ulonglong2*>(&values); }
+DEVICE Values values_of(const ulonglong2& bits) { return *reinterpret_cast<const Values*>(&bits); }
 
-// The sum of a line of all ranks; `own` is this one's.
-DEVICE Sums<OF_LINE> sum_line(const Peers& peers, i64 at, const Line& own, u32 epoch) {
-  Sums<OF_LINE> total;
+// The sum of a pack of all ranks; `own` is this one's.
+DEVICE Sums<OF_PACK> sum_pack(const Peers& peers, i64 at, const Values& own, u32 epoch) {
+  Sums<OF_PACK> total;
 #pragma unroll
   for (int r = 0; r < RANKS; ++r)
     if (r < peers.size) {
-      Line part = own;
+      Values part = own;
       if (r != peers.rank)
-        part = line_of(
-            receive_line(peers, lines_of(base_of(peers, peers.rank), epoch, r, peers.size) + at, r, epoch));
+        part = values_of(
+            receive_pack(peers, packs_of(base_of(peers, peers.rank), epoch, r, peers.size) + at, r, epoch));
       if (r == 0)
-        total = widened<OF_LINE>(part);
+        total = widened<OF_PACK>(part);
       else
         add(total, part);
     }
   return total;
 }
 
-// residual: 0, or what is added, in place of `out`. At most LINES lines: one a thread.
+// residual: 0, or what is added, in place of `out`. At most PACKS / size packs.
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    one_shot(PEERS, const T* x, const T* residual, T* out, i64 num_lines) {
+    one_shot(PEERS, const T* x, const T* residual, T* out, i64 num_packs) {
   start_next();
   wait_for_previous();
   const Peers peers = peers_of(EVERY_BASE, rank, size, epochs, limit, late);
   const u32 epoch = next_epoch(peers);
-  const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
-  if (at >= num_lines) return;
-  const Line own = load_fresh<OF_LINE>(x + at * OF_LINE);
-  send_to_all(peers, at, bits_of(own), epoch);
-  Line before;
-  if (residual) before = load_fresh<OF_LINE>(residual + at * OF_LINE);
-  Sums<OF_LINE> total = sum_line(peers, at, own, epoch);
-  if (residual) add(total, before);
-  store<OF_LINE>(out + at * OF_LINE, rounded(total));
+  const i64 first = i64(blockIdx.x) * THREADS + threadIdx.x, distance = i64(GRID) * THREADS;
+  if (first >= num_packs) return;
+  Values own = load_fresh<OF_PACK>(x + first * OF_PACK);
+  send_to_all(peers, first, bits_of(own), epoch);
+  for (i64 at = first + distance; at < num_packs; at += distance)
+    send_to_all(peers, at, bits_of(load_fresh<OF_PACK>(x + at * OF_PACK)), epoch);
+  for (i64 at = first; at < num_packs; at += distance) {
+    if (at != first) own = load_fresh<OF_PACK>(x + at * OF_PACK);
+    Values before;
+    if (residual) before = load_fresh<OF_PACK>(residual + at * OF_PACK);
+    Sums<OF_PACK> total = sum_pack(peers, at, own, epoch);
+    if (residual) add(total, before);
+    store<OF_PACK>(out + at * OF_PACK, rounded(total));
+  }
 }
 
 DEVICE float cta_sum(float value) {
@@ -87,44 +91,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   float shift) {
   start_next();
   const Peers peers = peers_of(EVERY_BASE, rank, size, epochs, limit, late);
-  const int lines = int(width) / OF_LINE;
+  const int packs = int(width) / OF_PACK;
   wait_for_previous();
   const u32 epoch = next_epoch(peers);
-  const i64 first = i64(blockIdx.x) * lines;
+  const i64 first = i64(blockIdx.x) * packs;
   if (blockIdx.x >= num_rows) return;
-  Line own[MAX_LINES];
+  Values own[MAX_PACKS];
 #pragma unroll
-  for (int i = 0; i < MAX_LINES; ++i) {
+  for (int i = 0; i < MAX_PACKS; ++i) {
     const int at = threadIdx.x + i * THREADS;
-    if (at < lines) {
-      own[i] = load_fresh<OF_LINE>(x + (first + at) * OF_LINE);
+    if (at < packs) {
+      own[i] = load_fresh<OF_PACK>(x + (first + at) * OF_PACK);
       send_to_all(peers, first + at, bits_of(own[i]), epoch);
     }
   }
   float squares = 0.0f;
 #pragma unroll
-  for (int i = 0; i < MAX_LINES; ++i) {
+  for (int i = 0; i < MAX_PACKS; ++i) {
     const int at = threadIdx.x + i * THREADS;
-    if (at < lines) {
-      Sums<OF_LINE> total = sum_line(peers, first + at, own[i], epoch);
-      add(total, load_fresh<OF_LINE>(residual + (first + at) * OF_LINE));
+    if (at < packs) {
+      const Values before = load_fresh<OF_PACK>(residual + (first + at) * OF_PACK);
+      Sums<OF_PACK> total = sum_pack(peers, first + at, own[i], epoch);
+      add(total, before);
       own[i] = rounded(total);  // the norm is that of the rounded sum
-      store<OF_LINE>(residual + (first + at) * OF_LINE, own[i]);
+      store<OF_PACK>(residual + (first + at) * OF_PACK, own[i]);
 #pragma unroll
-      for (int j = 0; j < OF_LINE; ++j) squares = fmaf(to_float(own[i].at[j]), to_float(own[i].at[j]), squares);
+      for (int j = 0; j < OF_PACK; ++j) squares = fmaf(to_float(own[i].at[j]), to_float(own[i].at[j]), squares);
     }
   }
   const float scale = 1.0f / sqrtf(cta_sum(squares) / float(width) + eps);
 #pragma unroll
-  for (int i = 0; i < MAX_LINES; ++i) {
+  for (int i = 0; i < MAX_PACKS; ++i) {
     const int at = threadIdx.x + i * THREADS;
-    if (at < lines) {
-      const Line factor = load<OF_LINE>(weight + at * OF_LINE);
-      Line made;
+    if (at < packs) {
+      const Values factor = load<OF_PACK>(weight + at * OF_PACK);
+      Values made;
 #pragma unroll
-      for (int j = 0; j < OF_LINE; ++j)
+      for (int j = 0; j < OF_PACK; ++j)
         made.at[j] = from_float<T>(to_float(own[i].at[j]) * scale * (shift + to_float(factor.at[j])));
-      store<OF_LINE>(out + (first + at) * OF_LINE, made);
+      store<OF_PACK>(out + (first + at) * OF_PACK, made);
     }
   }
 }

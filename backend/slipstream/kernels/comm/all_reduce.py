@@ -1,7 +1,7 @@
 """Sums and exchanges over GPUs whose memory each has mapped: what they compute, and their kernels.
 
-Three ways of a sum, by its bytes: lines that carry their own flag (`one_shot`), a sum of parts and
-an exchange of these (`two_shot`), or NCCL, which has other bits. See `peers.cuh`.
+Three ways of a sum, by its bytes: packs that need no flag (`one_shot`), a sum of parts and an
+exchange of these (`two_shot`), or NCCL, which has other bits. See `peers.cuh`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from slipstream.kernels.runtime import jit
 
-GRID, THREADS, MAX_RANKS = 64, 512, 8  # as peers.cuh has them, like all below
-LINE_DATA = 8
-LINES = GRID * THREADS
-ONE_SHOT_BYTES = LINES * LINE_DATA
+GRID, THREADS, MAX_RANKS = 128, 512, 8  # as peers.cuh has them, like all below
+PACK_BYTES = 16
+PACKS = 1 << 20
 ROOM_BYTES = 8 << 20
-_LINES_AT = 2 * GRID * MAX_RANKS * 4
-_ROOMS_AT = _LINES_AT + 2 * MAX_RANKS * LINES * 16
-MEMORY_BYTES = _ROOMS_AT + 4 * ROOM_BYTES
-_MAX_LINES = 8  # of a row and thread
-# Ranks -> bytes up to which lines are faster: each rank sends them whole to every other.
-_ONE_SHOT = {2: ONE_SHOT_BYTES, 4: ONE_SHOT_BYTES // 2, 8: ONE_SHOT_BYTES // 4}
+PACKS_AT = 2 * GRID * MAX_RANKS * 4
+EMPTY_BYTES = 2 * PACKS * PACK_BYTES  # from there on: all ones before the first call
+MEMORY_BYTES = PACKS_AT + EMPTY_BYTES + 4 * ROOM_BYTES
+_MAX_PACKS = 4  # of a row and thread
+# Ranks -> bytes up to which packs are faster: each rank sends them whole to every other. Of two
+# ranks by measurement, of more by the bytes that pass through a link.
+_ONE_SHOT = {2: 8 << 20, 4: 1 << 20, 8: 512 << 10}
 _NCCL_FROM = ROOM_BYTES + 1
 
 
@@ -95,20 +95,20 @@ def _require(name: str, *tensors: Tensor | None) -> None:
 def sum_into(peers: Peers, way: str, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
     """Write the ranks' sum of `x`, and `residual` if there is one, which `out` may be.
 
-    At most `ONE_SHOT_BYTES` in one shot, `ROOM_BYTES` in two.
+    In one shot each rank has its part of `PACKS`; in two at most `ROOM_BYTES`.
     """
     _require(way, x, residual, out)
-    most, unit = (ONE_SHOT_BYTES, LINE_DATA) if way == "one_shot" else (ROOM_BYTES, 16)
+    most = PACKS // peers.size * PACK_BYTES if way == "one_shot" else ROOM_BYTES
     jit.require(0 < x.nbytes <= most, "{}: {} bytes, above {}", way, x.nbytes, most)
     before = 0 if residual is None else residual
-    args = (*peers.arguments, x, before, out, x.nbytes // unit)
+    args = (*peers.arguments, x, before, out, x.nbytes // PACK_BYTES)
     jit.launch(_variant(x.dtype, peers.size), way, (GRID,), THREADS, *args, overlaps=True)
 
 
 def can_norm(num_rows: int, width: int, itemsize: int, size: int) -> bool:
     """Whether one kernel may make sum and norm of rows."""
     num_bytes = width * itemsize
-    is_row = num_bytes % 16 == 0 and num_bytes <= _MAX_LINES * THREADS * LINE_DATA
+    is_row = num_bytes % 16 == 0 and num_bytes <= _MAX_PACKS * THREADS * PACK_BYTES
     return is_row and 0 < num_rows <= GRID and num_rows * num_bytes <= _ONE_SHOT[most_of(size)]
 
 

@@ -9,7 +9,7 @@ import torch
 from slipstream_runtime.ranks import RankError
 from torch import Tensor
 
-from slipstream.kernels.comm.all_reduce import GRID, MEMORY_BYTES, Peers
+from slipstream.kernels.comm.all_reduce import EMPTY_BYTES, GRID, MEMORY_BYTES, PACKS_AT, Peers
 
 _log = logging.getLogger(__name__)
 _LAZY = 1  # cudaIpcMemLazyEnablePeerAccess
@@ -45,6 +45,7 @@ class PeerMemory:
         with torch.cuda.device(device), Device(device.index):
             own = int(runtime.malloc(MEMORY_BYTES))
             runtime.memset(own, 0, MEMORY_BYTES)
+            runtime.memset(own + PACKS_AT, 0xFF, EMPTY_BYTES)
             runtime.deviceSynchronize()  # before any other rank writes there
             handles = exchange(bytes(runtime.ipcGetMemHandle(own)))
             bases = tuple(

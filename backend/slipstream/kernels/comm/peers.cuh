@@ -1,7 +1,7 @@
 // Memory of all ranks' GPUs as one kernel sees it, and how CTAs of different GPUs wait for each other.
 // -D RANKS: the most ranks, 2, 4 or 8.
 //
-// Every rank has one allocation of the same layout, which all others have mapped: flags, then lines, then rooms. All
+// Every rank has one allocation of the same layout, which all others have mapped: flags, then packs, then rooms. All
 // ranks make the same calls in the same order. A call has GRID CTAs whatever its size; CTA b of a rank meets CTA b of
 // the others. Each counts its calls, its epochs, in its own GPU's memory, so CUDA graphs can repeat a call, and all CTAs
 // have the same count. Odd and even epochs have buffers of their own. A call ends on a rank only after it has heard from
@@ -10,12 +10,11 @@
 #pragma once
 #include "runtime/common.cuh"
 
-constexpr int GRID = 64, THREADS = 512, MAX_RANKS = 8;
-constexpr i64 LINE_DATA = 8;                               // bytes of data in a line, which has 16
-constexpr i64 LINES = i64(GRID) * THREADS;                 // of a rank and turn
-constexpr i64 ROOM = 8 << 20;                              // bytes of a rank and turn
-constexpr i64 LINES_AT = 2 * GRID * MAX_RANKS * 4;         // behind the flags
-constexpr i64 ROOMS_AT = LINES_AT + 2 * MAX_RANKS * LINES * 16;
+constexpr int GRID = 128, THREADS = 512, MAX_RANKS = 8;
+constexpr i64 PACKS = 1 << 20;                        // of 16 bytes, of a turn: all ranks have as many
+constexpr i64 ROOM = 8 << 20;                         // bytes of a rank and turn
+constexpr i64 PACKS_AT = 2 * GRID * MAX_RANKS * 4;    // behind the flags
+constexpr i64 ROOMS_AT = PACKS_AT + 2 * PACKS * 16;
 
 struct Peers {
   u64 bases[RANKS];  // of the allocations, by rank
@@ -79,30 +78,35 @@ struct Patience {
   }
 };
 
-// ---- lines: 8 bytes of data that carry their epoch, so they need no flag ----
+// ---- packs: 16 bytes, whose halves arrive whole; a half of all ones has not come yet, so data needs no flag ----
 
-DEVICE ulonglong2* lines_of(u64 base, u32 epoch, int from, int size) {
-  return reinterpret_cast<ulonglong2*>(base + LINES_AT) + (i64(epoch % 2) * size + from) * LINES;
+constexpr u64 EMPTY = ~0ull;
+
+DEVICE ulonglong2* packs_of(u64 base, u32 epoch, int from, int size) {
+  return reinterpret_cast<ulonglong2*>(base + PACKS_AT) + (i64(epoch % 2) * size + from) * (PACKS / size);
 }
-// Each half, 4 bytes and the epoch, is one access of 8 bytes: it arrives whole.
-DEVICE void send_line(ulonglong2* line, u64 data, u32 epoch) {
-  const u64 mark = u64(epoch) << 32, low = mark | u32(data), high = mark | (data >> 32);
-  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(line), "l"(low), "l"(high) : "memory");
+DEVICE void write_pack(ulonglong2* pack, u64 low, u64 high) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(pack), "l"(low), "l"(high) : "memory");
 }
-DEVICE u64 receive_line(const Peers& peers, const ulonglong2* line, int from, u32 epoch) {
+// All ones are NaNs in every type; without their signs they are NaNs, too.
+DEVICE u64 as_data(u64 half) { return half == EMPTY ? 0x7fff7fff7fff7fffull : half; }
+// Who takes a pack empties it: the next in this buffer comes when this call has ended on its rank.
+DEVICE ulonglong2 receive_pack(const Peers& peers, ulonglong2* pack, int from, u32 epoch) {
   Patience patience;
+  ulonglong2 found;
   while (true) {
-    u64 low, high;
-    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(low), "=l"(high) : "l"(line) : "memory");
-    if (u32(low >> 32) == epoch && u32(high >> 32) == epoch) return u64(u32(low)) | high << 32;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];" : "=l"(found.x), "=l"(found.y) : "l"(pack) : "memory");
+    if (found.x != EMPTY && found.y != EMPTY) break;
     patience.spin(peers, from, epoch);
   }
+  write_pack(pack, EMPTY, EMPTY);
+  return found;
 }
-DEVICE void send_to_all(const Peers& peers, i64 line, u64 data, u32 epoch) {
+DEVICE void send_to_all(const Peers& peers, i64 at, const ulonglong2& data, u32 epoch) {
 #pragma unroll
   for (int r = 0; r < RANKS; ++r)
     if (r < peers.size && r != peers.rank)
-      send_line(lines_of(peers.bases[r], epoch, peers.rank, peers.size) + line, data, epoch);
+      write_pack(packs_of(peers.bases[r], epoch, peers.rank, peers.size) + at, as_data(data.x), as_data(data.y));
 }
 
 // ---- rooms: large parts, which a flag follows ----
