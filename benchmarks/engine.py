@@ -32,7 +32,9 @@ from workloads import Workload
 FIGURES = ("itl_ms", "ttft_ms", "seconds", "input_tok_s", "output_tok_s")
 WORKLOADS = {
     "decode_1": lambda: workloads.decode(1),
+    "decode_16": lambda: workloads.decode(16),
     "decode_32": lambda: workloads.decode(32),
+    "decode_64": lambda: workloads.decode(64),
     "decode_128": lambda: workloads.decode(128),
     "decode_256": lambda: workloads.decode(256, max_tokens=128),
     "prefill": workloads.prefill,
@@ -124,7 +126,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", default="none", choices=("none", "fp8"))
+    parser.add_argument("--quantization", default="none", help="none, fp8, int8, int4, w4a8")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--max-num-batched-tokens", type=int, default=4096)
     parser.add_argument("--output", type=Path)

@@ -145,9 +145,8 @@ def measure(
     for n, is_piped in itertools.product(counts, kernels):
         piped.runs_on = lambda *_, is_piped=is_piped: is_piped
         chosen = tile_rows(n * model.top_k, model.experts, is_fp8, device=layers[0].router.device)
-        for tile in (SKINNY_ROWS, *TILE_ROWS) if all_tiles else (chosen,):
-            if is_piped and tile not in piped.TILE_ROWS:
-                continue
+        sizes = piped.TILE_ROWS if is_piped else (SKINNY_ROWS, *TILE_ROWS)
+        for tile in sizes if all_tiles else (chosen,):
             found = timed(layers, n, tile)
             line = f"{model.name:14} {kind} {n:5} rows, {'piped' if is_piped else 'tiles'} of"
             line += f" {tile:3}{'*' * (tile == chosen):1}"

@@ -53,7 +53,7 @@ def test_six_or_seven_kernels_of_fixed_shapes(num_rows: int, scheme: str) -> Non
 def test_hopper_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     """A CTA has 256 weight rows of a tile; deterministic mode keeps the other kernel."""
     monkeypatch.setattr(jit, "is_hopper", lambda _: True)
-    for num_rows, rows in ((200, 32), (512, 64), (2048, 128)):
+    for num_rows, rows in ((200, 32), (512, 48), (700, 64), (2048, 128)):
         up, down = (each for each in launches(num_rows, scheme)[-3:-1])
         assert (up[0], down[0]) == ("piped", "piped")
         tiles = most_tiles(8 * num_rows, 128, rows)

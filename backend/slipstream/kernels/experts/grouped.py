@@ -25,7 +25,7 @@ from slipstream.kernels.runtime.op import op
 DTYPES = (torch.float16, torch.bfloat16)  # that have kernels
 MULTIPLE = 8  # of which widths and outputs are, on a GPU; widths of e4m3 of twice as many
 SKINNY_ROWS = 8  # of a tile of `skinny.cu`
-TILE_ROWS = (16, *piped.TILE_ROWS)  # of `tiled.cu`
+TILE_ROWS = (16, 32, 64, 128)  # of `tiled.cu`
 # The most pairs an expert, on average, for each size of tiles. On an H200 these are the fastest
 # for experts of two shapes with averages of 0.06 to 8, 32 and 128; between them most experts are to
 # have one tile. Tiles of 128 by e4m3 are slower than two of 64.
@@ -223,10 +223,9 @@ def _launch(
     rows = routed.tile_rows
     how = (x.dtype, is_fp8, gate is not None)
     taken = piped.TILE_ROWS if piped.runs_on(x.device, deterministic) else ()
-    jit.compile_too(
-        (piped.variant if size in taken else _variant)(*how, size)
-        for size in (SKINNY_ROWS, *TILE_ROWS)
-    )
+    few = (size for size in (SKINNY_ROWS, *TILE_ROWS) if not taken or size < taken[0])
+    jit.compile_too(_variant(*how, size) for size in few)
+    jit.compile_too(piped.variant(*how, size) for size in taken)
     given = (0 if each is None else each for each in (matrix.scales, matrix.bias))
     places = (routed.order, routed.weights, routed.tiles)
     sizes = (width, outputs, routed.top_k, 0 if gate is None else gate.value)

@@ -4,7 +4,7 @@
 // what it multiplies next while the tensor cores multiply what it widened before.
 // A k-step of 16 wants columns 2t, 2t + 1, 2t + 8, 2t + 9 of a weight row in lane t, and ldmatrix gives it bytes 4t to
 // 4t + 3: so beside e4m3, pairs 0, 2, 4, 6, 1, 3, 5, 7 of 16 numbers of x lie in this order.
-// -D ELEMENT, FP8, GATED (see pieces.cuh), ROWS (16, 32, 64, 128: of a tile), SLOTS
+// -D ELEMENT, FP8, GATED (see pieces.cuh), ROWS (32, 48, 64, 128: of a tile), SLOTS
 #include "experts/pieces.cuh"
 #include "gemm/sm90/wgmma_fragments.cuh"
 #include "runtime/tma.cuh"

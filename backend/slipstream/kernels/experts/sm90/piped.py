@@ -15,10 +15,10 @@ from slipstream.kernels.elementwise.fp8 import E4M3
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.runtime import jit, tensor_map
 
-TILE_ROWS = (32, 64, 128)  # `tiled.cu` is as fast or faster by tiles of 16
+TILE_ROWS = (32, 48, 64, 128)  # `tiled.cu` is as fast or faster by tiles of 16
 # The most pairs an expert, on average, for each size of tiles. On an H200 tiles of 64 are the
 # fastest with averages of 32, of 128 with one of 128; between them most experts have one tile.
-MOST_PAIRS = {32: 22, 64: 48, 128: 1 << 31}
+MOST_PAIRS = {32: 22, 48: 35, 64: 48, 128: 1 << 31}
 _WEIGHT_ROWS = 256  # of a CTA
 _THREADS = 384
 _COLUMN = 128  # bytes of a weight row in a slot

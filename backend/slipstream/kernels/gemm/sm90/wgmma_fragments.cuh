@@ -5,7 +5,9 @@
 
 #define NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NAMES_16 NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NAMES_24 NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define SUMS_16 SUMS_8(0), SUMS_8(8)
+#define SUMS_24 SUMS_16, SUMS_8(16)
 // sums (+)= A B^T, of 16 inputs of 16 bits, or of 32 of e4m3
 #define PRODUCT(COUNT, N, K_AND_TYPES, ORDER, NAME, NAMES, OPERANDS, A0, A1, A2, A3, B, ADD)                         \
   DEVICE void multiply(float (&sums)[COUNT], const u32 (&a)[4], u64 b, bool add, NAME) {                             \
@@ -18,6 +20,7 @@
 #define PRODUCTS(K_AND_TYPES, ORDER, NAME)                                                                     \
   PRODUCT(8, "16", K_AND_TYPES, ORDER, NAME, NAMES_8, SUMS_8(0), "8", "9", "10", "11", "12", "13")             \
   PRODUCT(16, "32", K_AND_TYPES, ORDER, NAME, NAMES_16, SUMS_16, "16", "17", "18", "19", "20", "21")           \
+  PRODUCT(24, "48", K_AND_TYPES, ORDER, NAME, NAMES_24, SUMS_24, "24", "25", "26", "27", "28", "29")           \
   PRODUCT(32, "64", K_AND_TYPES, ORDER, NAME, NAMES_32, SUMS_32, "32", "33", "34", "35", "36", "37")           \
   PRODUCT(128, "256", K_AND_TYPES, ORDER, NAME, NAMES_128, SUMS_128, "128", "129", "130", "131", "132", "133")
 PRODUCTS("k16.f32.f16.f16", ", 0", Half)
