@@ -90,7 +90,7 @@ DEVICE void write_pack(ulonglong2* pack, u64 low, u64 high) {
 }
 // All ones are NaNs in every type; without their signs they are NaNs, too.
 DEVICE u64 as_data(u64 half) { return half == EMPTY ? 0x7fff7fff7fff7fffull : half; }
-// Who takes a pack empties it: the next in this buffer comes when this call has ended on its rank.
+// Taking a pack empties it: the next in this buffer comes when this call has ended on this rank.
 DEVICE ulonglong2 receive_pack(const Peers& peers, ulonglong2* pack, int from, u32 epoch) {
   Patience patience;
   ulonglong2 found;
