@@ -14,6 +14,7 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
+from fixtures.models.parity import GRID, check_against
 from slipstream.kernels.attention.scores import Scores
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cpu.native import library
@@ -57,6 +58,20 @@ def test_blocks_in_one_are_those_one_by_one(
     with within(HERE[0]):
         assert outputs == generate(parts)
     assert torch.equal(kv_format.read(whole._cache), kv_format.read(parts._cache))
+
+
+@pytest.mark.parametrize("name", ["hunyuan", "ministral 3"])
+def test_what_comes_behind_the_rotation(name: str, tmp_path: Path) -> None:
+    """Norms, and factors by position, which blocks in one have as transformers does."""
+    family, own = GRID[name]
+    model = make_model(family, **(own | SIZES))
+    runner = make_runner(save(model, tmp_path))
+    assert runner._model.whole is not None
+    generations = [Generation(prompt, 6) for prompt in random_prompts([37, 1, 90])]
+    with patch.object(Block, "__call__", side_effect=AssertionError("one by one")):
+        Driver(runner, keep_logits=True).finish(generations, chunk=20)
+    for generation in generations:
+        check_against(model, generation, 1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

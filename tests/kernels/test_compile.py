@@ -55,7 +55,7 @@ WIDEST_OF_SOURCE = {
     "gemm/sm90/packed_stream.cu": {("8", "4"), ("16", "2")},
     "gemm/sm90/packed_pipe.cu": {("64", "2"), ("128", "1"), ("128", "2"), ("256", "1")},
 }
-ADDITIONS = ("WINDOWED", "SINKS", "SHARES", "SPLITS")
+ADDITIONS = ("WINDOWED", "SINKS", "SHARES", "SPLITS", "LATE")
 REPORT = re.compile(
     r"entry function '(?P<entry>\w+)'.*?(?P<stack>\d+) bytes stack frame, "
     r"(?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"

@@ -103,11 +103,19 @@ def test_a_token_has_the_same_bits_whatever_chunk_it_comes_in() -> None:
     st.sampled_from([8, 40, 64, 128, 192]),
     st.sampled_from(sorted(FORMATS)),
     st.booleans(),
+    st.booleans(),
     st.integers(0, 1 << 16),
     forms,
 )
 def test_rotation_and_cache_are_those_of_torch(
-    n: int, heads: tuple[int, int], size: int, name: str, normed: bool, seed: int, form: str
+    n: int,
+    heads: tuple[int, int],
+    size: int,
+    name: str,
+    normed: bool,
+    late: bool,
+    seed: int,
+    form: str,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_q, num_kv = heads
@@ -121,10 +129,11 @@ def test_rotation_and_cache_are_those_of_torch(
     slots[::5] = -1
     positions = torch.randint(0, 50, (n,), generator=generator)
     cos_sin = torch.randn(50, size, generator=generator)
-    stages = HeadStages()
+    factors = torch.rand(50, generator=generator) + 0.5 if late else None
+    stages = HeadStages(are_late=late, factors=factors)
     if normed:
-        norms = (torch.rand(size, generator=generator) for _ in range(2))
-        stages = HeadStages(None, *norms, 1e-6)
+        norms = [torch.rand(size, generator=generator) for _ in range(2)]
+        stages = HeadStages(None, *norms, 1e-6, None, late, factors)
     results = []
     runs = rope_and_cache, rope_and_cache, rope_and_cache.oracle
     for run, cache, each in zip(runs, caches, (form, HERE[0], form), strict=True):

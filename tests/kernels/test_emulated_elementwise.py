@@ -1,10 +1,13 @@
-"""Activations by their CUDA source, run on a CPU."""
+"""Activations and the rotation by their CUDA source, run on a CPU."""
 
 import pytest
 import torch
 from fixtures.kernels.emulation import emulate
+from slipstream.kernels.cache import kv_format
 from slipstream.kernels.elementwise.activation import gelu_mul, silu_mul, xielu
+from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import KernelError
 from torch import Tensor
 
 NUMBERS = torch.tensor([0.9, 1.4, 0.5, -1e-6])
@@ -26,12 +29,12 @@ def rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", jit.DTYPES, ids=str)
-def test_xielu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("count", "width"), [(1, 2064), (3, 35), (133, 136)])
+def test_xielu(dtype: torch.dtype, count: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A width of vectors, and an odd one; of few rows, and of many, which share threads less."""
     emulate(monkeypatch)
-    for count, width in ((1, 2064), (3, 35), (133, 264)):
-        x = rows(count, width, dtype)
-        close(xielu.launcher(x, NUMBERS), xielu.oracle(x, NUMBERS))
+    x = rows(count, width, dtype)
+    close(xielu.launcher(x, NUMBERS), xielu.oracle(x, NUMBERS))
 
 
 def test_gates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,3 +42,52 @@ def test_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     for gate in (silu_mul, gelu_mul):
         x = rows(3, 528, torch.bfloat16)
         close(gate.launcher(x), gate.oracle(x))
+
+
+STAGES = {
+    "plain": (False, False, False),
+    "norms": (True, False, False),
+    "late norms": (True, True, False),
+    "late norms, factors": (True, True, True),
+    "factors": (False, False, True),
+}
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("cached", [torch.bfloat16, torch.int8], ids=str)
+def test_rotation(stages: str, cached: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries, and what the cache has, are the oracle's; a quantised cache within a step of it."""
+    emulate(monkeypatch)
+    has_norms, late, has_factors = STAGES[stages]
+    torch.manual_seed(0)
+    n, heads, groups, size, block = 5, 3, 2, 64, 16
+    norms = [torch.rand(size).bfloat16() + 0.5 for _ in range(2)] if has_norms else [None, None]
+    factors = torch.rand(50) + 0.5 if has_factors else None
+    how = HeadStages(None, *norms, 1e-5, None, late, factors)
+    rows, angles = torch.randn(n, (heads + 2 * groups) * size).bfloat16(), torch.rand(50, size // 2)
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1)
+    positions, slots = torch.randint(0, 50, (n,)), torch.tensor([3, -1, 17, 16, 40])
+    width = kv_format.row_size(cached, size)
+    found = []
+    for run in (rope_and_cache.launcher, rope_and_cache.oracle):
+        cache = torch.zeros(4, groups, 2, block, width).to(cached)
+        own = rows.clone()
+        parts = own.split((heads * size, groups * size, groups * size), 1)
+        q, k, v = (part.unflatten(1, (-1, size)) for part in parts)
+        run(q, k, v, cos_sin, positions, slots, cache, how)
+        found.append((q, kv_format.read(cache).float()))
+    (q, kept), (expected, wanted) = found
+    close(q, expected)
+    step = 0.02 if cached is torch.int8 else 2**-7
+    assert bool(((kept - wanted).abs() <= step * wanted.abs().amax(-1, True) + 1e-6).all())
+
+
+def test_stages_that_the_kernel_lacks() -> None:
+    x = torch.zeros(1, 1, 64, dtype=torch.bfloat16)
+    norm, place = x[0, 0], torch.zeros(1, dtype=torch.int64)
+    given = (x, x, x, torch.zeros(2, 64), place, place, torch.zeros(1, 1, 2, 16, 64).bfloat16())
+    early = HeadStages(None, norm, norm, factors=torch.zeros(2))
+    with pytest.raises(KernelError, match="factors go with late norms"):
+        rope_and_cache.launcher(*given, early)
+    with pytest.raises(KernelError, match=r"factors must be \[positions\] f32"):
+        rope_and_cache.launcher(*given, HeadStages(factors=torch.zeros(2).double()))

@@ -105,9 +105,11 @@ def check_rope(
     block: int,
     odd: bool = False,
     normed: bool = False,
+    late: bool = False,
 ) -> None:
     hq, h = heads
     case = f"heads {heads} d {d} block {block}{' odd' if odd else ''}{' norms' if normed else ''}"
+    case += " late" if late else ""
     n, num_blocks = 37, 300 // block + 2
     width = (hq + 2 * h) * d
     rows = random(n, width + 1, dtype=dtype, seed=d)[:, int(odd) : width + int(odd)]
@@ -122,12 +124,18 @@ def check_rope(
     cache = torch.full((num_blocks, h, 2, block, d), float("nan"), dtype=dtype, device="cuda")
     tables = [cos_sin[positions][:, None].chunk(2, -1)]
     norms = [1 + 0.1 * random(d, dtype=dtype, seed=i) for i in range(2)] if normed else []
+    factors = torch.rand(500, device="cuda") + 0.5
+    own = {"are_late": True, "factors": factors} if late else {}
 
     def expected(x: torch.Tensor, i: int, dtype: torch.dtype) -> torch.Tensor:
         x = x.to(dtype)
+        norm = norms[i].to(dtype) if norms else 1.0
         if norms:
-            x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5) * norms[i].to(dtype)
-        return rotate(x, *(t.to(dtype) for t in tables[0]))
+            x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-5)
+        if not late:
+            return rotate(x * norm, *(t.to(dtype) for t in tables[0]))
+        last = factors[positions][:, None, None].to(dtype) if i == 0 else 1.0
+        return rotate(x, *(t.to(dtype) for t in tables[0])) * norm * last
 
     exact_q, exact_k = (expected(x, i, torch.float64) for i, x in enumerate((q, k)))
     naive_q, naive_k = (expected(x, i, dtype) for i, x in enumerate((q, k)))
@@ -136,9 +144,8 @@ def check_rope(
     for _ in range(3):
         q.copy_(before[0])
         cache.fill_(float("nan"))
-        rope_and_cache(
-            q, k, v, cos_sin, positions, slots, cache, HeadStages(None, *norms, eps=1e-5)
-        )
+        stages = HeadStages(None, *norms, eps=1e-5, **own)
+        rope_and_cache(q, k, v, cos_sin, positions, slots, cache, stages)
         outputs.append((q.clone(), cache.clone()))
     judge.close(f"q {case}", q, exact_q, naive_q)
     keep = slots >= 0
@@ -162,4 +169,5 @@ def test_rope_and_cache(dtype: torch.dtype) -> None:
         for heads in HEADS:
             check_rope(judge, dtype, heads, d, 32)
             check_rope(judge, dtype, heads, d, 32, normed=True)
+            check_rope(judge, dtype, heads, d, 32, normed=d % 3 > 0, late=True)
     judge.verdict()

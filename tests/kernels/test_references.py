@@ -71,10 +71,27 @@ def test_gated_activations(n: int, width: int, dtype: torch.dtype, seed: int) ->
     judge.verdict()
 
 
+def turned(
+    x: torch.Tensor, angle: torch.Tensor, norm: torch.Tensor | None, is_late: bool
+) -> torch.Tensor:
+    """Complex multiplication of `x [n, heads, d]` by `angle [n, 1, d]`, around a norm."""
+    each = 1.0 if norm is None else norm.to(x.dtype)
+    if norm is not None:
+        each = each / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+    (a, b), (cos, sin) = (x if is_late else x * each).chunk(2, -1), angle.to(x.dtype).chunk(2, -1)
+    if x.dtype == torch.float64:
+        y = torch.complex(a, b) * torch.complex(cos, sin)
+        a, b = y.real, y.imag
+    else:
+        a, b = a * cos - b * sin, b * cos + a * sin
+    y = torch.cat((a, b), -1)
+    return y * each if is_late else y
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.data(), dtypes, seeds)
 def test_rope_and_cache(data: st.DataObject, dtype: torch.dtype, seed: int) -> None:
-    """Complex multiplication by e^(i angle); the cache changes at the slots alone."""
+    """Heads are as `turned` has them; the cache changes at the slots alone."""
     torch.manual_seed(seed)
     n, hq, h = (data.draw(st.integers(1, 6)) for _ in range(3))
     d, block = data.draw(st.sampled_from((4, 16, 80))), data.draw(st.sampled_from((8, 16)))
@@ -89,32 +106,26 @@ def test_rope_and_cache(data: st.DataObject, dtype: torch.dtype, seed: int) -> N
     cache = torch.full((4, h, 2, block, d), math.nan, dtype=dtype)
     old_q, old_k, old_v = (x.clone() for x in (q, k, v))
     norms = (torch.rand(d).to(dtype), torch.rand(d).to(dtype)) if data.draw(st.booleans()) else ()
-    rope_and_cache(q, k, v, cos_sin, positions, slots, cache, HeadStages(None, *norms, eps=1e-6))
-    naive_q, naive_k = old_q, old_k
-    if norms:
-        naive_q, naive_k, old_q, old_k = (
-            x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.to(x.dtype)
-            for x, norm in zip(
-                (old_q, old_k, old_q.double(), old_k.double()), norms * 2, strict=True
-            )
-        )
-
-    turn = torch.complex(*cos_sin[positions][:, None].double().chunk(2, -1))
-
-    def rotated(x: torch.Tensor) -> torch.Tensor:
-        turned = torch.complex(*x.double().chunk(2, -1)) * turn
-        return torch.cat((turned.real, turned.imag), -1)
-
-    def naively(x: torch.Tensor) -> torch.Tensor:
-        (a, b), (cos, sin) = x.chunk(2, -1), cos_sin[positions][:, None].to(dtype).chunk(2, -1)
-        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
+    is_late = data.draw(st.booleans())
+    factors = torch.rand(9) + 0.5 if data.draw(st.booleans()) and (is_late or not norms) else None
+    stages = HeadStages(None, *norms, eps=1e-6, are_late=is_late, factors=factors)
+    rope_and_cache(q, k, v, cos_sin, positions, slots, cache, stages)
+    angle = cos_sin[positions][:, None]
+    last = (torch.ones(9) if factors is None else factors)[positions][:, None, None]
+    both = [
+        [
+            turned(x.to(kind), angle, norm, is_late)
+            for x, norm in zip((old_q, old_k), norms or (None,) * 2, strict=True)
+        ]
+        for kind in (torch.float64, dtype)
+    ]
+    exact, naive = [(q * last.to(q.dtype), k) for q, k in both]
     judge = Judge("rope")
-    judge.close("q", q, rotated(old_q), naively(naive_q))
+    judge.close("q", q, exact[0], naive[0])
     for i, slot in enumerate(slots.tolist()):
         if slot >= 0:
             entry = cache[slot // block, :, :, slot % block]
-            judge.close("k", entry[:, 0], rotated(old_k)[i], naively(naive_k)[i])
+            judge.close("k", entry[:, 0], exact[1][i], naive[1][i])
             judge.true("v", same_bits(entry[:, 1], old_v[i]))
             entry.fill_(math.nan)
     judge.true("elsewhere", bool(cache.isnan().all()))

@@ -15,6 +15,7 @@ from slipstream.runner.cache_dtype import attention_spec
 from slipstream.runner.plan import resolve
 
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+YARN = {"type": "yarn", "factor": 2.0}
 LONG = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
 
 
@@ -40,6 +41,24 @@ def files(family: str, directory: Path, *removed: str, **changes: object) -> Pat
             "layer_rope_theta = [1.0, 9] has thetas up to 1: yarn needs more",
         ),
         ("mellum", {"mlp_layer_types": ["dense"]}, "is not a list of 2 of dense and sparse"),
+        (
+            "hunyuan_v1_dense",
+            {"rope_scaling": YARN},
+            "rope_scaling.type = 'yarn' is not implemented",
+        ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_scaling": {"type": "dynamic", "alpha": -1}},
+            "rope_scaling.alpha = -1 is not a number > 0",
+        ),
+        ("hunyuan_v1_moe", {"moe_topk": [1, 2]}, "moe_topk = [1, 2] is not the same number for"),
+        ("hunyuan_v1_moe", {"num_experts_per_tok": 3}, "= 3 contradicts moe_topk = 2"),
+        ("ministral3", {"rope_scaling": YARN}, "llama_4_scaling_beta = None is no number"),
+        (
+            "ministral3",
+            {"rope_scaling": {"llama_4_scaling_beta": 0.1}},
+            "rope_scaling.original_max_position_embeddings is missing",
+        ),
         ("cohere2", {"layer_types": ["full_attention"]}, "is not a list of 2 kinds"),
         ("cohere", {"use_qk_norm": 1}, "use_qk_norm = 1 is neither true nor false"),
         ("cohere", {"layer_norm_eps": 0}, "layer_norm_eps = 0 is not a number > 0"),

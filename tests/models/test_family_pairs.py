@@ -39,6 +39,8 @@ SHAPES = {  # by a name of the grid, whose models are small
     "gpt-oss": "experts with biases, sinks, windows",
     "qwen2 moe, dense layers": "experts, one of all rows",
     "olmoe": "many experts",
+    "hunyuan": "heads normalised behind their rotation",
+    "ministral 3": "queries that grow with their position",
 }
 NUMBERS: dict[str, Options] = {  # what changes tokens: the plain path has it, too
     "int8 weights": {"quantization": "int8"},
@@ -74,6 +76,8 @@ REFUSED = {
     ("phi3", "draft"): "needs a layer of full attention",
     ("phi3", "own draft"): "needs a layer of full attention",
     ("gpt-oss", "endless"): "has sinks in the softmax",
+    ("hunyuan", "endless"): "normalises rotated queries and keys",
+    ("ministral 3", "endless"): "grow with their position",
     **{(name, f"{kind} weights"): EXPERTS for name in MIXTURES for kind in ("int8", "int4")},
 }
 NEVER = [("endless", "draft"), ("endless", "own draft"), ("endless", "host")]

@@ -178,8 +178,9 @@ def _of_linears(
     if len(found) < len(products):
         return None
     norms_of_heads = address(attention.q_norm), address(attention.k_norm)
-    where = attention.cos_sin.data_ptr(), *norms_of_heads, None, None
-    rotation = Rotation(*where, attention.eps, 0)
+    where = *norms_of_heads, address(attention.factors), None, None
+    how = attention.eps, attention.are_late
+    rotation = Rotation(attention.cos_sin.data_ptr(), *where, *how)
     return Layer(*found, rotation, Cache(), None, heads, attention.scale)
 
 

@@ -187,6 +187,8 @@ class Attention:
         most: queries, keys and values are cut to -most .. most; None: not cut.
         changed: how scores are changed.
         has_sink_scores: whether heads have `sinks` in the softmax (gpt-oss).
+        are_late: whether `qk_norms` come behind the rotation, which has them then (Hunyuan).
+        factors: of rotated queries by position, `[positions] f32` (Ministral 3).
     """
 
     def __init__(
@@ -203,6 +205,8 @@ class Attention:
         most: float | None = None,
         changed: Scores = UNCHANGED,
         has_sink_scores: bool = False,
+        are_late: bool = False,
+        factors: Tensor | None = None,
     ) -> None:
         size = dims.head_size
         heads = (dims.num_heads, dims.num_kv_heads, dims.num_kv_heads)
@@ -224,7 +228,9 @@ class Attention:
         self.static = static_scales(w)
         sinks = w.tensor("sinks", dims.num_heads).float() if has_sink_scores else None
         self.changed = changed._replace(sinks=sinks)
-        self._rotates_early = qk_norms is not None
+        self.are_late, self.factors = are_late, factors
+        assert not self.early_norms or not (are_late or factors is not None), "stages of a kernel"
+        self._rotates_early = qk_norms is not None or factors is not None
         self.prefix: Prefix | None = None  # of adapters
 
     @property
@@ -282,7 +288,8 @@ class Attention:
             if first > 0:
                 q, k, v, places, slots = (x[first:] for x in (q, k, v, places, slots))
             static = self.static_of(cache)
-            stages = rope.HeadStages(scales, self.q_norm, self.k_norm, self.eps, static)
+            norms = self.q_norm, self.k_norm, self.eps
+            stages = rope.HeadStages(scales, *norms, static, self.are_late, self.factors)
             rope.rope_and_cache(q, k, v, cos_sin, places, slots, cache, stages)
         return newest
 

@@ -76,6 +76,12 @@ def cos_sin_table(
     return table.to(device)
 
 
+def growth_table(share: float, every: int, num_positions: int, device: torch.device) -> Tensor:
+    """`[num_positions]` fp32: `1 + share log(1 + p // every)` of position p (Llama 4's queries)."""
+    steps = torch.arange(num_positions) // every
+    return (1 + share * torch.log1p(steps.float())).to(device)
+
+
 def cos_sin_at(frequencies: Tensor, positions: Tensor) -> Tensor:
     """`[n, head_size]` fp32 as `cos_sin_table`, of any positions `[n]`, by fp64 angles."""
     angles = torch.outer(positions.double(), frequencies.double())

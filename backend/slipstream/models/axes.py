@@ -61,7 +61,7 @@ class Residuals(Enum):
 
 
 class QkNorms(Enum):
-    """What is normalised of queries and keys, before rotation."""
+    """What is normalised of queries and keys."""
 
     NONE = "nothing"
     HEADS = "each head, by rms"
@@ -84,7 +84,9 @@ class Axes:
     before each is added.
     residuals: what attention and MLP read.
     residual_scale: of what each of them adds.
-    qk_norms: what is normalised before rotation.
+    qk_norms: what is normalised of queries and keys.
+    late_norms: whether these norms, of each head, come behind the rotation.
+    query_growth: b and n: a query at position p is multiplied by 1 + b log(1 + p // n); None: not.
     normed_size: numbers of a head that its norm counts, the others being zeros; 0: all.
     interleaved: whether a head's numbers 2i and 2i + 1 rotate together; else the halves do.
     qkv_bias, out_bias, mlp_bias: whether these matrices have biases.
@@ -114,6 +116,8 @@ class Axes:
     residuals: Residuals = Residuals.SERIAL
     residual_scale: float = 1.0
     qk_norms: QkNorms = QkNorms.NONE
+    late_norms: bool = False
+    query_growth: tuple[float, int] | None = None
     normed_size: int = 0
     interleaved: bool = False
     qkv_bias: bool = False

@@ -32,7 +32,7 @@ from slipstream.layers.norm import (
     identity,
 )
 from slipstream.layers.ranks import SpreadLayerNorm, SpreadNorm
-from slipstream.layers.rope import cos_sin_table
+from slipstream.layers.rope import cos_sin_table, growth_table
 from slipstream.layers.stages import Inlet, Outlet
 from slipstream.models.axes import OF_HEADS, Activation, NormKind, QkNorms, Residuals
 from slipstream.models.fileless import SizeSource
@@ -95,6 +95,10 @@ class _Builder:
             rope: cos_sin_table(rope, size, max_model_len, weights.device)
             for rope in dict.fromkeys(config.ropes)
         }
+
+        self._factors = None
+        if config.axes.query_growth is not None and max_model_len > config.axes.query_growth[1]:
+            self._factors = growth_table(*config.axes.query_growth, max_model_len, weights.device)
 
     def decoder(self) -> Decoder:
         """Build all."""
@@ -188,6 +192,8 @@ class _Builder:
             most=axes.qkv_most,
             changed=Scores(axes.score_cap, self._slopes),
             has_sink_scores=axes.sink_scores,
+            are_late=axes.late_norms,
+            factors=self._factors,
         )
 
     def _mlp(self, w: Weights) -> TwoStepMLP:

@@ -77,7 +77,10 @@ def _attention(axes: Axes) -> str:
     biases = {(True, True): "biases", (True, False): "biases of q, k, v", (False, True): "a bias"}
     parts = [biases.get((axes.qkv_bias, axes.out_bias), "")]
     if axes.qk_norms is not QkNorms.NONE:
-        parts.append(f"q and k normalised: {axes.qk_norms.value}")
+        late = ", behind the rotation" if axes.late_norms else ""
+        parts.append(f"q and k normalised: {axes.qk_norms.value}{late}")
+    if axes.query_growth is not None:
+        parts.append("q grow with the position")
     if axes.latent is not None:
         parts.append("latent")
     if axes.score_cap:

@@ -13,11 +13,11 @@ def with_heads_of(config: ModelConfig, sizes: Sequence[int]) -> ModelConfig:
 
     Rows of q, k and v, and columns of the output, are zero there: scores and results stay what they
     were, while cache and attention take what the larger size takes. A model whose size is one of
-    them, is above all, or whose heads are normalised all together stays as it is.
+    them, is above all, or whose heads are normalised all together, or late, stays as it is.
     """
     size = config.dims.head_size
     larger = [each for each in sizes if each >= size]
-    is_whole = config.axes.qk_norms not in (QkNorms.NONE, *OF_HEADS)
+    is_whole = config.axes.qk_norms not in (QkNorms.NONE, *OF_HEADS) or config.axes.late_norms
     if not larger or min(larger) == size or is_whole:
         return config
     padded, axes = min(larger), config.axes

@@ -95,6 +95,10 @@ def check_positions(config: EngineConfig, model: ModelConfig) -> None:
         raise ConfigError(f"{asked}: {model.architecture} has a table of positions, which ends")
     if len(set(model.ropes)) > 1:
         raise ConfigError(f"{asked}: layers of {model.architecture} rotate in several ways")
+    if model.axes.late_norms:
+        raise ConfigError(f"{asked}: {model.architecture} normalises rotated queries and keys")
+    if model.axes.query_growth is not None:
+        raise ConfigError(f"{asked}: queries of {model.architecture} grow with their position")
     if model.rope.short_factors:
         raise ConfigError(f"{asked}: config.json has factors of rotation for a length (longrope)")
 

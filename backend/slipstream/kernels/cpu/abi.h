@@ -45,9 +45,10 @@ enum Format { F32 = 0, FP8 = 1, INT8 = 2, INT4 = 3 };
 struct Rotation {
     const float *cos_sin;  // [positions, head_size]
     const float *q_norm, *k_norm;  // [head_size]: of each head, before it; null: none
+    const float *factors;              // [positions]: of rotated queries; null: none
     const int64_t *positions, *slots;  // [n]
     float eps;
-    int32_t unused;
+    int32_t are_late;  // norms' weights come behind the rotation
 };
 
 // Sequences whose tokens attend: decodes, of a query each, then chunks.

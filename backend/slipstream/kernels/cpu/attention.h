@@ -25,21 +25,26 @@ inline void add_product(const float *a, int64_t pitch, const float *b, int64_t w
     }
 }
 
-inline void rotate_head(const float *x, const float *norm, float eps, const float *cos_sin, int size,
-                        float *y) {
-    const float factor = norm ? norm_factor(x, size, eps) : 1.0f;
+// `last`: what multiplies the result.
+inline void rotate_head(const float *x, const float *norm, const Rotation &r, const float *cos_sin,
+                        int size, float last, float *y) {
+    const float factor = norm ? norm_factor(x, size, r.eps) : 1.0f;
     const int half = size / 2;
     const float *sin = cos_sin + half;
     for (int i = 0; i < half; i += TILE) {
         const int64_t left = half - i;
         F16 a = load_some(x + i, left), b = load_some(x + half + i, left);
+        F16 low = splat(1.0f), high = low;
         if (norm) {
-            a = a * splat(factor) * load_some(norm + i, left);
-            b = b * splat(factor) * load_some(norm + half + i, left);
+            low = load_some(norm + i, left), high = load_some(norm + half + i, left);
+            a = a * splat(factor), b = b * splat(factor);
         }
+        if (!r.are_late) a = a * low, b = b * high;
         const F16 c = load_some(cos_sin + i, left), s = load_some(sin + i, left);
-        store_some(y + i, a * c - b * s, left);
-        store_some(y + half + i, b * c + a * s, left);
+        F16 first = a * c - b * s, second = b * c + a * s;
+        if (r.are_late) first = first * low, second = second * high;
+        store_some(y + i, first * splat(last), left);
+        store_some(y + half + i, second * splat(last), left);
     }
 }
 
@@ -51,9 +56,10 @@ void rotate(const Rotation &r, const Cache &cache, float *q, const float *k, con
         float *row = room(memory, size);
         for (int64_t i = first; i < last; ++i) {
             const float *angle = r.cos_sin + r.positions[i] * size;
+            const float last = r.factors ? r.factors[r.positions[i]] : 1.0f;
             for (int h = 0; h < heads; ++h) {
                 float *each = q + i * stride + h * size;
-                rotate_head(each, r.q_norm, r.eps, angle, size, row);
+                rotate_head(each, r.q_norm, r, angle, size, last, row);
                 std::memcpy(each, row, sizeof(float) * size);
             }
             const int64_t slot = r.slots[i];
@@ -61,7 +67,7 @@ void rotate(const Rotation &r, const Cache &cache, float *q, const float *k, con
             const int64_t block = slot / cache.block_size;
             const int token = static_cast<int>(slot % cache.block_size);
             for (int h = 0; h < cache.kv_heads; ++h) {
-                rotate_head(k + i * stride + h * size, r.k_norm, r.eps, angle, size, row);
+                rotate_head(k + i * stride + h * size, r.k_norm, r, angle, size, 1.0f, row);
                 write_row(cache, row, place_of(cache, block, h, 0, token));
                 write_row(cache, v + i * stride + h * size, place_of(cache, block, h, 1, token));
             }

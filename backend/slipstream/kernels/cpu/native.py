@@ -81,10 +81,11 @@ class Rotation(ctypes.Structure):
         ("cos_sin", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("factors", c_void_p),
         ("positions", c_void_p),
         ("slots", c_void_p),
         ("eps", c_float),
-        ("unused", c_int32),
+        ("are_late", c_int32),
     )
 
 

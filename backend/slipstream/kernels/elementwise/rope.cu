@@ -1,10 +1,22 @@
 // Rotary embedding of q in place; rotated k, and v, written into the paged cache, in its format; before it, if asked
 // for, the scales of an e4m3 product (fp8.cu), and the RMS norm of each head of q and k. LANES neighbouring threads for
 // a head; grid: x = token, y = a share of its heads.
-// -D ELEMENT (T), HEAD_SIZE, VECTOR (elements an access), FORMAT (of the cache: kv_format.cuh)
+// -D ELEMENT (T), HEAD_SIZE, VECTOR (elements an access), FORMAT (of the cache: kv_format.cuh), LATE (weights of norms
+// come behind the rotation, and then factors of queries by position)
 #include "cache/kv_format.cuh"
 #if FORMAT != 0
 #include "cache/kv_quantize.cuh"
+#endif
+
+#ifndef LATE
+#define LATE 0
+#endif
+#if LATE
+#define QUERY_FACTORS , const float* query_factors
+#define QUERY_FACTOR (query_factors == nullptr ? 1.0f : query_factors[position])
+#else
+#define QUERY_FACTORS
+#define QUERY_FACTOR 1.0f
 #endif
 
 constexpr int HALF = HEAD_SIZE / 2;
@@ -70,8 +82,8 @@ struct Part {
       squares += __shfl_xor_sync(ALL_LANES, squares, mask);
     return 1.0f / sqrtf(squares / HEAD_SIZE + eps);
   }
-  // Normalised if `factors` is given, then turned by the angles.
-  DEVICE void rotate(const float* angles, float scale, const Part* factors) {
+  // Normalised if `factors` is given, then turned by the angles; if LATE, turned, then normalised, times `last`.
+  DEVICE void rotate(const float* angles, float scale, const Part* factors, float last) {
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
       if (!has(i)) continue;
@@ -80,12 +92,22 @@ struct Part {
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
         float a = to_float(first[i].at[j]), b = to_float(second[i].at[j]);
+#if LATE
+        float c = a * cosines.at[j] - b * sines.at[j], d = b * cosines.at[j] + a * sines.at[j];
+        if (factors != nullptr) {
+          c *= scale * to_float(factors->first[i].at[j]);
+          d *= scale * to_float(factors->second[i].at[j]);
+        }
+        first[i].at[j] = from_float<T>(c * last);
+        second[i].at[j] = from_float<T>(d * last);
+#else
         if (factors != nullptr) {
           a *= scale * to_float(factors->first[i].at[j]);
           b *= scale * to_float(factors->second[i].at[j]);
         }
         first[i].at[j] = from_float<T>(a * cosines.at[j] - b * sines.at[j]);
         second[i].at[j] = from_float<T>(b * cosines.at[j] + a * sines.at[j]);
+#endif
       }
     }
   }
@@ -141,10 +163,10 @@ struct Part {
 #endif
 };
 
-#if FORMAT == 0
+#if FORMAT == 0 && !LATE
 #define BOUNDS __launch_bounds__(128)
 #else
-#define BOUNDS __launch_bounds__(128, 4)  // told, ptxas for sm_100 spills no register
+#define BOUNDS __launch_bounds__(128, 4)  // told, ptxas spills no register
 #endif
 
 extern "C" __global__ void BOUNDS
@@ -152,7 +174,7 @@ extern "C" __global__ void BOUNDS
                    const float* cos_sin, const i64* positions, const i64* slots, Cell* cache,
                    i64 num_q_heads, i64 num_kv_heads, i64 block_shift, const T* q_norm,
                    const T* k_norm, float eps, const float* row_scales, const float* column_scales,
-                   const T* bias, float cache_k_scale, float cache_v_scale) {
+                   const T* bias, float cache_k_scale, float cache_v_scale QUERY_FACTORS) {
   start_next();
   int head = (blockIdx.y * blockDim.x + threadIdx.x) / LANES;
   const i64 column = i64(head) * HEAD_SIZE;
@@ -167,7 +189,8 @@ extern "C" __global__ void BOUNDS
   wait_for_previous();
   const i64 token = blockIdx.x;
   const i64 slot = load_fresh<1>(slots + token).at[0];
-  const float* angles = cos_sin + load_fresh<1>(positions + token).at[0] * HEAD_SIZE;
+  const i64 position = load_fresh<1>(positions + token).at[0];
+  const float* angles = cos_sin + position * HEAD_SIZE;
   const bool real = is_query || (head < num_kv_heads && slot >= 0);
   T* query = q + token * q_stride + head * HEAD_SIZE;
   const T* source = (is_key ? k + token * k_stride : v + token * v_stride) + head * HEAD_SIZE;
@@ -185,12 +208,13 @@ extern "C" __global__ void BOUNDS
     part.scale(load_fresh<1>(row_scales + token).at[0], column_scales + column,
                bias == nullptr ? nullptr : bias + column);
   const float scale = norms ? part.rstd(eps) : 1.0f;  // of V too, unused: shuffles take whole warps
+  const float last = is_query ? QUERY_FACTOR : 1.0f;
 #if FORMAT == 0
   if (!real) return;
-  if (is_query || is_key) part.rotate(angles, scale, norms ? &factors : nullptr);
+  if (is_query || is_key) part.rotate(angles, scale, norms ? &factors : nullptr, last);
   part.store_to(is_query ? query : target);
 #else
-  if (real && (is_query || is_key)) part.rotate(angles, scale, norms ? &factors : nullptr);
+  if (real && (is_query || is_key)) part.rotate(angles, scale, norms ? &factors : nullptr, last);
   if (real && is_query) part.store_to(query);
   const i64 part_of_block = ((slot >> block_shift) * num_kv_heads + head) * 2 + !is_key;
   u8* block = cache + part_of_block * block_size * (ROW_CELLS + SCALE_BYTES);

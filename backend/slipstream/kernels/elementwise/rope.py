@@ -15,24 +15,29 @@ THREADS = 128
 
 
 class HeadStages(NamedTuple):
-    """Stages of heads before their rotation, and scales of the cache."""
+    """Stages of heads around their rotation, and scales of the cache."""
 
     scales: Scales | None = None  # which a product `[q | k | v]` still lacks; all is bf16 then
     q_norm: Tensor | None = None  # [d]: of every head of q, as `rms_norm` (Qwen3); with k_norm
     k_norm: Tensor | None = None
     eps: float = 0.0
     static: kv_format.Static | None = None  # an fp8 cache's scales, instead of each token's own
+    are_late: bool = False  # norms come behind the rotation, which leaves the head's mean square
+    factors: Tensor | None = None  # [positions] f32: of rotated q; norms, if any, are late then
 
 
 PLAIN = HeadStages()
 
 
-def _normalised(x: Tensor, norm: Tensor | None, eps: float) -> Tensor:
-    """Each head's RMS norm, if there is one; fp32."""
+def _turned(x: Tensor, norm: Tensor | None, stages: HeadStages, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each head, with its RMS norm if there is one, rotated; fp32."""
     x32 = x.float()
     if norm is None:
-        return x32
-    return x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * norm.float()
+        return rotate(x32, cos, sin)
+    scaled = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + stages.eps)
+    if stages.are_late:
+        return rotate(scaled, cos, sin) * norm.float()
+    return rotate(scaled * norm.float(), cos, sin)
 
 
 def _scaled(qkv: tuple[Tensor, ...], scales: Scales) -> list[Tensor]:
@@ -66,29 +71,36 @@ def rope_and_cache(
 ) -> None:
     """Rotate `q` in place; write rotated `k`, and `v`, into `cache` at `slots`.
 
-    `stages` come before, in their order: scales, then norms.
+    `stages` come before, in their order: scales, then norms; late norms, and factors, behind it.
 
     `cos_sin[p]` holds d/2 cosines, then d/2 sines, of position p. `cache` is
     `[block, kv head, K or V, token in block, row]` (kv_format.py); slot s is token `s % block_size`
     of block `s // block_size`; a negative slot writes nothing. Rows of q, k, v may be strided
     (views of one qkv matrix); heads and elements within a row are contiguous.
     """
-    scales, q_norm, k_norm, eps, static = stages
+    scales, static = stages.scales, stages.static
     kv_format.check_cache("rope_and_cache", cache, k, static)
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     out = q
     if scales is not None and len(q) > 0:
         q, k, v = _scaled((q, k, v), scales)
-    out.copy_(rotate(_normalised(q, q_norm, eps), cos, sin))
+    turned = _turned(q, stages.q_norm, stages, cos, sin)
+    if stages.factors is not None:
+        turned = turned * stages.factors[positions, None, None]
+    out.copy_(turned)
     keep = slots >= 0
-    rotated = rotate(_normalised(k, k_norm, eps), cos, sin).to(k.dtype)
+    rotated = _turned(k, stages.k_norm, stages, cos, sin).to(k.dtype)
     kv_format.write(cache, slots[keep], rotated[keep], v[keep], static)
 
 
 def _variant(
-    dtype: torch.dtype, head_size: int, vector: int, cached: torch.dtype | None = None
+    dtype: torch.dtype,
+    head_size: int,
+    vector: int,
+    cached: torch.dtype | None = None,
+    is_late: bool = False,
 ) -> jit.Variant:
-    macros = kv_format.macros(cached or dtype)
+    macros = kv_format.macros(cached or dtype) | ({"LATE": 1} if is_late else {})
     return jit.variant("elementwise/rope.cu", dtype, HEAD_SIZE=head_size, VECTOR=vector, **macros)
 
 
@@ -98,8 +110,10 @@ def variants() -> Iterator[jit.Variant]:
         for head_size in jit.HEAD_SIZES:
             for vector in (1, 16 // dtype.itemsize):
                 yield _variant(dtype, head_size, vector)
+                yield _variant(dtype, head_size, vector, is_late=True)
             for cached in kv_format.FORMATS.values():
                 yield _variant(dtype, head_size, 16 // dtype.itemsize, cached)
+                yield _variant(dtype, head_size, 16 // dtype.itemsize, cached, is_late=True)
 
 
 def _check_layout(
@@ -130,6 +144,24 @@ def _check_layout(
         jit.require(x.is_contiguous(), "rope_and_cache: {} must be contiguous", name)
 
 
+def _checked_norms(q: Tensor, stages: HeadStages) -> list[Tensor]:
+    """Return the norms; raises `KernelError` for stages that the kernel does not have."""
+    norms = [norm for norm in (stages.q_norm, stages.k_norm) if norm is not None]
+    jit.require(len(norms) != 1, "rope_and_cache: norms of both q and k, or none")
+    jit.require(
+        all(norm.shape == (q.shape[2],) and norm.dtype == q.dtype for norm in norms),
+        "rope_and_cache: norms must be [{}] {}",
+        q.shape[2],
+        q.dtype,
+    )
+    factors = stages.factors
+    if factors is not None:
+        is_table = factors.dtype == torch.float32 and factors.ndim == 1 and factors.is_contiguous()
+        jit.require(is_table, "rope_and_cache: factors must be [positions] f32, contiguous")
+        jit.require(stages.are_late or not norms, "rope_and_cache: factors go with late norms")
+    return norms
+
+
 @rope_and_cache.cuda
 def _rope_and_cache(
     q: Tensor,
@@ -143,16 +175,10 @@ def _rope_and_cache(
 ) -> None:
     num_tokens, num_q_heads, head_size = q.shape
     _check_layout(q, k, v, cos_sin, positions, slots, cache)
-    scales, q_norm, k_norm, eps, static = stages
+    scales, static = stages.scales, stages.static
     kv_format.check_cache("rope_and_cache", cache, k, static)
-    norms = [norm for norm in (q_norm, k_norm) if norm is not None]
-    jit.require(len(norms) != 1, "rope_and_cache: norms of both q and k, or none")
-    jit.require(
-        all(norm.shape == (head_size,) and norm.dtype == q.dtype for norm in norms),
-        "rope_and_cache: norms must be [{}] {}",
-        head_size,
-        q.dtype,
-    )
+    norms = _checked_norms(q, stages)
+    is_late = stages.are_late or stages.factors is not None
     if num_tokens == 0:
         return
     rows = (q.flatten(1), k.flatten(1), v.flatten(1))
@@ -165,8 +191,9 @@ def _rope_and_cache(
     strided = [arg for x in rows for arg in (x, x.stride(0))]
     lanes = next(n for n in (4, 8, 16, 32) if n >= min(head_size // 2 // vector, 32))
     num_heads = num_q_heads + 2 * k.shape[1]
+    late = (0 if stages.factors is None else stages.factors,) if is_late else ()
     jit.launch(
-        _variant(q.dtype, head_size, vector, cache.dtype),
+        _variant(q.dtype, head_size, vector, cache.dtype, is_late),
         "rope_and_cache",
         (num_tokens, -(-num_heads * lanes // THREADS)),
         THREADS,
@@ -179,8 +206,9 @@ def _rope_and_cache(
         k.shape[1],
         jit.block_shift(cache.shape[3]),
         *(norms or (0, 0)),
-        eps,
+        stages.eps,
         *(0 if scale is None else scale for scale in scales or (0, 0, 0)),
         *(static or (0.0, 0.0)),
+        *late,
         overlaps=True,
     )

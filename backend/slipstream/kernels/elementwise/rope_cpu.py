@@ -48,14 +48,22 @@ def rotate(
     rows = (q, k, v)
     are_rows = all(x.stride()[1:] == (size, 1) for x in rows)
     are_rows = are_rows and (len(q) < 2 or all(x.stride(0) == pitch for x in rows))
-    is_dense = all(x.is_contiguous() for x in (cos_sin, positions, slots, cache))
+    tables = (
+        cos_sin,
+        positions,
+        slots,
+        cache,
+        *([] if stages.factors is None else [stages.factors]),
+    )
+    is_dense = all(x.is_contiguous() for x in tables)
     if stages.scales is not None or stages.static is not None or not (are_rows and is_dense):
         rope_and_cache.oracle(q, k, v, cos_sin, positions, slots, cache, stages)
         return
     kv_format.check_cache("rope_and_cache", cache, k)
     norms = address(stages.q_norm), address(stages.k_norm)
     where = positions.data_ptr(), slots.data_ptr()
-    how = Rotation(cos_sin.data_ptr(), *norms, *where, stages.eps, 0)
+    factors = address(stages.factors)
+    how = Rotation(cos_sin.data_ptr(), *norms, factors, *where, stages.eps, stages.are_late)
     of = (x.data_ptr() for x in rows)
     sizes = pitch, len(q), q.shape[1], num_threads()
     loaded().rotate(how, cache_struct(cache), *of, *sizes)

@@ -1,0 +1,42 @@
+"""Ministral 3 (Mistral AI, 2025): Mistral whose queries grow with their position."""
+
+from collections.abc import Mapping
+
+from slipstream.models.axes import Axes
+from slipstream.models.family import family
+from slipstream.models.reader import Reader
+
+BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
+_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    ORIGINAL: 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    BETA: 0.1,
+}
+
+
+def derived(config: Reader) -> Mapping[str, object]:
+    """Return the rotation without what it says of queries, and that beside it."""
+    key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    rope = config.child(key)
+    if not rope.data:
+        rope = Reader(_ROPE, "transformers' class")
+    if BETA not in rope.data:
+        raise rope.refusal(BETA, "is no number: queries have no factor")
+    kept = {name: value for name, value in rope.data.items() if name != BETA}
+    every = rope.whole(ORIGINAL)
+    growth = None if rope.data[BETA] == 0 else (rope.positive(BETA), every)
+    return {key: kept, BETA: growth}
+
+
+@family("Ministral3ForCausalLM", derived=derived)
+def ministral3(config: Reader) -> Axes:
+    """Read how queries grow."""
+    growth = config.get(BETA)
+    assert growth is None or isinstance(growth, tuple), "`derived` made it"
+    return Axes(query_growth=growth)
