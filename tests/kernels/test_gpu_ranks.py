@@ -1,4 +1,4 @@
-"""Sums over two GPUs and more, in processes of their own, and a model on two ranks."""
+"""Sums over ranks on GPUs: of two that share one GPU, and of two GPUs with a model on them."""
 
 import json
 import subprocess
@@ -6,15 +6,85 @@ import sys
 
 import pytest
 import torch
+from slipstream.kernels.comm.all_reduce import (
+    EMPTY_BYTES,
+    GRID,
+    MEMORY_BYTES,
+    PACKS_AT,
+    Peers,
+    sum_into,
+    sum_norm,
+    total,
+)
+from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream_serve.server import repository_root
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two NVIDIA GPUs"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 SIZES = (16, 8192, 65_536, 262_144, 262_160, 1 << 20, 8 << 20, 12 << 20)
 
 
+class OneGpu:
+    """Two ranks in streams of one GPU, whose kernels run at once."""
+
+    def __init__(self) -> None:
+        self._memory = [torch.zeros(MEMORY_BYTES, dtype=torch.uint8, device="cuda") for _ in "ab"]
+        for each in self._memory:
+            each[PACKS_AT : PACKS_AT + EMPTY_BYTES] = 0xFF
+        self._late = torch.zeros(2, dtype=torch.int32, pin_memory=True)
+        limit = torch.tensor([10**10], device="cuda")
+        bases = tuple(each.data_ptr() for each in self._memory)
+        self.streams = [torch.cuda.Stream() for _ in "ab"]
+        self.peers = [
+            Peers(bases, rank, torch.zeros(GRID, dtype=torch.int32, device="cuda"), limit, late)
+            for rank, late in enumerate([self._late.data_ptr()] * 2)
+        ]
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("way", ["one_shot", "two_shot"])
+def test_sums_of_two_ranks_of_one_gpu(way: str) -> None:
+    """A thousand calls of sizes in turn, as buffers are used again and again."""
+    gpu = OneGpu()
+    sizes = (8, 4096, 40_000, 131_072, 600_000, 4_194_304)
+    given = [torch.randn(2, size, device="cuda").bfloat16() for size in sizes]
+    wanted = [total(list(x)) for x in given]
+    wrong = torch.zeros(2, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    for call in range(1000):
+        x, want = given[call % len(sizes)], wanted[call % len(sizes)]
+        for rank, stream in enumerate(gpu.streams):
+            with torch.cuda.stream(stream):
+                out = torch.empty_like(x[rank])
+                sum_into(gpu.peers[rank], way, x[rank], None, out)
+                wrong[rank] += (out != want).sum()
+    torch.cuda.synchronize()
+    assert wrong.tolist() == [0, 0]
+
+
+def test_sums_and_norms_of_two_ranks_of_one_gpu() -> None:
+    gpu = OneGpu()
+    for num_rows, width in ((1, 4096), (128, 4096), (3, 16_384), (77, 8), (128, 8192)):
+        x = torch.randn(2, num_rows, width, device="cuda").bfloat16()
+        before = torch.randn(num_rows, width, device="cuda").bfloat16()
+        weight = torch.rand(width, device="cuda").bfloat16()
+        residuals, found = [before.clone(), before.clone()], []
+        torch.cuda.synchronize()
+        for rank, stream in enumerate(gpu.streams):
+            with torch.cuda.stream(stream):
+                given = (gpu.peers[rank], x[rank], residuals[rank], weight, 1e-5, False)
+                found.append(sum_norm(*given))
+        torch.cuda.synchronize()
+        wanted = total(list(x), before)
+        normed = rms_norm.oracle(wanted, weight, 1e-5, False).float()
+        for rank in range(2):
+            assert torch.equal(residuals[rank], wanted)
+            torch.testing.assert_close(found[rank].float(), normed, atol=0.01, rtol=0.01)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two NVIDIA GPUs")
 def test_sums_have_the_oracles_bits_and_a_model_runs_on_two_ranks() -> None:
     """And with one of them killed, all start again."""
     script = repository_root() / "benchmarks" / "tensor_parallel.py"
