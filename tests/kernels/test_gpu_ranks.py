@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -36,12 +37,18 @@ class OneGpu:
         self._late = torch.zeros(2, dtype=torch.int32, pin_memory=True)
         limit = torch.tensor([10**10], device="cuda")
         bases = tuple(each.data_ptr() for each in self._memory)
-        self.streams = [torch.cuda.Stream() for _ in "ab"]
+        self.streams = [torch.cuda.Stream() for _ in "ab"]  # type: ignore[no-untyped-call]
         self.peers = [
             Peers(bases, rank, torch.zeros(GRID, dtype=torch.int32, device="cuda"), limit, late)
             for rank, late in enumerate([self._late.data_ptr()] * 2)
         ]
         torch.cuda.synchronize()
+
+    def ranks(self) -> Iterator[int]:
+        """Yield the ranks, each while its stream is the current one."""
+        for rank, stream in enumerate(self.streams):
+            with torch.cuda.stream(stream):
+                yield rank
 
 
 @pytest.mark.parametrize("way", ["one_shot", "two_shot"])
@@ -51,15 +58,15 @@ def test_sums_of_two_ranks_of_one_gpu(way: str) -> None:
     sizes = (8, 4096, 40_000, 131_072, 600_000, 4_194_304)
     given = [torch.randn(2, size, device="cuda").bfloat16() for size in sizes]
     wanted = [total(list(x)) for x in given]
+    outs = [[torch.empty_like(x[0]) for x in given] for _ in gpu.streams]
     wrong = torch.zeros(2, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
     for call in range(1000):
-        x, want = given[call % len(sizes)], wanted[call % len(sizes)]
-        for rank, stream in enumerate(gpu.streams):
-            with torch.cuda.stream(stream):
-                out = torch.empty_like(x[rank])
-                sum_into(gpu.peers[rank], way, x[rank], None, out)
-                wrong[rank] += (out != want).sum()
+        which = call % len(sizes)
+        for rank in gpu.ranks():
+            sum_into(gpu.peers[rank], way, given[which][rank], None, outs[rank][which])
+        for rank in gpu.ranks():
+            wrong[rank] += (outs[rank][which] != wanted[which]).sum()
     torch.cuda.synchronize()
     assert wrong.tolist() == [0, 0]
 
@@ -71,11 +78,12 @@ def test_sums_and_norms_of_two_ranks_of_one_gpu() -> None:
         before = torch.randn(num_rows, width, device="cuda").bfloat16()
         weight = torch.rand(width, device="cuda").bfloat16()
         residuals, found = [before.clone(), before.clone()], []
+        for rank in gpu.ranks():  # what is freed here is there below: nothing waits for the device
+            torch.empty_like(x[rank])
         torch.cuda.synchronize()
-        for rank, stream in enumerate(gpu.streams):
-            with torch.cuda.stream(stream):
-                given = (gpu.peers[rank], x[rank], residuals[rank], weight, 1e-5, False)
-                found.append(sum_norm(*given))
+        for rank in gpu.ranks():
+            given = (gpu.peers[rank], x[rank], residuals[rank], weight, 1e-5, False)
+            found.append(sum_norm(*given))
         torch.cuda.synchronize()
         wanted = total(list(x), before)
         normed = rms_norm.oracle(wanted, weight, 1e-5, False).float()
