@@ -132,3 +132,26 @@ def test_plain_iterators_are_chores_too() -> None:
     chores.run()
     assert chores.wait_ms(7) == 7
     chores.close()
+
+
+def test_pieces_that_wait_for_others_are_put_off() -> None:
+    now, ran = [0], list[str]()
+
+    def pieces() -> Iterator[float | None]:
+        for name, pause_s in (("first", None), ("second", 0.5), ("third", None)):
+            ran.append(name)
+            yield pause_s
+
+    chores = Chores(pieces(), lambda: now[0])
+    now[0] += QUIET_NS
+    chores.run()
+    assert chores.wait_ms(1000) == 0
+    chores.run()
+    assert chores.wait_ms(1000) == 500
+    now[0] += 500 * _MS - 1
+    chores.run()
+    assert ran == ["first", "second"]
+    now[0] += 1
+    chores.run()
+    assert ran == ["first", "second", "third"]
+    assert chores.wait_ms(1000) == 0

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fixtures.models.checkpoints import make_model, save
-from hypothesis import given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from slipstream.config import EngineConfig
 from slipstream.kernels.gemm import cublaslt, search, tuning
@@ -102,7 +102,7 @@ def plan(**changes: object) -> SimpleNamespace:
     return SimpleNamespace(**facts | changes)
 
 
-def pieces(device: Device, decoder: Decoder) -> Iterator[None]:
+def pieces(device: Device, decoder: Decoder) -> Iterator[float | None]:
     tensors = tensors_of(decoder, torch.bfloat16)
     return IdleTuning(plan(), tensors).pieces(device.recaptured)  # type: ignore[arg-type]
 
@@ -152,9 +152,6 @@ def test_plans_are_made_anew_and_graphs_that_are_stale(device: Device, decoder: 
     for _ in pieces(device, decoder):
         pass
     assert device.num_discarded == len(device.stale) > 0
-
-    def decodes(rows: int) -> StepShape:
-        return StepShape(rows, rows, rows, rows, 0)
 
     assert device.stale[0](decodes(64))
     assert not device.stale[0](decodes(4000))
@@ -222,6 +219,56 @@ def test_matrices_are_the_model_s_own(
         pass
     assert seen
     assert seen <= own
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(order=st.lists(st.integers(0, 2), max_size=100), ends=st.lists(st.integers(0, 100)))
+@example(order=[0, 0, 1, 1, 1, 2] * 20, ends=[])
+@example(order=[0, 0, 0, 1, 2] * 20, ends=[40])
+def test_engines_that_share_a_file_measure_each_product_once(
+    device: Device,
+    decoder: Decoder,
+    monkeypatch: pytest.MonkeyPatch,
+    order: list[int],
+    ends: list[int],
+) -> None:
+    """Engines take turns in any order; at some turns the one whose turn it is ends, too."""
+    tuning.path(MACHINE).unlink(missing_ok=True)
+    device.searched.clear()
+    small = plan(max_num_seqs=8, max_num_rows=8, max_num_batched_tokens=32)
+    tensors = tensors_of(decoder, torch.bfloat16)
+    monkeypatch.setattr(idle_tuning, "stale", list)
+    taken = [list[Choice]() for _ in range(3)]
+
+    def start(number: int) -> Iterator[float | None]:
+        def recaptured(gained: list[Choice]) -> Iterator[None]:
+            taken[number] += gained
+            yield
+
+        engine = IdleTuning(small, tensors).pieces(recaptured)  # type: ignore[arg-type]
+        assert next(engine) is None
+        return engine
+
+    engines = {number: start(number) for number in range(3)}
+    for turn, number in enumerate(order):
+        if turn in ends and number in engines:
+            engines.pop(number).close()  # type: ignore[attr-defined]
+        elif number in engines:
+            next(engines[number], None)
+    for _ in range(1000):
+        for engine in engines.values():
+            next(engine, None)
+    num_again = len(device.searched) - len(set(device.searched))
+    assert num_again <= 3 - len(engines)  # what had not ended
+    stored = tuning.load(MACHINE)
+    assert not engines or len(stored) == len(set(device.searched))
+    for number, engine in engines.items():  # each has taken what any has found
+        assert next(engine, "ended") == "ended"
+        assert sorted(taken[number], key=repr) == sorted(stored, key=repr)
+
+
+def decodes(rows: int) -> StepShape:
+    return StepShape(rows, rows, rows, rows, 0)
 
 
 def each_tensor(decoder: Decoder) -> list[torch.Tensor]:

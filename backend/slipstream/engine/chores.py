@@ -20,12 +20,13 @@ class Chores:
     """Pieces that are left, and when the next one may run.
 
     Args:
-        pieces: each `next` does one and leaves nothing running; a generator is closed at the end.
+        pieces: each `next` does one and leaves nothing running; it returns for how many seconds
+            there is nothing to do, or None. A generator is closed at the end.
         clock: returns ns.
     """
 
     def __init__(
-        self, pieces: Iterator[None], clock: Callable[[], int] = time.monotonic_ns
+        self, pieces: Iterator[float | None], clock: Callable[[], int] = time.monotonic_ns
     ) -> None:
         self.fatal: Exception | None = None  # the device is beyond repair
         self._pieces = pieces
@@ -48,7 +49,10 @@ class Chores:
         if self._is_done or self._clock() < self._starts_ns:
             return
         try:
-            self._is_done = next(self._pieces, self) is self
+            pause_s = next(self._pieces, self)
+            self._is_done = pause_s is self
+            if isinstance(pause_s, float):
+                self._starts_ns = self._clock() + round(pause_s * 1e9)
         except Exception as error:
             _log.exception("work for idle times ends: a piece of it failed")
             self._is_done = True

@@ -5,12 +5,17 @@ the same file: the next start has it at once. Kernels that are faster are taken 
 which changes no token, as only those with the bits of cuBLASLt's guess are; then graphs that hold a
 slower one are captured anew. Packed matrices are left to `slipstream tune`: their GEMMs of many
 rows read a copy in 16 bits, which there is no room for.
+
+Engines of one machine, such as replicas, share the work: a product is measured by the one that has
+claimed it, and the others take its choices from the file.
 """
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -19,6 +24,7 @@ from slipstream.kernels.gemm.cublaslt_api import Problem
 from slipstream.kernels.gemm.op import ALIGNED
 from slipstream.kernels.gemm.search import Found, Operands
 from slipstream.kernels.gemm.tuning import Choice, Choices, Machine, Product
+from slipstream.kernels.runtime.claims import Claims
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import Target, target_of
 from slipstream.layers.decoder import Decoder, StepDecoder
@@ -31,6 +37,7 @@ from slipstream.runner.tune import adds_in_product, choice_of, runs_by_cublaslt,
 _log = logging.getLogger(__name__)
 _LONGEST_S = 2.4e-3  # of a product: a piece has two launches of it at least
 _FEWEST_ROWS = 8
+_WAIT_S = 1.0  # until an idle engine looks again whether others have measured
 _HEAD = "head"  # the place that sees sampled rows alone
 
 
@@ -40,7 +47,7 @@ def chores(
     graphs: Graphs | None,
     prepare: Prepare,
     prepare_adapted: Prepare,
-) -> Iterator[None]:
+) -> Iterator[float | None]:
     """Return what is left to measure, a piece at a time; nothing where that is refused.
 
     Args:
@@ -100,6 +107,11 @@ class Place:
         """What is kept on disk of it, for any rows."""
         return Product.of(self.operands.shape(1))
 
+    @property
+    def name(self) -> str:
+        """The part of the file that one engine at a time measures."""
+        return msgspec.json.encode(self.product).decode()
+
 
 class IdleTuning:
     """Which GEMMs are measured, one after another, and where the results go."""
@@ -111,8 +123,10 @@ class IdleTuning:
 
     def pieces(
         self, recaptured: Callable[[Callable[[StepShape], bool]], Iterator[None]]
-    ) -> Iterator[None]:
+    ) -> Iterator[float | None]:
         """Measure all that is not on disk; each `next` is a piece of some milliseconds.
+
+        It returns for how long another engine is waited for, in s, or None.
 
         Args:
             recaptured: captures graphs whose shapes are stale anew, one by a `next`.
@@ -124,16 +138,23 @@ class IdleTuning:
             _log.info("idle times: all GEMMs of the model were measured before")
             return
         _log.info("idle times: %d GEMMs of the model are to be measured", self._num_all)
-        yield
-        for number in range(2):
-            for place in places:
-                found = yield from self._measured(machine, place, place.passes[number])
-                gained = [each for each in found if each.microseconds < each.default_microseconds]
-                self._report(place.matrix.name, found)
-                if gained:
+        yield None
+        left = [(place, place.passes[number]) for number in range(2) for place in places]
+        with closing(Claims(tuning.path(machine))) as claims:
+            while left:
+                job = next((each for each in left if claims.take(each[0].name)), None)
+                if job is None:
+                    yield _WAIT_S
+                    continue
+                left.remove(job)
+                try:
+                    found = yield from self._shared(machine, *job)
+                finally:
+                    claims.release(job[0].name)
+                if gained := [one for one in found if one.microseconds < one.default_microseconds]:
                     cublaslt.discard_plans()
                     tuning.choices(torch.cuda.current_device())  # read now, not by a step
-                    yield
+                    yield None
                     yield from recaptured(stale(gained))
         _log.info("idle times: all GEMMs of the model are measured: %s", tuning.path(machine))
 
@@ -164,21 +185,36 @@ class IdleTuning:
             places.append(place)
         return places
 
+    def _shared(
+        self, machine: Machine, place: Place, rows: Sequence[int]
+    ) -> Generator[None, None, list[Choice]]:
+        """Return choices for a product that is ours: others' that are on disk by now, and new."""
+        stored = [choice for choice in tuning.load(machine) if choice.product == place.product]
+        known = {choice.rows for choice in stored}
+        wanted = set(rows)
+        num_most = min((choice.rows for choice in stored if is_long(choice)), default=1 << 62)
+        others = [choice for choice in stored if choice.rows in wanted]
+        left = [count for count in rows if count not in known and count <= num_most]
+        self._num_done += len(rows) - len(left)
+        found = yield from self._measured(machine, place, left)
+        self._report(place.matrix.name, found, len(others))
+        return others + found
+
     def _measured(
         self, machine: Machine, place: Place, rows: Sequence[int]
     ) -> Generator[None, None, list[Choice]]:
         """Search for each number of rows; keep on disk what is found, however it ends."""
         found: list[Choice] = []
-        is_long = False
+        too_long = False
         try:
             for count in rows:
                 self._num_done += 1
-                if is_long:
+                if too_long:
                     continue  # with more rows it takes longer still
                 choice = yield from self._search(place, count, found)
                 if choice is not None:
                     found.append(choice)
-                    is_long = choice.default_microseconds > _LONGEST_S * 1e6
+                    too_long = is_long(choice)
         finally:
             if found:
                 tuning.save(machine, found)
@@ -201,7 +237,12 @@ class IdleTuning:
             raise
         return choice_of(operands, rows, result)
 
-    def _report(self, name: str, found: Sequence[Choice]) -> None:
+    def _report(self, name: str, found: Sequence[Choice], num_others: int) -> None:
+        if num_others:
+            _log.info(
+                "idle times: %s measured by another engine at %d numbers of rows; %d of %d",
+                *(name, num_others, self._num_done, self._num_all),
+            )
         default = sum(choice.default_microseconds for choice in found)
         taken = sum(choice.microseconds for choice in found)
         if found:
@@ -209,6 +250,11 @@ class IdleTuning:
                 "idle times: %s measured at %d numbers of rows, which take %.1f %% less; %d of %d",
                 *(name, len(found), 100 * (1 - taken / default), self._num_done, self._num_all),
             )
+
+
+def is_long(choice: Choice) -> bool:
+    """Whether a product takes too long to be measured with as many rows, or more."""
+    return choice.default_microseconds > _LONGEST_S * 1e6
 
 
 def is_usable(weights: Tensor) -> bool:

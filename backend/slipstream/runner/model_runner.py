@@ -319,7 +319,7 @@ class ModelRunner:
         inputs = self._stage(self._builder.padding(shape))
         return lambda: self._step(shape, inputs)
 
-    def chores(self, plan: Plan) -> Iterator[None]:
+    def chores(self, plan: Plan) -> Iterator[float | None]:
         """Return what an idle engine does, a piece at a time: measure GEMMs (`idle_tuning.py`)."""
         prepares = self.padding, self._prepare_adapted
         return idle_tuning.chores(plan, self._model, self._graphs, *prepares)

@@ -11,6 +11,7 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ import torch
 from slipstream.kernels.gemm import cublaslt_api
 from slipstream.kernels.gemm.cublaslt_api import GemmShape
 from slipstream.kernels.runtime import disk_cache
+from slipstream.kernels.runtime.claims import Claims
 
 _FORMAT = 2  # of the file, and of what an algorithm is written as
 _BLOB_SIZE = 64
@@ -152,8 +154,10 @@ def load(machine: Machine) -> list[Choice]:
 def save(machine: Machine, measured: Sequence[Choice]) -> None:
     """Add to the machine's file, in place of what was measured for the same product and rows.
 
+    What other processes add meanwhile stays.
     Raises OSError.
     """
-    merged = {(choice.product, choice.rows): choice for choice in [*load(machine), *measured]}
-    data = msgspec.json.encode(_File(_FORMAT, machine, list(merged.values())))
-    disk_cache.write_whole(path(machine), msgspec.json.format(data, indent=1) + b"\n")
+    with closing(Claims(path(machine))) as claims, claims.writing():
+        merged = {(choice.product, choice.rows): choice for choice in [*load(machine), *measured]}
+        data = msgspec.json.encode(_File(_FORMAT, machine, list(merged.values())))
+        disk_cache.write_whole(path(machine), msgspec.json.format(data, indent=1) + b"\n")

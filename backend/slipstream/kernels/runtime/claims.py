@@ -1,0 +1,75 @@
+"""Claim parts of a file on disk, so that of several processes one makes each.
+
+A claim is a lock on one byte of a file beside it, at a place that the part's name gives. The kernel
+releases it when the process ends, however it ends. Such locks are of an open file, not of a process
+(`F_OFD_SETLK`): two claimants within a process exclude each other, too.
+"""
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_log = logging.getLogger(__name__)
+_LOCK = struct.Struct("@hhqqi4x")  # flock: type, whence, start, length, pid
+_NUM_PLACES = 1 << 62
+_WRITES = "writes"  # of the whole file
+_TAKEN = (errno.EAGAIN, errno.EACCES)
+
+
+class Claims:
+    """Claims on parts of the file at `path`. Where files cannot be locked, nothing is shared out.
+
+    Two parts meet in one place once in 2^62: one of them is then made later.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: int | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            mode = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            self._file = os.open(path.with_suffix(".lock"), mode, 0o600)
+        except OSError as error:
+            _log.warning("%s: what other processes do is not known: %s", path, error)
+
+    def take(self, part: str) -> bool:
+        """Claim a part, unless another claimant has it; return whether it is ours now."""
+        return self._lock(fcntl.F_OFD_SETLK, fcntl.F_WRLCK, part)
+
+    def release(self, part: str) -> None:
+        """Give up a part."""
+        self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, part)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Read the file and write it anew in this block, while nobody else does."""
+        self._lock(fcntl.F_OFD_SETLKW, fcntl.F_WRLCK, _WRITES)
+        try:
+            yield
+        finally:
+            self.release(_WRITES)
+
+    def close(self) -> None:
+        """Give up all parts."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _lock(self, command: int, kind: int, part: str) -> bool:
+        if self._file is None:
+            return True
+        digest = hashlib.sha256(part.encode()).digest()
+        place = int.from_bytes(digest[:8], "little") % _NUM_PLACES
+        try:
+            fcntl.fcntl(self._file, command, _LOCK.pack(kind, os.SEEK_SET, place, 1, 0))
+        except OSError as error:
+            if error.errno in _TAKEN:
+                return False
+            _log.warning("parts of files cannot be locked here: %s", error)
+            self.close()
+        return True
