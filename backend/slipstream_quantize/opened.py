@@ -112,6 +112,10 @@ class Opened:
             )
         config = EngineConfig(checkpoint=str(directory), device=device, block_size=BLOCK_SIZE)
         plan = settle_here(config)
+        if plan.model.is_text_alone:
+            raise CheckpointError(
+                f"{directory}: has a tower for images, which what is written would lack"
+            )
         name = dtype if dtype != "auto" else plan.model.dtype or weights_dtype(directory)
         self.dtype: torch.dtype = getattr(torch, name)
         if plan.device.type == "cuda" and self.dtype == torch.float32:
@@ -143,7 +147,7 @@ class Opened:
         matrices = {f"{name}.weight" for probe in self.probes for name in probe.names}
         for name, tensor in self.source.tensors.items():
             if name not in matrices:
-                for rows in torch.split(tensor, ROWS):
+                for rows in torch.split(tensor, ROWS) if tensor.ndim else [tensor]:
                     rows.copy_(rows.to(self.dtype))
 
     def _places(self, block: AnyBlock) -> list[ProbedLayer]:
@@ -165,7 +169,8 @@ class Opened:
                 if isinstance(place, NormLinear | GatedLinear):
                     before = place.linear = self._probe(place.linear)
                     found.append(ProbedLayer(before, apart, None))
-                    if isinstance(place, GatedLinear) and place.gate not in GATES:
+                    is_mlp = not isinstance(place, GatedLinear) and layer is block.mlp
+                    if is_mlp or (isinstance(place, GatedLinear) and place.gate not in GATES):
                         before = None  # an activation of every column is no factor
                 elif isinstance(place, LinearAdd):
                     probe = place.linear = self._probe(place.linear)

@@ -37,8 +37,9 @@ FAMILIES = {
     "qwen3": ("qwen3", {"num_key_value_heads": 4}),
     "gemma3": ("gemma3", {"num_key_value_heads": 4, "sliding_window": 16}),
     "gpt2, no gate": ("gpt2", {"num_key_value_heads": 4, "n_inner": 96}),
+    "apertus, no gate": ("apertus", {"num_key_value_heads": 4}),
 }
-QUICK = ("mha", "gemma3", "gpt2, no gate")
+QUICK = ("mha", "gemma3", "gpt2, no gate", "apertus, no gate")
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def logits(opened: Opened) -> torch.Tensor:
 def test_scales_that_move_change_nothing(family: str, dtype: str, tmp_path: Path) -> None:
     """Norms are rounded to the dtype of the files, and what is multiplied is what they became."""
     name, overrides = FAMILIES[family]
-    heads, has_gate = overrides.get("num_key_value_heads", 2), name != "gpt2"
+    heads, has_gate = overrides.get("num_key_value_heads", 2), name not in ("gpt2", "apertus")
     opened = Opened(tiny.checkpoint(tmp_path, name, **overrides), "cpu", dtype)
     before = logits(opened)
     generator, moved = torch.Generator().manual_seed(0), 0
@@ -266,6 +267,7 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, object]]] = {  # family, scheme, wh
     "gpt2": ("gpt2", "awq", {"n_inner": 96}),
     "gpt_bigcode": ("gpt_bigcode", "int8", {"multi_query": False, "n_inner": 96}),
     "phi3": ("phi3", "awq", _HEADS),
+    "apertus": ("apertus", "awq", _HEADS),
     "glm4": ("glm4", "nvfp4", {}),
     "cohere": ("cohere", "int4", {"use_qk_norm": True}),
     "codegen": ("codegen", "fp8", {"n_inner": 96, "rotary_dim": 8}),

@@ -10,7 +10,7 @@ from slipstream.models.axes import Axes, QkNorms, Residuals
 from slipstream.models.hf import read_model
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader
-from slipstream.models.registry import family_of, supported
+from slipstream.models.registry import family_of, supported, whole_of, wholes
 
 _EXAMPLE = Path(__file__).parent / "families" / "gpt_neox.py"  # that the page shows as a whole
 _NOWHERE = Path("/nonexistent")  # no generation_config.json beside it
@@ -29,7 +29,15 @@ def table() -> str:
         "| `architectures` | norms | positions | attention | MLP | ends | keys of its own |",
         "|---|---|---|---|---|---|---|",
     ]
-    return "\n".join([*lines, *map(_row, supported()), ""])
+    return "\n".join([*lines, *map(_row, supported()), *map(_whole, wholes()), ""])
+
+
+def _whole(architecture: str) -> str:
+    """Return the line of an architecture that sees images, too."""
+    whole = whole_of([architecture])
+    assert whole is not None, "it is registered"
+    texts = " or ".join(f"`{name}`" for name in whole.texts.values())
+    return f"| `{architecture}` | its text model alone, {texts} | | | | | `text_config` |"
 
 
 def _row(architecture: str) -> str:

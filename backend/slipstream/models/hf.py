@@ -21,10 +21,11 @@ from slipstream.models.files import read_json, tensor_entries
 from slipstream.models.gguf.tensors import REFERENCE
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader, words
-from slipstream.models.registry import family_of, supported
+from slipstream.models.registry import family_of, supported, whole_of
 from slipstream.models.ropes import STILL, by_layer
 from slipstream.models.transforms import with_changes
 from slipstream.models.windows import read_windows
+from slipstream.models.wrapped import text_of, within
 
 # Read for every architecture, windows too: transformers' cache has one even if the model has none.
 _READ = words(
@@ -199,7 +200,11 @@ def read_config(directory: Path) -> ModelConfig:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: no config.json: not a Hugging Face checkpoint")
     config = Reader(read_json(directory / "config.json"), str(directory / "config.json"))
-    return read_model(config, _architecture(config), directory)
+    whole = whole_of(config.data.get("architectures"))
+    if whole is None:
+        return read_model(config, _architecture(config), directory)
+    text = text_of(config, whole)
+    return within(read_model(text, _architecture(text), directory))
 
 
 def read_model(config: Reader, architecture: str, directory: Path) -> ModelConfig:
@@ -290,7 +295,7 @@ def ignored_keys(config: ModelConfig) -> str:
         return ""
     names = config.ignored
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return (
-        f"config.json: ignored, as by transformers' {config.architecture}: "
-        f"{', '.join(names[:_MOST_NAMES])}{more}"
-    )
+    how = f"ignored, as by transformers' {config.architecture}"
+    if config.is_text_alone:
+        how = f"the text model alone is served, {config.architecture}; ignored"
+    return f"config.json: {how}: {', '.join(names[:_MOST_NAMES])}{more}"

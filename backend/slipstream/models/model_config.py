@@ -34,6 +34,7 @@ class ModelConfig:
 
     # Names of a Hugging Face directory of the model, where `tensors` are those of a GGUF file.
     published: TensorNames | None = None
+    is_text_alone: bool = False  # of a checkpoint that sees images, too
     num_ranks: int = 1  # over which it is split; sizes are a rank's, but for the vocabulary
     stage: int = 0  # of a pipeline: which has these layers
     num_stages: int = 1

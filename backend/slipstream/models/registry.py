@@ -6,6 +6,7 @@ from pkgutil import iter_modules
 
 from slipstream.models import families
 from slipstream.models.family import Family, registered
+from slipstream.models.wrapped import Whole, registered_wholes
 
 
 @cache
@@ -25,3 +26,17 @@ def family_of(architecture: str) -> Family:
     """Return the family of a supported architecture."""
     _import_families()
     return registered()[architecture]
+
+
+def wholes() -> tuple[str, ...]:
+    """Return the values of `architectures` of which the text model is served alone, sorted."""
+    _import_families()
+    return tuple(sorted(registered_wholes()))
+
+
+def whole_of(names: object) -> Whole | None:
+    """Return what `architectures` names, if the text model of that is served alone."""
+    _import_families()
+    if not isinstance(names, list) or len(names) != 1:
+        return None
+    return registered_wholes().get(str(names[0]))

@@ -1,0 +1,136 @@
+"""Text models of checkpoints that see images, too: the logits of the whole, given texts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.models.checkpoints import (
+    Driver,
+    Generation,
+    edit_config,
+    make_runner,
+    random_prompts,
+    save,
+)
+from fixtures.models.parity import check_against
+from safetensors.torch import load_file, save_file
+from slipstream.errors import CheckpointError
+from slipstream.models.check import check_tensors
+from slipstream.models.hf import ignored_keys, read_config
+from slipstream_quantize.opened import Opened
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
+
+SIZES = {
+    "vocab_size": 211,
+    "hidden_size": 64,
+    "intermediate_size": 90,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "eos_token_id": 7,
+}
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+TOWER |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+GROWS = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "llama_4_scaling_beta": 0.3}
+GROWS |= {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
+CASES: dict[str, tuple[type, type, dict[str, object]]] = {
+    "ministral 3": (
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        {"model_type": "ministral3", "rope_parameters": GROWS},
+    ),
+    "mistral small": (
+        Mistral3Config,
+        Mistral3ForConditionalGeneration,
+        {"model_type": "mistral", "sliding_window": None},
+    ),
+    "gemma 3": (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        {"model_type": "gemma3_text", "sliding_window": 9},
+    ),
+}
+
+
+def make_whole(name: str, ties: bool) -> torch.nn.Module:
+    config_class, model_class, own = CASES[name]
+    text = SIZES | own | {"tie_word_embeddings": ties}
+    config = config_class(text_config=text, vision_config=TOWER, tie_word_embeddings=ties)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = model_class(config)
+        for each in model.parameters():
+            scale = each.shape[-1] ** -0.5 if each.ndim > 1 else 0.2
+            each.data.normal_(float(each.ndim == 1), scale)
+    return model.float().eval()
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize("name", CASES)
+def test_logits_are_those_of_the_whole(name: str, ties: bool, tmp_path: Path) -> None:
+    model = make_whole(name, ties)
+    save(model, tmp_path)
+    check_tensors(tmp_path)
+    config = read_config(tmp_path)
+    assert config.eos_ids == (7,)
+    assert "the text model alone is served" in ignored_keys(config)
+    assert "vision_config" in config.ignored
+    generations = [Generation(prompt, 5) for prompt in random_prompts([60, 1, 9], 211)]
+    Driver(make_runner(tmp_path), keep_logits=True).finish(generations, chunk=13)
+    for generation in generations:
+        check_against(model, generation, 1e-4)
+
+
+def test_what_is_not_read_is_refused(tmp_path: Path) -> None:
+    save(make_whole("mistral small", ties=False), tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"language_model.model.twist": torch.ones(2)}, path)
+    with pytest.raises(CheckpointError, match=r"language_model\.model\.twist .* has no place"):
+        check_tensors(tmp_path)
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match="has a tower for images, which what is written"):
+        Opened(tmp_path, "cpu", "float32")
+    text = json.loads((tmp_path / "config.json").read_text())["text_config"]
+    for changes, said in (
+        ({"text_config": text | {"model_type": "llama"}}, r"text_config\.model_type = 'llama' is"),
+        ({"text_config": text | {"head_dim": 0}}, r"text_config\.head_dim = 0 is not a whole"),
+        ({"text_config": [1]}, r"text_config = \[1\] is not an object"),
+        ({"model_type": "mistral"}, "model_type = 'mistral' is not that of this architecture"),
+    ):
+        edit_config(tmp_path, **({"model_type": "mistral3", "text_config": text} | changes))
+        with pytest.raises(CheckpointError, match=said):
+            read_config(tmp_path)
+
+
+def test_matrices_in_fp8_as_they_are_published(tmp_path: Path) -> None:
+    """One scale for each matrix of the text model; towers stay as they are."""
+    save(make_whole("ministral 3", ties=True), tmp_path)
+    path, found = tmp_path / "model.safetensors", {}
+    for name, x in load_file(path).items():
+        is_text = name.startswith("language_model.model.layers") and name.endswith("proj.weight")
+        if is_text:
+            scale = x.abs().max() / 448
+            found[f"{name}_scale_inv"] = scale
+            found[name.replace("weight", "activation_scale")] = scale.clone()
+        found[name] = (x / scale).to(torch.float8_e4m3fn) if is_text else x
+    save_file(found, path)
+    left = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
+    fp8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    edit_config(tmp_path, quantization_config=fp8 | {"modules_to_not_convert": left})
+    check_tensors(tmp_path)
+    (prompt,) = random_prompts([9], 211)
+    generation = Generation(prompt, 1)
+    Driver(make_runner(tmp_path), keep_logits=True).finish([generation])
+    with torch.no_grad():
+        truth = make_whole("ministral 3", ties=True)(torch.tensor([prompt])).logits[0, -1]
+    likeness = torch.cosine_similarity(generation.logits[0], truth, dim=0)
+    assert likeness > 0.99
