@@ -1,6 +1,5 @@
 """Adapters of a whole house: chosen by `lora_name`, loaded and unloaded by a connection."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from fixtures.bridge.texts import CHECKPOINT, TEXT
 from fixtures.features import answers
-from fixtures.features.adapters import text_of, write
+from fixtures.features.adapters import text_of, with_adapter, write
 from fixtures.features.house import House
 from fixtures.features.pairing import cases
 from fixtures.features.table import body_of
@@ -154,11 +153,9 @@ CASES = cases("vllm_model")
 def test_an_adapter_beside_every_other_feature(house: House, names: tuple[str, ...]) -> None:
     """An adapter that adds nothing changes no answer; with one that does, all else holds."""
     body = body_of("vllm_model", names)
-    sampling = json.loads(body.get("sampling_parameters", "{}"))
 
     def ask(adapter: str) -> answers.Answer:
-        chosen = {"sampling_parameters": json.dumps(sampling | {"lora_name": adapter})}
-        responses = house.ask("vllm_model", body | chosen)
+        responses = house.ask("vllm_model", with_adapter(body, adapter))
         found = answers.read("vllm_model", names, responses)
         answers.check("vllm_model", names, found, responses)
         return found

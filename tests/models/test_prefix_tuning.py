@@ -3,16 +3,15 @@
 PEFT does nothing else with the file that it writes.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fixtures.models.adapters import write_prefix
 from fixtures.models.checkpoints import Driver, Generation, make_model, make_runner, save
 from fixtures.models.ranks import ranks_of
 from fixtures.tiers import quick_of
-from safetensors.torch import save_file
 from slipstream.errors import CheckpointError
 from slipstream.runner.model_runner import ModelRunner
 from torch import Tensor
@@ -48,17 +47,6 @@ def draw_keys(model: torch.nn.Module, tokens: int, seed: int = 0) -> Tensor:
     layers, heads, size = key_size(model)
     rng = torch.Generator().manual_seed(seed)
     return torch.randn(tokens, 2 * layers * heads * size, generator=rng)
-
-
-def write_prefix(directory: Path, table: Tensor, layers: int, **config: object) -> Path:
-    """Write what PEFT's `save_pretrained` writes of prefix tuning."""
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file({"prompt_embeddings": table}, directory / "adapter_model.safetensors")
-    given = {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": len(table), "num_layers": layers}
-    given |= {"token_dim": table.shape[1] // (2 * layers), "prefix_projection": False}
-    given |= {"task_type": "CAUSAL_LM", "num_transformer_submodules": 1, "inference_mode": True}
-    (directory / "adapter_config.json").write_text(json.dumps(given | config))
-    return directory
 
 
 def expected(model: torch.nn.Module, table: Tensor, tokens: list[int]) -> Tensor:

@@ -3,15 +3,13 @@
 PEFT's prompt tuning and P-tuning do nothing else with the file that they write.
 """
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from fixtures.models.adapters import draw_pairs, scale_of, write_adapter
+from fixtures.models.adapters import draw_pairs, scale_of, write_adapter, write_prompt
 from fixtures.models.checkpoints import Driver, Generation, make_model, make_runner, save
 from fixtures.tiers import quick_of
-from safetensors.torch import save_file
 from slipstream.errors import CheckpointError
 from torch import Tensor
 
@@ -21,18 +19,6 @@ VOCABULARY = 1009
 
 def draw_table(rows: int, width: int = 128, seed: int = 0) -> Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 0.3
-
-
-def write_prompt(
-    directory: Path, table: Tensor, kind: str = "PROMPT_TUNING", **config: object
-) -> Path:
-    """Write what PEFT's `save_pretrained` writes of prompt tuning."""
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file({"prompt_embeddings": table}, directory / "adapter_model.safetensors")
-    given = {"peft_type": kind, "num_virtual_tokens": len(table), "token_dim": table.shape[1]}
-    given |= {"num_transformer_submodules": 1, "task_type": "CAUSAL_LM", "num_layers": 2}
-    (directory / "adapter_config.json").write_text(json.dumps(given | config))
-    return directory
 
 
 def expected(model: torch.nn.Module, table: Tensor, tokens: list[int]) -> Tensor:
