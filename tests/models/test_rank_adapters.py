@@ -25,6 +25,7 @@ from fixtures.tiers import quick_of
 from safetensors.torch import load_file, save_file
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import CheckpointError
+from slipstream.layers import magnitudes
 from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.prompt_table import PromptTable
 
@@ -257,20 +258,117 @@ def test_a_rank_keeps_its_part_alone(tmp_path: Path) -> None:
     assert group.errors == []
 
 
-def test_magnitudes_are_refused_by_name(tmp_path: Path) -> None:
+def with_magnitudes(model: torch.nn.Module, pairs: Pairs, folder: Path) -> Path:
+    """An adapter (DoRA) whose rows are half to twice as long as the base's."""
+    rank = len(next(iter(pairs.values()))[0])
+    directory = write_adapter(folder, pairs, rank, use_dora=True)
+    path, generator = directory / "adapter_model.safetensors", torch.Generator().manual_seed(rank)
+    found = load_file(path)
+    for name, (_, b) in pairs.items():
+        weight = model.get_submodule(name).weight.detach()
+        rows = weight if len(weight) == len(b) and "c_" not in name else weight.t()
+        length = rows.float().norm(dim=1) * (0.5 + 1.5 * torch.rand(len(b), generator=generator))
+        found[f"base_model.model.{name}.lora_magnitude_vector"] = length
+    save_file(found, path)
+    return directory
+
+
+ROUTERS = ("gate", "shared_expert_gate", "kv_b_proj")  # and what is not multiplied alone
+MAGNITUDES = {  # parts of inputs and outputs, some filled up by zeros; fused ones; turned ones
+    "llama, 2 ranks": ("llama", 2, 1, {"intermediate_size": 200}),
+    "llama, 4 ranks": ("llama", 4, 1, {"intermediate_size": 200, "num_key_value_heads": 2}),
+    "llama, 2 stages": ("llama", 1, 2, {}),
+    "phi3, 2 stages of 2": ("phi3", 2, 2, {}),
+    "gpt2, 2 ranks": ("gpt2", 2, 1, {}),
+    "qwen2_moe, 2 ranks": ("qwen2_moe", 2, 1, {}),
+    "deepseek_v3, 2 stages": ("deepseek_v3", 1, 2, DRAWN["deepseek_v3"](random.Random(1))),
+}
+
+
+@pytest.mark.parametrize("case", quick_of(MAGNITUDES, {"llama, 2 ranks", "phi3, 2 stages of 2"}))
+def test_ranks_find_together_how_long_rows_are(case: str, tmp_path: Path) -> None:
+    family, size, num_stages, changes = MAGNITUDES[case]
+    model = make_model(family, **changes)
+    names = [each for each in targets_of(model) if each not in ROUTERS]
+    directories = []
+    for rank, own in ((3, names), (16, names[1:])):
+        pairs = {
+            name: pair
+            for name, pair in draw_pairs(model, own, rank, seed=rank, size=0.1).items()
+            if ".experts." not in name
+        }
+        if rank == 3 and isinstance(head := getattr(model, "lm_head", None), torch.nn.Linear):
+            drawn = torch.Generator().manual_seed(5)
+            shapes = (3, head.in_features), (head.out_features, 3)
+            a, b = (torch.randn(shape, generator=drawn) * 0.1 for shape in shapes)
+            pairs["lm_head"] = a, b
+        directories.append(with_magnitudes(model, pairs, tmp_path / str(rank)))
+    directories.append(write_adapter(tmp_path / "plain", draw_pairs(model, names[:2], 4), 4))
+    compare(save(model, tmp_path / "base"), directories, size, num_stages=num_stages)
+
+
+@pytest.mark.parametrize("name", quick_of(BASES, {"bnb-nf4"}))
+def test_rows_of_a_quantised_matrix_are_as_long_as_they_are_multiplied(
+    name: str, tmp_path: Path
+) -> None:
+    model = model_of(name, tmp_path)
+    directory = with_magnitudes(model, draw_pairs(model, targets_of(model), 5), tmp_path / "a")
+    compare(tmp_path / "model", [directory], 2)
+
+
+FORMS = ("none", "int8", "int4", "bnb-nf4", "gptq-v1-4-32", "awq-gemm-32", "modelopt-fp8")
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_matrix_in_memory_has_the_rows_that_it_multiplies_by(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its numbers can be had at once, and where rows of ones say what they are."""
+    if name in ("none", "int8", "int4"):
+        base = save(make_model("llama", intermediate_size=192), tmp_path / "model")
+        runner = make_runner(base, quantization=name)
+    else:
+        model_of(name, tmp_path)
+        runner = make_runner(tmp_path / "model")
+    assert runner.adapters.targets is not None
+    for part in runner.adapters.targets.all():
+        if part.linear is None:
+            continue
+        a, b = torch.randn(3, part.inputs), torch.randn(part.outputs, 3) * 0.1
+        found = part.squares(a, b)
+        with monkeypatch.context() as patch:
+            patch.setattr(magnitudes, "_dense", lambda linear: None)
+            wanted = part.squares(a, b)
+        assert torch.allclose(found, wanted, rtol=1e-5), part.name
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_magnitudes_of_a_row_of_zeros_are_refused_on_all_ranks(
+    num_stages: int, tmp_path: Path
+) -> None:
+    """Of the last layer, on a rank that is not the first: nothing of the adapter stays."""
     model = make_model("llama")
-    pairs = draw_pairs(model, ["q_proj"], 4)
-    directory = write_adapter(tmp_path / "a", pairs, 4, use_dora=True)
+    with torch.no_grad():
+        model.model.layers[-1].self_attn.q_proj.weight[-1] = 0
+    pairs = draw_pairs(model, ["q_proj", "o_proj"], 4)
+    name = f"model.layers.{len(model.model.layers) - 1}.self_attn.q_proj"
+    pairs[name][1][-1] = 0
+    directory = with_magnitudes(model, pairs, tmp_path / "a")
     path = directory / "adapter_model.safetensors"
-    sizes = {name: len(b) for name, (_, b) in pairs.items()}
-    more = {
-        f"base_model.model.{name}.lora_magnitude_vector": torch.ones(size)
-        for name, size in sizes.items()
-    }
-    save_file(load_file(path) | more, path)
-    refused = pytest.raises(CheckpointError, match=r"use_dora.* on 2 ranks")
-    with ranks_of(save(model, tmp_path / "base"), 2) as leader, refused:
-        leader.adapters.read(str(directory))
+    found = load_file(path)
+    found[f"base_model.model.{name}.lora_magnitude_vector"][-1] = 1.0
+    save_file(found, path)
+    good = write_adapter(tmp_path / "b", pairs, 4)
+    group = Group(save(model, tmp_path / "base"), 2, num_stages)
+    wait_for(lambda: len(group.followers) == 2 * num_stages - 1)
+    adapters = group.leader.adapters
+    with pytest.raises(CheckpointError, match=r"magnitudes \(use_dora\).* infinity .*float32"):
+        adapters.add(adapters.read(str(directory)))
+    number = adapters.add(adapters.read(str(good)))
+    ranks = [each.adapters for each in (group.leader, *group.followers)]
+    wait_for(lambda: all(list(each._stored) == [number] for each in ranks))
+    group.end()
+    assert group.errors == []
 
 
 def table_of(rows: int, seed: int) -> PromptTable:

@@ -32,8 +32,9 @@ from slipstream.layers.residual import Residual
 class Term(NamedTuple):
     """A low-rank term of some outputs of a linear layer, or what takes their place.
 
-    With a `gain` the product itself is added so many times more (DoRA's magnitudes). Without `a`,
-    `b` is a whole matrix that takes the place of the layer's (`modules_to_save`).
+    With a `gain` the product itself is added so many times more (DoRA's magnitudes). Before these
+    are folded (`magnitudes.py`) it has themselves, and `b` is f32. Without `a`, `b` is a whole
+    matrix that takes the place of the layer's (`modules_to_save`).
     """
 
     first: int  # output
@@ -43,8 +44,10 @@ class Term(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(x.nbytes for x in (self.a, self.b, self.gain) if x is not None)
+        """Bytes of its tensors, once `b` is in the dtype of `a`."""
+        itemsize = (self.b if self.a is None else self.a).element_size()
+        of_b = self.b.numel() * itemsize
+        return of_b + sum(x.nbytes for x in (self.a, self.gain) if x is not None)
 
     def to(self, device: torch.device) -> "Term":
         """Return it on a device."""

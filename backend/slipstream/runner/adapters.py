@@ -21,13 +21,14 @@ from slipstream_contract.prompt_table import PromptTable
 from torch import Tensor
 
 from slipstream.core.batch import Batch
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.fuse.adapt import AdaptedPlace, adapt
 from slipstream.kernels.cpu.native import library
 from slipstream.kernels.lora.terms import Table
 from slipstream.layers.adapted import Group as RowGroup
 from slipstream.layers.adapted import StepGroups, Terms
 from slipstream.layers.decoder import Decoder, StepDecoder
+from slipstream.layers.magnitudes import Kind
 from slipstream.models.adapters.legacy import read_table, read_task
 from slipstream.models.adapters.read import AdapterWeights, PlaceTerms, bytes_of, read_adapter
 from slipstream.models.adapters.targets import Targets
@@ -35,6 +36,7 @@ from slipstream.models.decoder import build_any
 from slipstream.models.fileless import SizeSource
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.source import Weights
+from slipstream.runner.adapter_magnitudes import Fold
 from slipstream.runner.adapter_pages import LEAST_PAGE
 from slipstream.runner.adapter_tables import WIDEST, AdapterTables, Laid, TileLayout, Uploaded
 from slipstream.runner.group import ALONE, AdapterOrder, Group
@@ -99,6 +101,7 @@ class Adapters:
         is_gpu = plan.device.type == "cuda"
         own = TileLayout(places, not is_gpu, plan.dtype)
         self._own = self._all = own
+        self._fold = Fold(places, Kind(plan.dtype, plan.device), self._ranks, self._own_name)
         if plan.rank == 0:
             whole = plan.model.whole or plan.model
             places = _of_all_stages(plan.model, plan.dtype, places)
@@ -158,11 +161,20 @@ class Adapters:
         )
 
     def store(self, weights: AdapterWeights) -> int:
-        """Keep an adapter in host memory; return its number."""
+        """Keep an adapter in host memory; return its number.
+
+        Raises `CheckpointError` if magnitudes lead to numbers that the model's dtype does not have.
+        """
         number = next(self._numbers)
         self._ranks.give_adapter(number, weights)
         self._pages[number] = self._pages_for(weights)
         self.keep(number, weights)
+        if number not in self._stored:
+            del self._pages[number]
+            raise CheckpointError(
+                "magnitudes (use_dora): B, times them and the scaling, holds NaN, infinity or "
+                f"values beyond {str(self._dtype).removeprefix('torch.')}"
+            )
         return number
 
     def _own_name(self, place: str) -> str:
@@ -170,9 +182,15 @@ class Adapters:
         return place if self._layers is None else self._layers.own(place)
 
     def keep(self, number: int, weights: AdapterWeights) -> None:
-        """Keep what this rank has of an adapter in host memory."""
-        terms = {self._own_name(name): terms for name, terms in weights.terms.items()}
-        self._stored[number] = replace(weights, terms=terms, others=())
+        """Keep what this rank has of an adapter in host memory, unless ranks find by magnitudes
+        that it cannot be.
+        """
+        terms: PlaceTerms | None = weights.terms
+        if weights.has_magnitudes:
+            terms = self._fold(weights)
+        if terms is not None:
+            terms = {self._own_name(name): found for name, found in terms.items()}
+            self._stored[number] = replace(weights, terms=terms, others=(), has_magnitudes=False)
 
     def add(self, weights: AdapterWeights) -> int:
         """Store an adapter, and copy it to the device at once; return its number."""

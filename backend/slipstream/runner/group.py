@@ -56,6 +56,7 @@ class AdapterPart(msgspec.Struct, frozen=True, array_like=True, tag="adapter", g
     number: int
     rank: int  # others skip it
     largest: int  # rank of a term
+    of_inputs: list[str] | None  # see `AdapterWeights`; None: it has no magnitudes
     terms: msgspec.Raw  # `list[SentTerm]`
     ended: tuple[int, ...]  # see `Frame`
 
@@ -141,6 +142,9 @@ class Group(Protocol):
     def agree(self, count: int) -> int:
         """Return the number of blocks that all ranks have room for."""
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks that share layers with this one."""
+
     def announce(self, batch: Batch, shape: StepShape, arrays: StepArrays) -> None:
         """Have the other ranks run this step, too."""
 
@@ -163,6 +167,10 @@ class Alone:
     def agree(self, count: int) -> int:
         """Return the count."""
         return count
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the only part."""
+        return x
 
     def announce(self, batch: Batch, shape: StepShape, arrays: StepArrays) -> None:
         """No other rank is there."""
@@ -216,6 +224,10 @@ class Joined:
         """Return the least count of all ranks."""
         return min(int(each) for each in self._memory.gather(str(count).encode()))
 
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum over the ranks of the stage."""
+        return x if self._ranks.size == 1 else self._ranks.sum(x)
+
     def announce(self, batch: Batch, shape: StepShape, arrays: StepArrays) -> None:
         """Send the step, from rank 0."""
         pieces = None
@@ -234,9 +246,11 @@ class Joined:
 
     def give_adapter(self, number: int, weights: AdapterWeights) -> None:
         """Send the parts of an adapter, from rank 0."""
+        of_inputs = sorted(weights.of_inputs) if weights.has_magnitudes else None
         for rank, terms in enumerate(weights.others, start=1):
             sent = msgspec.Raw(_encoder.encode(_sent(terms)))
-            self.send(AdapterPart(number, rank, weights.rank, sent, tuple(self.ended)))
+            part = AdapterPart(number, rank, weights.rank, of_inputs, sent, tuple(self.ended))
+            self.send(part)
 
     def order(self, order: AdapterOrder, number: int) -> None:
         """Send an order, from rank 0; other ranks obey it."""
@@ -253,7 +267,8 @@ class Joined:
             assert b is not None, "it always has that"
             terms.setdefault(sent.place, []).append(Term(sent.first, a, b, gain))
         made = {place: tuple(found) for place, found in terms.items()}
-        return AdapterWeights(made, b"", message.largest)
+        has = message.of_inputs is not None, frozenset(message.of_inputs or ())
+        return AdapterWeights(made, b"", message.largest, (), *has)
 
     def spread(self, token_ids: Tensor) -> None:
         """Take the tokens of rank 0, if any can be in flight."""

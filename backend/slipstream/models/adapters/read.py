@@ -17,6 +17,7 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.fuse.adapt import EMBEDDING, HEAD, VIRTUAL
 from slipstream.layers.adapted import Term
+from slipstream.layers.magnitudes import folded
 from slipstream.models.adapters.config import PromptConfig, read_config
 from slipstream.models.adapters.folder import AdapterFolder
 from slipstream.models.adapters.keys import key_terms
@@ -45,6 +46,8 @@ class AdapterWeights:
     digest: bytes  # of tensors and scalings
     rank: int  # the largest
     others: tuple[PlaceTerms, ...] = ()
+    has_magnitudes: bool = False  # which ranks fold together; see `Term`
+    of_inputs: frozenset[str] = frozenset()  # places of which ranks have parts of the inputs then
 
     @property
     def num_bytes(self) -> int:
@@ -73,19 +76,23 @@ class RankTerms:
     def __init__(self, targets: Targets) -> None:
         self._targets = targets
         self._of_ranks: list[dict[str, list[Term]]] = [{} for _ in range(targets.num_ranks)]
+        self._of_inputs: set[str] = set()
 
     def add(self, part: Part, term: Term) -> None:
         """Take a term of a part."""
+        if part.is_of_inputs:
+            self._of_inputs.add(part.place)
         ranks = self._targets.ranks_of(part.place)
         for rank, own in zip(ranks, part.of_ranks(term), strict=True):
             self._of_ranks[rank].setdefault(part.place, []).append(own)
 
-    def weights(self, digest: bytes, rank: int) -> AdapterWeights:
+    def weights(self, digest: bytes, rank: int, has_magnitudes: bool = False) -> AdapterWeights:
         """Return all of them."""
         own, *others = [
             {place: joined(terms) for place, terms in found.items()} for found in self._of_ranks
         ]
-        return AdapterWeights(own, digest, rank, tuple(others))
+        has = has_magnitudes, frozenset(self._of_inputs)
+        return AdapterWeights(own, digest, rank, tuple(others), *has)
 
 
 def read_adapter(
@@ -124,8 +131,9 @@ def _of_modules(
     terms: dict[str, list[Term]] = {}
     of_ranks = RankTerms(targets)
     given: dict[tuple[str, int], str] = {}
-    rank = 0
+    rank, has_magnitudes = 0, False
     for stored in modules:
+        has_magnitudes |= stored.magnitude is not None and targets.num_ranks > 1
         digest.update(f"{stored.module} {stored.scale!r}".encode())
         for x in stored.tensors():
             digest.update(f" {x.dtype} {tuple(x.shape)} ".encode())
@@ -135,13 +143,13 @@ def _of_modules(
             before = given.setdefault((part.place, part.first), stored.module)
             if before != stored.module:
                 raise CheckpointError(f"{path}: {stored.module} is {before} by another name")
-            term = _term(part, stored, dtype, path)
+            term = _term(part, stored, dtype, path, targets.num_ranks == 1)
             terms.setdefault(part.place, []).append(term)
             of_ranks.add(part, term)
     if not terms:
         raise CheckpointError(f"{path}: it has no tensors: an adapter of nothing")
     check_range(terms, dtype, path)
-    return of_ranks.weights(digest.digest(), rank)
+    return of_ranks.weights(digest.digest(), rank, has_magnitudes)
 
 
 def of_table(
@@ -202,19 +210,14 @@ def _parts(targets: Targets, stored: Stored, path: Path) -> list[Part]:
     if stored.whole is None and stored.is_rows != is_embedding:
         kind = "an embedding" if is_embedding else "no embedding"
         raise CheckpointError(f"{path}: module {stored.module} is {kind}, its tensors are not so")
-    if stored.magnitude is not None and targets.num_ranks > 1:
-        raise CheckpointError(
-            f"{path}: {stored.module}: magnitudes (use_dora) are not implemented on "
-            f"{targets.num_ranks} ranks: none has all matrices"
-        )
     if stored.magnitude is not None and parts[0].linear is None:
         kind = "an embedding" if is_embedding else "matrices that are not multiplied alone"
         raise CheckpointError(f"{path}: {stored.module}: magnitudes (use_dora) of {kind}")
     return parts
 
 
-def _term(part: Part, stored: Stored, dtype: torch.dtype, path: Path) -> Term:
-    """Return a part of a module as the decoder has its matrix."""
+def _term(part: Part, stored: Stored, dtype: torch.dtype, path: Path, folds: bool) -> Term:
+    """Return a part of a module as the decoder has its matrix; `folds`: magnitudes are folded."""
     where = f"{path}: {stored.module}"
     if stored.whole is not None:
         _check_whole(part, stored.whole, where)
@@ -233,9 +236,10 @@ def _term(part: Part, stored: Stored, dtype: torch.dtype, path: Path) -> Term:
     a, b = _sides(part, stored, b, where)
     gain = None
     if stored.magnitude is not None:
-        size = part.of_b(stored.magnitude.float()[:, None])[:, 0]
-        gain = size / part.norms(a.float(), b)
-        b, gain = b * gain[:, None], gain - 1.0
+        gain = part.of_b(stored.magnitude.float()[:, None])[:, 0]
+        if not folds:
+            return Term(part.first, a.to(dtype).contiguous(), b.contiguous(), gain)
+        b, gain = folded(b, gain, part.squares(a, b))
     return Term(part.first, a.to(dtype).contiguous(), b.to(dtype).contiguous(), gain)
 
 

@@ -12,13 +12,13 @@ from slipstream.fuse.adapt import EMBEDDING, HEAD, AdaptedPlace
 from slipstream.layers.adapted import Term
 from slipstream.layers.embedding import Table
 from slipstream.layers.linear import Linear
+from slipstream.layers.magnitudes import Kind, squares
 from slipstream.models.adapters.config import MAX_RANK
 from slipstream.models.axes import TensorNames
 from slipstream.models.cuts import Cut
 from slipstream.models.stages import Bounds
 
 _OF_INPUTS = ("o_proj",)  # layers of whose matrices inputs are arranged, not outputs
-_COLUMNS = 1024  # of a matrix that are looked at together
 _WRAPPED = "language_model."  # in the names of adapters that were trained in a larger model
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -39,24 +39,17 @@ class Part:
     names: TensorNames
     linear: Linear | None  # None: the embedding, or matrices of heads
     table: Table | None  # of head or embedding
-    dtype: torch.dtype  # of rows that the layer multiplies
-    device: torch.device
+    kind: Kind
 
-    def norms(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return the length of each row of the matrix with `b a` added, `[outputs]` f32.
-
-        The matrix is what the layer multiplies by, dequantised where it is quantised.
-        """
+    def squares(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the sum of squares of each row with `b a` added; see `layers/magnitudes.py`."""
         assert self.linear is not None, "magnitudes are of linear layers"
-        here = slice(self.first, self.first + self.outputs)
-        total = torch.zeros(self.outputs, dtype=torch.float64)
-        for begin in range(0, self.inputs, _COLUMNS):
-            end = min(begin + _COLUMNS, self.inputs)
-            unit = torch.zeros(end - begin, self.inputs, dtype=self.dtype, device=self.device)
-            unit[:, begin:end].fill_diagonal_(1)
-            columns = self.linear.product_of(unit)[:, here].float().cpu()
-            total += (columns + (b @ a[:, begin:end]).t()).double().square().sum(0)
-        return total.sqrt().float()
+        return squares(self.linear, self.first, a, b, self.kind)
+
+    @property
+    def is_of_inputs(self) -> bool:
+        """Whether ranks have parts of its inputs."""
+        return self.cuts[0].inputs is not None
 
     @property
     def stored(self) -> str:
@@ -185,7 +178,7 @@ class Targets:
                 cuts = self._cuts(name, names, begin, count, place.inputs)
                 cut = cuts[0].outputs or cuts[0].inputs
                 outputs, inputs = _whole(cut, count, place.inputs)
-                own = (place.linear, place.table, dtype, device)
+                own = (place.linear, place.table, Kind(dtype, device))
                 part = Part(place.name, first, outputs, inputs, cuts, name, names, *own)
                 begin += count
                 stored = names.stored(f"{name}.weight").removesuffix(".weight")
