@@ -50,7 +50,7 @@ def matrices_of(experts: ExpertsConfig, hidden: int, num_layers: int) -> Counter
 
 
 # Of latent attention the output alone is a place that is tuned.
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 
 
 @pytest.mark.parametrize("family", [each for each in FAMILIES if each not in LATENT])
