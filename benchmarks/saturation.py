@@ -161,7 +161,9 @@ def measure(engine: Engine, row: Row, ages: Sequence[int], seconds: float) -> di
         "output_tok_s": round(sum(counts) / elapsed, 1),
         "seconds": round(elapsed, 2),
         "tokens_a_step": round(sum(counts) / len(counts), 1),
-        "of_thirds": [round(sum(part) / len(part), 1) for part in np.array_split(counts, 3)],
+        "of_thirds": [
+            round(float(np.mean(part)), 1) for part in np.array_split(counts, 3) if len(part)
+        ],
         "start_s": round(begin - began, 1),
     }
 

@@ -360,10 +360,11 @@ def test_a_start_is_measured_from_a_real_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_full_engine_is_counted_in_its_steady_part(bench) -> None:
-    """Sequences begin at drawn ages, new ones always wait, and nothing is left behind."""
+    """Sequences begin at ages of their own, new ones always wait, and nothing is left behind."""
     engine = bench.engine.build("tiny", "auto", 128, max_num_seqs=8, device="cpu")
     row = bench.saturation.Row(24, 16, {})
-    full = bench.saturation.Full(engine, row, 8, seed=5)
+    ages = bench.saturation.ages_of(row, 8, 128)
+    full = bench.saturation.Full(engine, row, ages, seed=5)
     while not full.has_started:
         full.step()
     counts = [full.step() for _ in range(64)]
@@ -372,6 +373,32 @@ def test_a_full_engine_is_counted_in_its_steady_part(bench) -> None:
     full.drain()
     engine.check_integrity()
     assert not engine.has_work
-    result = bench.saturation.measure(engine, row, 8, 0.05)
-    assert result["output_tok_s"] > 0
-    assert bench.saturation.sequences_that_fit(bench.saturation.ROWS["1000-1000"], 15_010, 64) == 10
+    assert bench.saturation.measure(engine, row, ages, 0.05)["output_tok_s"] > 0
+    fit = bench.saturation.sequences_that_fit
+    assert fit(bench.saturation.ROWS["1000-1000"], 15_010, 64, 8192) == 10
+    assert fit(bench.saturation.ROWS["2048-128"], 10**9, 1024, 8192) == 481  # 128 steps of prompts
+
+
+@pytest.mark.parametrize("name", ["128-128", "1000-1000", "2048-128", "5000-500", "20000-2000"])
+def test_ages_are_even_when_the_last_sequence_has_started(bench, name: str) -> None:
+    """Also where computing the prompts of the start takes as long as most outputs do."""
+    row, tokens = bench.saturation.ROWS[name], 8192
+    count = bench.saturation.sequences_that_fit(row, 1_700_000, 1024, tokens)
+    waiting, running = sorted(bench.saturation.ages_of(row, count, tokens)), []
+    left = 0
+    while waiting or left:
+        running = [age + 1 for age in running]
+        room = tokens - len(running)
+        while room and (waiting or left):
+            left = left or row.num_input + waiting[-1]
+            room, left = room - min(room, left), left - min(room, left)
+            if not left:
+                running.append(waiting.pop())
+    ended = sum(age >= row.num_output for age in running)
+    assert ended <= 0.1 * count
+    quarters = [
+        sum(row.num_output * i / 4 <= age < row.num_output * (i + 1) / 4 for age in running)
+        for i in range(4)
+    ]
+    assert max(quarters) <= 0.4 * count
+    assert min(quarters) >= 0.12 * count
