@@ -1,10 +1,13 @@
 """Choose how to serve a checkpoint on GPUs: precision, ranks, cache, tokens of a step, and costs.
 
 Times are modelled, not measured: the least time in which a step's weights and cache can be read, or
-its GEMMs computed, plus what launches take and the part of the GEMMs that no read hides. The two
-constants are fitted to the recorded rows of an 8B shape on H100 and H200
-(`benchmarks/results/step-*.json`), which the model meets within 15 %. What ranks exchange is taken
-from published figures: no such step was measured here.
+its GEMMs computed, plus what launches take and the part of the GEMMs that no read hides. Of experts
+a step reads those that its rows choose, if all are as likely, and no read hides their GEMMs. The
+constants are fitted to recorded rows (`benchmarks/results`: an 8B shape on H100 and H200, three
+other families, two mixtures and GEMMs of 4 bits on an H200), which the model meets within 15 %.
+What ranks exchange is taken from published figures: no such step was measured here. The cache has
+what the engine gives it beside the weights and 2 GB for the largest step, its graphs and the CUDA
+context.
 """
 
 from collections.abc import Sequence
@@ -18,17 +21,22 @@ from slipstream_runtime.ranks import MAX_RANKS
 from slipstream.config import MAX_REPLICAS, EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.runtime.registry import Target
-from slipstream.runner.matrices import weight_bytes
+from slipstream.runner.matrices import WeightParts, weight_parts
+from slipstream.runner.memory import num_blocks
 from slipstream.runner.plan import Plan, settle
 
 GOALS = ("latency", "throughput")
 CONTEXT = 2048  # tokens of a sequence, on which goals are judged
 _MOST_SEQUENCES = 1024  # at once: beyond, no step has a graph
 _SHORT = 512  # tokens: as many sequences as have room with so many each are let in
-_ROOM = 0.9  # of a GPU's memory, for weights and cache
 _WORKSPACE = 2_000_000_000  # bytes
-_LAUNCH_S = 9e-6  # of each layer
+_LAUNCH_S = 10e-6  # of each layer
+_FP8_S = 8e-6  # more of a layer whose rows are put into fp8
 _UNHIDDEN = 0.65  # of the time of the GEMMs
+_PACKED_READ = 0.55  # of the rate of other weights, in 4 bits
+_EXPERTS_S = 27e-6  # more of a layer of experts: its router, and rows in their order
+_EXPERTS_READ = 0.92  # of the rate of other weights
+_EXPERTS_RATE = 0.25  # of operations in 16 bits
 _SUM_S = 5e-6  # of a sum over ranks, of which a layer has two
 _SUM_RATE = 300e9  # bytes a second of it
 _HOP_S = 30e-6  # from stage to stage
@@ -36,7 +44,10 @@ _HOP_S = 30e-6  # from stage to stage
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU: bytes, bytes read and operations a second of 16 bits and of fp8 (0: it has none)."""
+    """A GPU: bytes, bytes read and operations a second of 16 bits and of fp8 (0: it has none).
+
+    Its memory is what its driver reports, which is not what it is sold as.
+    """
 
     name: str
     memory: float
@@ -50,10 +61,10 @@ class Card:
 CARDS = {
     card.name: card
     for card in (
-        Card("H100", 80e9, 3.11e12, 790e12, 1480e12, Target("cuda", "sm_90a", 132), True),
-        Card("H200", 141e9, 4.707e12, 790e12, 1480e12, Target("cuda", "sm_90a", 132), True),
-        Card("A100", 80e9, 1.83e12, 250e12, 0.0, Target("cuda", "sm_80", 108)),
-        Card("L40S", 48e9, 0.78e12, 290e12, 580e12, Target("cuda", "sm_89", 142)),
+        Card("H100", 84.9e9, 3.11e12, 790e12, 1480e12, Target("cuda", "sm_90a", 132), True),
+        Card("H200", 150.1e9, 4.707e12, 790e12, 1480e12, Target("cuda", "sm_90a", 132), True),
+        Card("A100", 84.9e9, 1.83e12, 250e12, 0.0, Target("cuda", "sm_80", 108)),
+        Card("L40S", 47.6e9, 0.78e12, 290e12, 580e12, Target("cuda", "sm_89", 142)),
     )
 }
 
@@ -153,24 +164,48 @@ class Profile:
 class StepModel:
     """Times of decode steps of a plan on a card, in ms."""
 
-    def __init__(self, plan: Plan, card: Card, weights: int) -> None:
+    def __init__(self, plan: Plan, card: Card, weights: WeightParts) -> None:
         dims, model = plan.model.dims, plan.model
         head = model.vocab_rows * dims.hidden_size if model.stage == 0 else 0
         self._tensor, self._row_bytes = model.num_ranks, dims.hidden_size * plan.dtype.itemsize
         self._card = card
         self._layers = dims.num_layers
-        self._read = weights - (0 if model.ties_embeddings else head * plan.dtype.itemsize)
+        embedding = 0 if model.ties_embeddings else head * plan.dtype.itemsize
+        self._read = weights.num_bytes - weights.expert_bytes - weights.packed_bytes - embedding
         is_fp8 = plan.config.quantization == "fp8" and card.fp8 > 0
         self._rate = card.fp8 if is_fp8 else card.bf16
-        self._elements, self._head = plan.block_elements, head
+        others = weights.expert_elements + weights.packed_elements
+        self._elements, self._head = plan.block_elements - others, head
+        self._launches_s = dims.num_layers * (_LAUNCH_S + is_fp8 * _FP8_S)
+        self._launches_s += weights.num_expert_layers * _EXPERTS_S
+        self._weights, self._chosen = weights, 0.0
+        if (experts := model.axes.experts) is not None:
+            self._chosen = experts.routing.top_k / experts.routing.num_experts
         self.token_bytes = plan.block_bytes * plan.window.num_tables / plan.block_size
+
+    def read_bytes(self, rows: int, context: int) -> tuple[float, float]:
+        """Return what a step reads: weights and cache, and weights of experts."""
+        read = 1 - (1 - self._chosen) ** rows  # of all experts, by so many rows
+        return (
+            self._read + self._weights.packed_bytes + rows * context * self.token_bytes,
+            read * self._weights.expert_bytes,
+        )
+
+    def packed_s(self, rows: int) -> float:
+        """Return the time of GEMMs of 4 bits: their few rows wait for weights to be unpacked."""
+        gemms_s = 2 * rows * self._weights.packed_elements / self._card.bf16
+        read_s = self._weights.packed_bytes / (_PACKED_READ * self._card.read)
+        return max(read_s + gemms_s, (1 + _UNHIDDEN) * gemms_s)
 
     def step_ms(self, rows: int, context: int) -> float:
         """Return the time of a step that gives `rows` sequences of `context` tokens one each."""
         card = self._card
-        read_s = (self._read + rows * context * self.token_bytes) / card.read
+        others, experts = self.read_bytes(rows, context)
+        read_s = (others - self._weights.packed_bytes + experts / _EXPERTS_READ) / card.read
         gemms_s = 2 * rows * (self._elements / self._rate + self._head / card.bf16)
-        unhidden_s = self._layers * _LAUNCH_S + _UNHIDDEN * gemms_s
+        unhidden_s = self._launches_s + _UNHIDDEN * gemms_s + self.packed_s(rows)
+        chosen = self._chosen * self._weights.expert_elements
+        unhidden_s += 2 * rows * chosen / (_EXPERTS_RATE * card.bf16)
         sums_s = 0.0
         if self._tensor > 1:
             shares = 2 * (self._tensor - 1) / self._tensor
@@ -193,19 +228,29 @@ def profile_of(config: EngineConfig, card: Card, split: Split = ONE) -> Profile:
     device = torch.device("cuda", 0)
     try:
         plans = [settle(config, device, split.tensor * stage) for stage in range(split.pipeline)]
-        weights = [weight_bytes(config, each.model, each.dtype, card.target) for each in plans]
+        weights = [weight_parts(config, each.model, each.dtype, card.target) for each in plans]
     except ConfigError as error:
         return Profile(*kept, refused=str(error), split=split)
     stages = [StepModel(*each) for each in zip(plans, [card] * len(plans), weights, strict=True)]
-    rooms = [max(0.0, _ROOM * card.memory - each - _WORKSPACE) for each in weights]
-    tokens = min(int(room / each.token_bytes) for room, each in zip(rooms, stages, strict=True))
+    tokens = min(
+        _cache_tokens(plan, card.memory - each.num_bytes - _WORKSPACE)
+        for plan, each in zip(plans, weights, strict=True)
+    )
     context = min(CONTEXT, plans[0].max_model_len)
     rows = min(plans[0].max_num_seqs, tokens // context)
-    most = max(weights)
+    most = max(each.num_bytes for each in weights)
     refused = "" if rows else f"{most / 1e9:.1f} GB of weights leave no room for a sequence"
     one, many = (_token_ms(stages, n, context) for n in (1, max(1, rows)))
     token_bytes = max(each.token_bytes for each in stages)
     return Profile(*kept, most, tokens, token_bytes, one, rows, many, refused, split)
+
+
+def _cache_tokens(plan: Plan, free: float) -> int:
+    """Return the tokens of the cache that an engine makes of so many bytes."""
+    try:
+        return plan.tokens_of(num_blocks(plan, int(free)))
+    except ConfigError:
+        return 0
 
 
 def _token_ms(stages: Sequence[StepModel], rows: int, context: int) -> float:

@@ -109,7 +109,7 @@ def table(found: Sequence[Profile], card: Card) -> list[str]:
     source = "measured" if card.is_measured else "nine tenths of what is published"
     lines = [
         f"{card.name}: {card.memory / 1e9:.0f} GB, {card.read / 1e12:.2f} TB/s ({source}); "
-        f"modelled, within 15 % of measured steps; sequences of {CONTEXT:,} tokens",
+        f"modelled, within 15 % of recorded steps; sequences of {CONTEXT:,} tokens",
         f"{'weights':8}{'cache':7}{'GB':>7}{'cache tokens':>14}{'1: ms':>8}{'most':>6}{'ms':>8}"
         f"{'tokens/s':>10}",
     ]

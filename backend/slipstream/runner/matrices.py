@@ -3,6 +3,7 @@
 A model is built of tensors without data, in the place of those of a device that need not be there.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from slipstream.kernels.gemm.op import E4M3, Matrix, Spec
 from slipstream.kernels.gemm.packing import Packing
 from slipstream.kernels.runtime.registry import Target
 from slipstream.layers.decoder import Decoder, StepDecoder
+from slipstream.layers.experts import Experts
 from slipstream.layers.linear import GatedLinear, LinearAdd
 from slipstream.layers.norm import LayerNorm, Norm
 from slipstream.models.decoder import build_any
@@ -102,28 +104,69 @@ def tensors_of(decoder: Decoder, dtype: torch.dtype) -> dict[Weight, list[Tensor
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class WeightParts:
+    """Bytes of all weights as a target keeps them, and what of them experts and 4 bits are."""
+
+    num_bytes: int
+    expert_bytes: int = 0
+    expert_elements: int = 0
+    num_expert_layers: int = 0
+    packed_bytes: int = 0  # of matrices packed in 4 bits
+    packed_elements: int = 0
+
+
 def weight_bytes(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, target: Target
 ) -> int:
     """Count the bytes of all weights as a target keeps them: packed, dequantised or as they are."""
-    storages: dict[int, int] = {}  # which views and tied matrices share
-    todo: list[object] = [_built(config, model, dtype, target)]
+    return weight_parts(config, model, dtype, target).num_bytes
+
+
+def weight_parts(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, target: Target
+) -> WeightParts:
+    """Count as `weight_bytes` does, experts and packed matrices apart."""
+    found = list(_objects(_built(config, model, dtype, target)))
+    layers = [each for each in found if isinstance(each, Experts)]
+    matrices = [matrix for layer in layers for matrix in (layer.gate_up, layer.down)]
+    packed = [
+        (each, each.groups.packing)
+        for each in found
+        if isinstance(each, Matrix) and each.groups is not None and each.groups.packing.bits == 4
+    ]
+    return WeightParts(
+        _num_bytes(found),
+        _num_bytes(_objects(matrices)),
+        sum(matrix.values.numel() for matrix in matrices),
+        len(layers),
+        _num_bytes(_objects([matrix for matrix, _ in packed])),
+        sum(packing.outputs * packing.inputs for _, packing in packed),
+    )
+
+
+def _num_bytes(parts: Iterable[object]) -> int:
+    """Return the bytes of the storages of tensors, which views and tied matrices share."""
+    storages = [each.untyped_storage() for each in parts if isinstance(each, Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def _objects(root: object) -> Iterator[object]:
+    """List what an object of this package consists of, each part once."""
+    todo: list[object] = [root]
     seen: dict[int, object] = {}  # alive, so that no other object gets its address
     while todo:
         each = todo.pop()
         if id(each) in seen:
             continue
         seen[id(each)] = each
-        if isinstance(each, Tensor):
-            storage = each.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-        elif isinstance(each, list | tuple):
+        yield each
+        if isinstance(each, list | tuple):
             todo.extend(each)
         elif type(each).__module__.startswith(_PACKAGE):
             names = [name for of in type(each).__mro__ for name in getattr(of, "__slots__", ())]
             names.extend(getattr(each, "__dict__", ()))
             todo.extend(getattr(each, name, None) for name in names)
-    return sum(storages.values())
 
 
 def _built(
