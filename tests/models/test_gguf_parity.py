@@ -18,6 +18,7 @@ from fixtures.models.checkpoints import (
     sizes_of,
 )
 from fixtures.models.gguf_files import LATENT_SIZES, SIZES, unpacked, write_gguf
+from fixtures.models.parity import ALPHA, MIXED_LONGROPE
 from fixtures.models.remote_drawn import REMOTE
 from fixtures.tiers import quick_of
 from slipstream.kernels.cpu.native import library
@@ -62,6 +63,10 @@ _LONGROPE = {
     "attention_factor": 1.3,
 }
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+ORIGINAL = "original_max_position_embeddings"
+_PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+_GROWS = {"llama_4_scaling_beta": 0.4, "mscale": 1.0, "mscale_all_dim": 1.0}
+_STRETCHED_THETA = {"rope.freq_base": 1e4 * 30.0 ** (64 / 62), "rope.scaling.type": "none"}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 CASES |= {
     "arcee": ("arcee", {"hidden_act": "relu2"}, {}),
@@ -120,6 +125,28 @@ CASES |= {
         "minimax_m2",
         {"rope_parameters": _PART | {"partial_rotary_factor": 0.5}} | _LOCAL,
         {},
+    ),
+    "hunyuan-dense": ("hunyuan_v1_dense", {"rope_parameters": ALPHA}, _STRETCHED_THETA),
+    "hunyuan-moe": (
+        "hunyuan_v1_moe",
+        {"num_experts": 4, "moe_topk": 2, "rope_parameters": ALPHA},
+        _STRETCHED_THETA | {"expert_used_count": 2, "expert_shared_count": 1},
+    ),
+    "mistral3": (
+        "ministral3",
+        {"rope_parameters": YARN | _GROWS | {ORIGINAL: 16}},
+        {"attention.temperature_scale": 0.4, "rope.scaling.yarn_log_multiplier": 1.0},
+    ),
+    "mistral3, no growth": (
+        "ministral3",
+        {"rope_parameters": _PLAIN | {ORIGINAL: 16, "llama_4_scaling_beta": 0.0}},
+        {"attention.temperature_scale": 0.0},
+    ),
+    "phimoe": ("phimoe", {"attention_bias": True, "lm_head_bias": True} | _LOCAL, {}),
+    "phimoe, factors by length": (
+        "phimoe",
+        {"rope_parameters": MIXED_LONGROPE, "original_max_position_embeddings": 256} | _LOCAL,
+        {"rope.scaling.attn_factor": 1.25, "rope.scaling.original_context_length": 256},
     ),
     "granite": ("granite", {"attention_multiplier": 0.1, "logits_scaling": 3.0}, {}),
     "mixtral": ("mixtral", _LOCAL, {}),

@@ -7,6 +7,7 @@ from slipstream.errors import CheckpointError
 from slipstream.models.axes import QkvOrder, TensorNames, joined
 from slipstream.models.reader import Reader
 
+MAGNITUDE = "rope.scaling.yarn_log_multiplier"  # of scores, by a stretched rotation
 JOINED_QKV = "self_attn.qkv_proj"  # q, k and v of a file in one
 
 
@@ -136,6 +137,7 @@ class GgufForm:
         numbers: keys of config.json -> of the metadata, where these are there and not 0.
         fixed: keys of config.json that all files have, and their values.
         config: returns other keys of config.json that the family alone has; None: a null.
+        rope: likewise of the rotation.
     """
 
     name: str
@@ -154,6 +156,7 @@ class GgufForm:
     numbers: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, object] = field(default_factory=dict)
     config: Config = field(default=lambda keys: {})
+    rope: Config | None = None
 
     @property
     def tensors(self) -> TensorNames:

@@ -4,7 +4,7 @@ llama.cpp calls all models with latent attention `deepseek2`; how scores of expe
 the second version from the third.
 """
 
-from slipstream.models.gguf_form import GgufForm, GgufKeys
+from slipstream.models.gguf_form import MAGNITUDE, GgufForm, GgufKeys
 
 SOFTMAX, SIGMOID = 1, 2  # of `expert_gating_func`
 
@@ -71,6 +71,17 @@ def _latent(keys: GgufKeys) -> dict[str, object]:
     }
 
 
+def _magnitude(keys: GgufKeys) -> dict[str, object]:
+    """Return how much a stretched rotation adds to scores of latents; cosines and sines stay.
+
+    llama.cpp's converter writes a tenth of `mscale_all_dim`.
+    """
+    if keys.get("rope.scaling.type") != "yarn" or not keys.has(MAGNITUDE):
+        return {}
+    weight = 10 * keys.positive(MAGNITUDE)
+    return {"mscale": weight, "mscale_all_dim": weight}
+
+
 def latent_form(gating: int) -> GgufForm:
     """Return the form of files with this `expert_gating_func`; that of softmax may be left out."""
     return GgufForm(
@@ -80,4 +91,5 @@ def latent_form(gating: int) -> GgufForm:
         experts=shared_experts,
         is_latent=True,
         config=_latent,
+        rope=_magnitude,
     )

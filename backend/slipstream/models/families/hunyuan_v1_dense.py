@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from slipstream.models.axes import Axes, QkNorms, TensorNames
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
 
 NAMES = {"self_attn.q_norm": "self_attn.query_layernorm"}
@@ -35,6 +36,7 @@ def derived(config: Reader) -> Mapping[str, object]:
     has_windows=False,
     derived=derived,
     tensors=TensorNames(NAMES),
+    gguf=GgufForm("hunyuan-dense", flags={"attention_bias": "attn_q.bias"}),
 )
 def hunyuan(config: Reader) -> Axes:
     """Read whether attention has biases."""

@@ -7,6 +7,7 @@ from slipstream.models.axes import Axes, TensorNames
 from slipstream.models.experts import KEYS, read_experts, read_routing
 from slipstream.models.families import hunyuan_v1_dense as dense
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm, GgufKeys, plain_experts
 from slipstream.models.reader import Reader
 
 SIZE = "intermediate_size"  # of experts, and of that of all rows
@@ -26,12 +27,29 @@ def derived(config: Reader) -> Mapping[str, object]:
     return {**dense.derived(config), "num_experts_per_tok": count}
 
 
+def gguf_experts(keys: GgufKeys) -> dict[str, object]:
+    """Return how many experts a GGUF file has; refuse those of all rows of another size."""
+    size = keys.whole("expert_feed_forward_length", keys.whole("feed_forward_length"))
+    for key, known in (("expert_shared_feed_forward_length", size), ("expert_shared_count", 1)):
+        if keys.whole(key, known) != known:
+            raise keys.refusal(key, f"is not implemented; {known} is")
+    found = plain_experts(keys)
+    return {"num_experts": found["num_experts"], "moe_topk": found["num_experts_per_tok"]}
+
+
 @family(
     "HunYuanMoEV1ForCausalLM",
     keys=f"attention_bias eod_token_id sep_token_id moe_topk {KEYS}",
     has_windows=False,
     derived=derived,
     tensors=TensorNames(NAMES),
+    gguf=GgufForm(
+        "hunyuan-moe",
+        has_experts=True,
+        experts=gguf_experts,
+        flags={"attention_bias": "attn_q.bias"},
+        numbers={SIZE: "expert_feed_forward_length"},
+    ),
 )
 def hunyuan_moe(config: Reader) -> Axes:
     """Read the experts, and whether attention has biases."""

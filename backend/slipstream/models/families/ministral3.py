@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from slipstream.models.axes import Axes
 from slipstream.models.family import family
+from slipstream.models.gguf_form import MAGNITUDE, GgufForm, GgufKeys
 from slipstream.models.reader import Reader
 
 BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
@@ -29,12 +30,29 @@ def derived(config: Reader) -> Mapping[str, object]:
     if BETA not in rope.data:
         raise rope.refusal(BETA, "is no number: queries have no factor")
     kept = {name: value for name, value in rope.data.items() if name != BETA}
-    every = rope.whole(ORIGINAL)
-    growth = None if rope.data[BETA] == 0 else (rope.positive(BETA), every)
+    growth = None if rope.data[BETA] == 0 else (rope.positive(BETA), rope.whole(ORIGINAL))
     return {key: kept, BETA: growth}
 
 
-@family("Ministral3ForCausalLM", derived=derived)
+def gguf_rope(keys: GgufKeys) -> dict[str, object]:
+    """Return how queries grow, and that a stretched rotation leaves the length of heads."""
+    key = "attention.temperature_scale"
+    found: dict[str, object] = {BETA: keys.positive(key) if keys.get(key) else 0.0}
+    if keys.get(MAGNITUDE):
+        found |= dict.fromkeys(("mscale", "mscale_all_dim"), keys.positive(MAGNITUDE))
+    return found
+
+
+@family(
+    "Ministral3ForCausalLM",
+    derived=derived,
+    gguf=GgufForm(
+        "mistral3",
+        pairs_rows=True,
+        numbers={"sliding_window": "attention.sliding_window"},
+        rope=gguf_rope,
+    ),
+)
 def ministral3(config: Reader) -> Axes:
     """Read how queries grow."""
     growth = config.get(BETA)

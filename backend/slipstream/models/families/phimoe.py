@@ -8,8 +8,10 @@ from slipstream.models.config_class import read_config_class
 from slipstream.models.experts import KEYS, read_experts, read_routing
 from slipstream.models.families.mixtral import NAMES
 from slipstream.models.family import family
+from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader
 
+ROPE_FACTORS = "rope_factors_long.weight"  # of a GGUF file
 MAGNITUDES = ("short_mscale", "long_mscale")  # of cosines and sines
 
 
@@ -27,6 +29,18 @@ def derived(config: Reader) -> Mapping[str, object]:
     return {key: kept | {"attention_factor": short}}
 
 
+def gguf_config(keys: GgufKeys) -> dict[str, object]:
+    """Return whether the head has a bias, in a GGUF file."""
+    return {"lm_head_bias": "output.bias" in keys.tensors}
+
+
+def gguf_rope(keys: GgufKeys) -> dict[str, object]:
+    """Return the one magnitude that a GGUF file has, which llama.cpp makes of the lengths."""
+    if ROPE_FACTORS not in keys.tensors:
+        return {}
+    return dict.fromkeys(MAGNITUDES, keys.positive("rope.scaling.attn_factor", 1.0))
+
+
 @family(
     "PhimoeForCausalLM",
     "PhiMoEForCausalLM",  # as the published checkpoints say
@@ -34,6 +48,14 @@ def derived(config: Reader) -> Mapping[str, object]:
     keys=f"attention_bias lm_head_bias {KEYS} router_jitter_noise input_jitter_noise",
     derived=derived,
     tensors=TensorNames(NAMES),
+    gguf=GgufForm(
+        "phimoe",
+        has_experts=True,
+        flags={"attention_bias": "attn_q.bias"},
+        numbers={"sliding_window": "attention.sliding_window"},
+        config=gguf_config,
+        rope=gguf_rope,
+    ),
 )
 def phimoe(config: Reader) -> Axes:
     """Read the experts; the jitter of routers is how far from the best a score may be."""

@@ -9,7 +9,7 @@ from slipstream.errors import CheckpointError
 from slipstream.models.family import Family
 from slipstream.models.gguf.file import GgufFile
 from slipstream.models.gguf.types import BF16, F16, F32
-from slipstream.models.gguf_form import GgufForm, GgufKeys
+from slipstream.models.gguf_form import MAGNITUDE, GgufForm, GgufKeys
 from slipstream.models.registry import family_of, supported
 
 ARCHITECTURE = "general.architecture"
@@ -17,12 +17,11 @@ ROPE_FACTORS = "rope_freqs.weight"  # by which each frequency is divided: a part
 ROPE_FACTORS_BY_LENGTH = ("rope_factors_long.weight", "rope_factors_short.weight")
 EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 OF_SOME = ("intermediate_size", "num_key_value_heads", "head_dim", "rms_norm_eps")
-_MAGNITUDE = "rope.scaling.yarn_log_multiplier"
 # Keys of rotary scaling -> the one value that changes nothing.
 _NEUTRAL_ROPE = {
     "rope.scaling.alpha": 1.0,
     "rope.scaling.attn_factor": 1.0,
-    _MAGNITUDE: 0.0,
+    MAGNITUDE: 0.0,
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scale_linear": 1.0,
@@ -174,26 +173,15 @@ def _rope(file: GgufFile, keys: GgufKeys, form: GgufForm, size: int) -> dict[str
         config["original_max_position_embeddings"] = keys.whole(key, context)
         scaling["attention_factor"] = keys.positive("rope.scaling.attn_factor", 1.0)
         del neutral["rope.scaling.attn_factor"]
-    if form.is_latent and scaling.get("rope_type") == "yarn":
-        scaling |= _magnitude(keys)
-        del neutral[_MAGNITUDE]
+    if form.rope is not None and (own := form.rope(keys)):
+        scaling = {"rope_type": "default", **scaling, **own}
+        del neutral[MAGNITUDE]
     for key, value in neutral.items():
         if keys.get(key) not in (None, value):
             raise keys.refusal(key, f"is not implemented; only {value:g} is")
     for key in _HARMLESS:
         keys.get(key)
     return config | ({"rope_scaling": scaling} if scaling else {})
-
-
-def _magnitude(keys: GgufKeys) -> dict[str, object]:
-    """Return how much a stretched rotation adds to scores of latents; cosines and sines stay.
-
-    llama.cpp's converter writes a tenth of `mscale_all_dim`.
-    """
-    if not keys.has(_MAGNITUDE):
-        return {}
-    weight = 10 * keys.positive(_MAGNITUDE)
-    return {"mscale": weight, "mscale_all_dim": weight}
 
 
 def _scaling(keys: GgufKeys, context: int) -> dict[str, object]:
