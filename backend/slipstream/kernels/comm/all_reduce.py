@@ -20,9 +20,9 @@ PACKS_AT = 2 * GRID * MAX_RANKS * 4
 EMPTY_BYTES = 2 * PACKS * PACK_BYTES  # from there on: all ones before the first call
 MEMORY_BYTES = PACKS_AT + EMPTY_BYTES + 4 * ROOM_BYTES
 _MAX_PACKS = 4  # of a row and thread
-# Ranks -> bytes up to which packs are faster: each rank sends them whole to every other. Of two
-# ranks by measurement, of more by the bytes that pass through a link.
-_ONE_SHOT = {2: 8 << 20, 4: 1 << 20, 8: 512 << 10}
+# Ranks -> bytes up to which packs are faster: each rank sends them whole to every other, and of two
+# ranks no way sends less. Of more ranks by the bytes that pass through a link, not measured.
+_ONE_SHOT = {2: 1 << 62, 4: 1 << 20, 8: 512 << 10}
 _NCCL_FROM = ROOM_BYTES + 1
 
 
@@ -40,7 +40,7 @@ def most_of(size: int) -> int:
 
 
 def way_of(num_bytes: int, size: int, has_nccl: bool) -> str:
-    """Return the way of a sum: `one_shot`, `two_shot`, or `nccl`, which large ones take."""
+    """Return the way of a sum, in pieces if it is large: `one_shot`, `two_shot` or `nccl`."""
     if num_bytes <= _ONE_SHOT[most_of(size)]:
         return "one_shot"
     return "nccl" if has_nccl and num_bytes >= _NCCL_FROM else "two_shot"
@@ -109,7 +109,8 @@ def can_norm(num_rows: int, width: int, itemsize: int, size: int) -> bool:
     """Whether one kernel may make sum and norm of rows."""
     num_bytes = width * itemsize
     is_row = num_bytes % 16 == 0 and num_bytes <= _MAX_PACKS * THREADS * PACK_BYTES
-    return is_row and 0 < num_rows <= GRID and num_rows * num_bytes <= _ONE_SHOT[most_of(size)]
+    most = min(_ONE_SHOT[most_of(size)], PACKS // size * PACK_BYTES)
+    return is_row and 0 < num_rows <= GRID and num_rows * num_bytes <= most
 
 
 def sum_norm(
