@@ -28,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     from slipstream_convert.convert import convert
 
     checkpoint = args.checkpoint.absolute()
+    if checkpoint.is_file():
+        raise ConfigError(f"{args.checkpoint}: is a file; name its directory, {checkpoint.parent}")
     if not checkpoint.is_dir():
         raise ConfigError(f"{args.checkpoint}: no such directory")
     output = args.output or checkpoint.with_name(f"{checkpoint.name}-safetensors")

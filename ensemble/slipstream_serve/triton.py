@@ -27,6 +27,7 @@ from slipstream_runtime.directory import OWNER_VARIABLE, VARIABLE, Runtime
 from slipstream_runtime.processes import in_group, is_running
 
 from slipstream_serve.control import control, loaded
+from slipstream_serve.ports import free_ports
 from slipstream_serve.server import server_directory, server_environment, stub_directory
 from slipstream_serve.spawn import signals_blocked, spawn
 from slipstream_serve.workarounds.triton_24_10 import http_notes
@@ -68,12 +69,9 @@ class Endpoints:
 
     @classmethod
     def free(cls) -> Endpoints:
-        """Return ports of this machine that are free at this moment."""
-        with contextlib.ExitStack() as stack:
-            sockets = [stack.enter_context(socket.socket()) for _ in range(3)]
-            for probe in sockets:  # all stay open until the last is known
-                probe.bind(("127.0.0.1", 0))
-            return cls(*(probe.getsockname()[1] for probe in sockets))
+        """Return free ports, which no other caller gets while this process lives."""
+        http, grpc, metrics = free_ports(3)
+        return cls(http, grpc, metrics)
 
     @property
     def connectable(self) -> tuple[str, int]:

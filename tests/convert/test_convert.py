@@ -83,6 +83,15 @@ def test_the_error_names_the_command_and_its_copy_loads(tmp_path: Path, capsys) 
     make_runner(tmp_path / "pickled-safetensors")
 
 
+def test_a_file_is_told_from_a_directory_that_is_not_there(tmp_path: Path, capsys) -> None:
+    source = write(tmp_path / "in", [{"a": torch.ones(2)}])
+    assert cli.main(["convert", str(source / "pytorch_model.bin")]) == 1
+    error = capsys.readouterr().err
+    assert f"pytorch_model.bin: is a file; name its directory, {source}" in error
+    assert cli.main(["convert", str(tmp_path / "none")]) == 1
+    assert "none: no such directory" in capsys.readouterr().err
+
+
 class Evil:
     """What a pickle may name: a command."""
 

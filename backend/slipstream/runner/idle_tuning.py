@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import torch
+from slipstream_runtime.claims import Claims
 from torch import Tensor
 
 from slipstream.kernels.gemm import cublaslt, search, tuning
@@ -24,7 +25,6 @@ from slipstream.kernels.gemm.cublaslt_api import Problem
 from slipstream.kernels.gemm.op import ALIGNED
 from slipstream.kernels.gemm.search import Found, Operands
 from slipstream.kernels.gemm.tuning import Choice, Choices, Machine, Product
-from slipstream.kernels.runtime.claims import Claims
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import Target, target_of
 from slipstream.layers.decoder import Decoder, StepDecoder

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import msgspec
 import torch
+from slipstream_runtime.claims import Claims
 
 from slipstream.kernels.gemm import cublaslt_api
 from slipstream.kernels.gemm.cublaslt_api import GemmShape
 from slipstream.kernels.runtime import disk_cache
-from slipstream.kernels.runtime.claims import Claims
 
 _FORMAT = 2  # of the file, and of what an algorithm is written as
 _BLOB_SIZE = 64

@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from slipstream.kernels.gemm import tuning
 from slipstream.kernels.gemm.tuning import Choice, Machine, Product
-from slipstream.kernels.runtime.claims import Claims
+from slipstream_runtime.claims import Claims
 
 MACHINE = Machine(gpu="NVIDIA H200", num_sms=132, driver=13000, cublaslt=130100)
 PRODUCT = Product(inputs=64, outputs=64, dtype="bfloat16", out_dtype="bfloat16", adds=False)
 HOLDER = """
 import sys
 from pathlib import Path
-from slipstream.kernels.runtime.claims import Claims
+from slipstream_runtime.claims import Claims
 claims = Claims(Path(sys.argv[1]))
 assert claims.take("one")
 print("taken", flush=True)
