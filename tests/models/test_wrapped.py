@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from fixtures.models.checkpoints import (
     Driver,
     Generation,
@@ -19,12 +20,6 @@ from slipstream.errors import CheckpointError
 from slipstream.models.check import check_tensors
 from slipstream.models.hf import ignored_keys, read_config
 from slipstream_quantize.opened import Opened
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Mistral3Config,
-    Mistral3ForConditionalGeneration,
-)
 
 SIZES = {
     "vocab_size": 211,
@@ -41,29 +36,31 @@ TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 TOWER |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 GROWS = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0, "llama_4_scaling_beta": 0.3}
 GROWS |= {"original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
-CASES: dict[str, tuple[type, type, dict[str, object]]] = {
-    "ministral 3": (
-        Mistral3Config,
-        Mistral3ForConditionalGeneration,
-        {"model_type": "ministral3", "rope_parameters": GROWS},
-    ),
-    "mistral small": (
-        Mistral3Config,
-        Mistral3ForConditionalGeneration,
-        {"model_type": "mistral", "sliding_window": None},
-    ),
-    "gemma 3": (
-        Gemma3Config,
-        Gemma3ForConditionalGeneration,
-        {"model_type": "gemma3_text", "sliding_window": 9},
-    ),
+BY_AXES = {"rope_type": "default", "rope_theta": 7e3, "mrope_section": [4, 2, 2]}
+CASES: dict[str, tuple[str, dict[str, object]]] = {  # beginning of names of classes, text
+    "ministral 3": ("Mistral3", {"model_type": "ministral3", "rope_parameters": GROWS}),
+    "mistral small": ("Mistral3", {"model_type": "mistral", "sliding_window": None}),
+    "gemma 3": ("Gemma3", {"model_type": "gemma3_text", "sliding_window": 9}),
+    "llava": ("Llava", {"model_type": "llama"}),
+    "llava next": ("LlavaNext", {"model_type": "mistral", "sliding_window": 12}),
+    "qwen 2 vl": ("Qwen2VL", {"rope_parameters": BY_AXES}),
+    "qwen 2.5 vl": ("Qwen2_5_VL", {"rope_parameters": BY_AXES}),
+    "qwen 3 vl": ("Qwen3VL", {"rope_parameters": BY_AXES | {"mrope_interleaved": True}}),
+}
+TOWERS: dict[str, dict[str, object]] = {
+    "Qwen2VL": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+    "Qwen2_5_VL": {"depth": 1, "num_heads": 2, "out_hidden_size": 64},
+    "Qwen3VL": {"depth": 1, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]},
 }
 
 
 def make_whole(name: str, ties: bool) -> torch.nn.Module:
-    config_class, model_class, own = CASES[name]
-    text = SIZES | own | {"tie_word_embeddings": ties}
-    config = config_class(text_config=text, vision_config=TOWER, tie_word_embeddings=ties)
+    begin, own = CASES[name]
+    config_class = getattr(transformers, f"{begin}Config")
+    model_class = getattr(transformers, f"{begin}ForConditionalGeneration")
+    text = SIZES | own | ({} if "VL" in begin else {"tie_word_embeddings": ties})
+    tower = TOWER | TOWERS.get(begin, {})
+    config = config_class(text_config=text, vision_config=tower, tie_word_embeddings=ties)
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = model_class(config)
@@ -134,3 +131,39 @@ def test_matrices_in_fp8_as_they_are_published(tmp_path: Path) -> None:
         truth = make_whole("ministral 3", ties=True)(torch.tensor([prompt])).logits[0, -1]
     likeness = torch.cosine_similarity(generation.logits[0], truth, dim=0)
     assert likeness > 0.99
+
+
+@pytest.mark.parametrize("name", ["qwen 2 vl", "qwen 2.5 vl"])
+def test_keys_beside_those_of_the_whole(name: str, tmp_path: Path) -> None:
+    """As in published files, which call the rotation `mrope`."""
+    save(make_whole(name, ties=False), tmp_path)
+    expected = read_config(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    text = {key: x for key, x in config.pop("text_config").items() if key not in config}
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"], "rms_norm_eps": 1e-6}
+    old = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    path.write_text(json.dumps(config | text | {"rope_scaling": old}))
+    found = read_config(tmp_path)
+    assert (found.ropes, found.axes, found.dims.eps) == (expected.ropes, expected.axes, 1e-6)
+    assert {"vision_config", "image_token_id"} <= set(found.ignored)
+    check_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["qwen 2 vl", "qwen 2.5 vl", "qwen 3 vl", "gemma 3", "llava"])
+def test_a_silent_config_has_the_values_of_the_whole(name: str, tmp_path: Path) -> None:
+    """They may differ from those of the text model's architecture alone."""
+    begin = CASES[name][0]
+    config = getattr(transformers, f"{begin}Config")()
+    text = config.get_text_config()
+    keys = {"architectures": [f"{begin}ForConditionalGeneration"], "text_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    found = read_config(tmp_path)
+    rope = text.rope_parameters.get("full_attention", text.rope_parameters)
+    sizes = (text.hidden_size, text.num_hidden_layers, text.num_key_value_heads, text.vocab_size)
+    d = found.dims
+    assert (d.hidden_size, d.num_layers, d.num_kv_heads, d.vocab_size) == sizes
+    theta = max(each.theta for each in found.ropes)
+    assert (d.eps, theta) == (text.rms_norm_eps, rope["rope_theta"])
+    assert found.max_positions == text.max_position_embeddings

@@ -204,7 +204,7 @@ def read_config(directory: Path) -> ModelConfig:
     if whole is None:
         return read_model(config, _architecture(config), directory)
     text = text_of(config, whole)
-    return within(read_model(text, _architecture(text), directory))
+    return within(read_model(text, _architecture(text), directory), whole)
 
 
 def read_model(config: Reader, architecture: str, directory: Path) -> ModelConfig:

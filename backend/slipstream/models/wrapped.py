@@ -1,22 +1,22 @@
 """Read the text model of a checkpoint that sees images, too; its other parts stay out. No torch.
 
 A family's file registers such an architecture by `wraps`: config.json has the text model's keys in
-`text_config`, and its tensors are named as its family names them, below `language_model.`.
+`text_config`, and its tensors are named as its family names them, below a name of their own.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from slipstream.models.axes import TensorNames
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader, words
 
 _TEXT = "text_config"
-_LANGUAGE = "language_model"
-_OTHERS = ("vision_tower.", "multi_modal_projector.")  # tensors that are not read
 # Of the whole checkpoint, wherever config.json says them.
 _SHARED = words("dtype torch_dtype eos_token_id quantization_config tie_word_embeddings")
 _OWN = words(f"architectures model_type transformers_version {_TEXT}")
+_ROPES = ("rope_parameters", "rope_scaling")
+_AXES = words("mrope_section mrope_interleaved")  # of a rotation by time, height and width
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +25,28 @@ class Whole:
 
     model_type: config.json's.
     texts: the text model's `model_type` -> its architecture; the first where it is not said.
+    decoder, head: what the text model's tensors are called that are `model` and `lm_head` alone.
+    others: begins of names of tensors that are not read.
+    is_flat: whether keys of the text model may stand beside those of the whole.
+    defaults: keys of the text model's class that differ from those of its architecture's.
     """
 
     model_type: str
     texts: Mapping[str, str]
+    decoder: str = "language_model.model"
+    head: str = "language_model.lm_head"
+    others: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.", "image_newline")
+    is_flat: bool = False
+    defaults: Mapping[str, object] = field(default_factory=dict)
 
 
 _WHOLES: dict[str, Whole] = {}
 
 
-def wraps(architecture: str, model_type: str, texts: Mapping[str, str]) -> None:
-    """Register an architecture whose text model is of a family; see `Whole`."""
+def wraps(architecture: str, whole: Whole) -> None:
+    """Register an architecture whose text model is of a family."""
     assert architecture not in _WHOLES, f"two files are for {architecture}"
-    _WHOLES[architecture] = Whole(model_type, texts)
+    _WHOLES[architecture] = whole
 
 
 def registered_wholes() -> Mapping[str, Whole]:
@@ -49,25 +58,44 @@ def text_of(config: Reader, own: Whole) -> Reader:
     """Return the config.json of the text model; raises `CheckpointError` if it is not served."""
     if config.data.get("model_type") not in (None, own.model_type):
         raise config.refusal("model_type", f"is not that of this architecture, {own.model_type}")
-    text = config.child(_TEXT)
-    kind = text.data.get("model_type", next(iter(own.texts)))
-    if not isinstance(kind, str) or kind not in own.texts:
-        raise text.refusal("model_type", f"is not implemented; {' or '.join(own.texts)} is")
-    shared = {key: config.data[key] for key in _SHARED if config.data.get(key) is not None}
-    text.data = {**text.data, **shared, "architectures": [own.texts[kind]], "model_type": kind}
-    for key in sorted(config.data.keys() - _SHARED - _OWN):
-        config.ignore(key)
+    kind: object = next(iter(own.texts))
+    if own.is_flat and _TEXT not in config.data:
+        text, data = config, config.data
+    else:
+        text = config.child(_TEXT)
+        kind = text.data.get("model_type", kind)
+        if not isinstance(kind, str) or kind not in own.texts:
+            raise text.refusal("model_type", f"is not implemented; {' or '.join(own.texts)} is")
+        shared = {key: config.data[key] for key in _SHARED if config.data.get(key) is not None}
+        data = {**text.data, **shared}
+        for key in sorted(config.data.keys() - _SHARED - _OWN):
+            config.ignore(key)
+    data = {**_defaults(own, data), **data, "architectures": [own.texts[str(kind)]]}
+    text.data = {key: _rotation(x) if key in _ROPES else x for key, x in data.items()}
+    text.data.pop("model_type", None)  # which is that of the text in the whole
     return text
 
 
-def within(model: ModelConfig) -> ModelConfig:
+def _defaults(own: Whole, data: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the defaults, without a theta where the rotation has its own."""
+    ropes = [data.get(key) for key in _ROPES]
+    has_theta = any(isinstance(rope, dict) and "rope_theta" in rope for rope in ropes)
+    return {key: x for key, x in own.defaults.items() if key != "rope_theta" or not has_theta}
+
+
+def _rotation(rope: object) -> object:
+    """Return a rotation by several axes as the one that it is of texts, whose axes are alike."""
+    if not isinstance(rope, dict) or "mrope_section" not in rope:
+        return rope
+    kept = {key: x for key, x in rope.items() if key not in _AXES}
+    kinds = {key: "default" for key in ("type", "rope_type") if kept.get(key) == "mrope"}
+    return kept | kinds
+
+
+def within(model: ModelConfig, whole: Whole) -> ModelConfig:
     """Return a text model whose tensors are among those of a checkpoint that sees images."""
-    own = {
-        "model": f"{_LANGUAGE}.model",
-        "lm_head": f"{_LANGUAGE}.lm_head",
-        **model.tensors.own,
-    }
+    own = {"model": whole.decoder, "lm_head": whole.head, **model.tensors.own}
     assert not any(name.startswith("model.") for name in own), "these names have no prefix"
-    unused = (*model.tensors.unused, *_OTHERS)
+    unused = (*model.tensors.unused, *whole.others)
     tensors: TensorNames = replace(model.tensors, own=own, unused=unused)
     return replace(model, tensors=tensors, is_text_alone=True)

@@ -8,7 +8,7 @@ from slipstream.models.family import family
 from slipstream.models.gguf_form import GgufForm, GgufKeys, windows_of
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import read_ropes
-from slipstream.models.wrapped import wraps
+from slipstream.models.wrapped import Whole, wraps
 
 NAMES = {
     "attention_out_norm": "post_attention_layernorm",
@@ -17,7 +17,7 @@ NAMES = {
 }
 
 # From 4B on, as published: with a tower for images.
-wraps("Gemma3ForConditionalGeneration", "gemma3", {"gemma3_text": "Gemma3ForCausalLM"})
+wraps("Gemma3ForConditionalGeneration", Whole("gemma3", {"gemma3_text": "Gemma3ForCausalLM"}))
 _EVERY = 6  # so many layers, one has full attention
 _LAYERS_OF_27B = 62  # the one size whose queries are scaled by another number than that of a head
 
