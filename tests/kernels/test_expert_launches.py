@@ -3,6 +3,7 @@
 import pytest
 import torch
 from fixtures.kernels.recording import recorded
+from slipstream.kernels.experts import down_add, router
 from slipstream.kernels.experts.grouped import tile_rows
 from slipstream.kernels.experts.route import most_tiles
 from slipstream.kernels.experts.spec import Routing, Score
@@ -20,14 +21,21 @@ ROUTES = {1: ["route_once"], 16: ["route_once"], 17: ["choose", "place"]}
 
 
 def launches(
-    num_rows: int, scheme: str, deterministic: bool = False, config: ExpertsConfig = CONFIG
+    num_rows: int,
+    scheme: str,
+    deterministic: bool = False,
+    config: ExpertsConfig = CONFIG,
+    hidden: int = HIDDEN,
+    adapts: bool = False,
 ) -> list[tuple[str, str]]:
     """Names and arguments of a layer, by default of Qwen3-30B-A3B's shape."""
     with recorded() as notes:
         w = Weights(SizeSource(), META, torch.bfloat16, scheme, deterministic)
-        layer, norm = Experts(w.at("mlp"), config, HIDDEN), Norm(w.at("norm"), HIDDEN, 1e-6)
+        layer, norm = Experts(w.at("mlp"), config, hidden), Norm(w.at("norm"), hidden, 1e-6)
+        if adapts:
+            layer.adapt = lambda *_: None
         notes.clear()
-        layer(norm, Residual(torch.empty(num_rows, HIDDEN, dtype=torch.bfloat16, device=META)))
+        layer(norm, Residual(torch.empty(num_rows, hidden, dtype=torch.bfloat16, device=META)))
     return notes
 
 
@@ -84,3 +92,52 @@ def test_groups_are_chosen_by_a_variant_of_the_same_kernels(num_rows: int) -> No
     ours = [arguments for name, arguments in notes if name == routes[0]]
     assert all("VALUES=8" in each and "GROUPED=1" in each for each in ours)
     assert not any("GROUPED=1" in each for _, each in launches(num_rows, "fp8"))
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the kernels of a few rows, whether they have run or not."""
+    monkeypatch.setattr(router, "HAS_RUN", True)
+    monkeypatch.setattr(down_add, "HAS_RUN", True)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("scheme", ["none", "fp8"])
+def test_a_row_takes_three_kernels(scheme: str) -> None:
+    """The norm and the router are one with the choice, the sum with the last GEMM."""
+    notes = launches(1, scheme)
+    assert [name for name, _ in notes] == ["route_rows", "skinny", "down_add"]
+    assert " (8,) 512 " in notes[0][1]
+    assert " (128,) 512 " in notes[2][1]
+
+
+@pytest.mark.usefixtures("few")
+def test_what_the_kernels_of_a_few_rows_leave_to_others() -> None:
+    """Tiles of more rows, more rows, deterministic mode, a router of 4.5 MB."""
+    larger = ExpertsConfig(Routing(512, 8), 64)
+    for num_rows, config, deterministic, names in (
+        (8, CONFIG, False, ["route_rows", "tiled", "tiled", "combine"]),
+        (9, CONFIG, False, ["route_once", "tiled", "tiled", "combine"]),
+        (128, CONFIG, True, ["choose", "place", "tiled", "tiled", "combine"]),
+        (1, larger, False, ["route_rows", "skinny", "down_add"]),
+    ):
+        notes = launches(num_rows, "none", deterministic, config)
+        assert [name for name, _ in notes][-len(names) :] == names
+    wide = launches(1, "none", config=ExpertsConfig(Routing(512, 8), 64), hidden=4608)
+    assert [name for name, _ in wide][-3:] == ["route_once", "skinny", "down_add"]
+
+
+@pytest.mark.usefixtures("few")
+def test_the_shared_expert_comes_before_the_products() -> None:
+    """So the last kernel has its outputs and its gate, and no other comes behind."""
+    config = ExpertsConfig(Routing(60, 4), 1408, shared_size=5632, shared_gated=True)
+    names = [name for name, _ in launches(1, "none", config=config)]
+    assert names[0] == "route_rows"
+    assert names[-2:] == ["skinny", "down_add"]
+    assert "combine" not in names
+
+
+@pytest.mark.usefixtures("few")
+def test_adapters_change_products_of_their_own() -> None:
+    notes = launches(1, "none", adapts=True)
+    assert [name for name, _ in notes] == ["route_rows", "skinny", "skinny", "combine"]

@@ -14,12 +14,16 @@ from torch import Tensor
 from slipstream import quant
 from slipstream.kernels.elementwise.activation import silu_mul
 from slipstream.kernels.experts.combine import combine
+from slipstream.kernels.experts.down_add import down_add
+from slipstream.kernels.experts.down_add import takes as takes_down
 from slipstream.kernels.experts.grouped import ExpertMatrix, down, gate_up, tile_rows
 from slipstream.kernels.experts.route import Routed, route
+from slipstream.kernels.experts.router import Chosen, choose_rows
+from slipstream.kernels.experts.router import takes as takes_router
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.layers.dims import ExpertsConfig
 from slipstream.layers.linear import Linear
-from slipstream.layers.norm import RowNorm
+from slipstream.layers.norm import Norm, RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 from slipstream.quant.auto import dequantised
@@ -74,36 +78,55 @@ class Experts:
 
     def __call__(self, norm: RowNorm, residual: Residual) -> None:
         """`residual [n, h] += ` the experts of `norm(residual)`."""
-        x = norm(residual.values)
-        logits = self.router(x)
-        routed = self.routed(logits)
-        products = self.products(x, routed)
-        if self.adapt is not None:
-            self.adapt(x, routed, products)
+        x, outputs, routed = self.chosen(norm, residual.values)
         shared = gate = None
         if self.shared is not None:
             shared = self.shared(x)
             if self.config.shared_gated:
+                assert outputs is not None, "the shared expert's gate is among them"
                 first = self.config.routing.num_experts
-                gate = logits[:, first : first + 1]
+                gate = outputs[:, first : first + 1]
         if self.out_norm is None:
-            combine(residual.values, products, shared, gate)
+            self.add(x, routed, residual.values, shared, gate)
             return
-        total = combine(torch.zeros_like(x), products, shared, gate)
+        total = self.add(x, routed, torch.zeros_like(x), shared, gate)
         residual.values.add_(self.out_norm(total))
 
-    def products(self, x: Tensor, routed: Routed) -> Tensor:
-        """Return the outputs of pairs of rows `[n, h]` and experts, times their weights."""
-        fixed, kind = self.is_fixed, self.config.gate
-        inner = gate_up(x, self.gate_up.values, self.gate_up, routed, kind, fixed)
-        return down(inner, self.down.values, self.down, routed, fixed)
+    def chosen(self, norm: RowNorm, x: Tensor) -> Chosen:
+        """Normalise rows `[n, h]` and choose their experts."""
+        router, size, routing = self.router, self._tile_rows(x), self.config.routing
+        matrix = router.matrix
+        if isinstance(norm, Norm) and matrix is not None and takes_router(x, matrix.values):
+            how = (router.bias, self.correction, norm.plus_one, self.config.shared_gated)
+            return choose_rows(x, matrix.values, norm.weight, norm.eps, routing, size, *how)
+        normed = norm(x)
+        outputs = router(normed)
+        logits = outputs[:, : routing.num_experts]
+        return Chosen(normed, outputs, route(logits, routing, size, self.correction))
 
-    def routed(self, logits: Tensor) -> Routed:
-        """Choose experts by the router's outputs, and put their rows in order."""
-        routing = self.config.routing
-        pairs, is_fp8 = len(logits) * routing.top_k, self.gate_up.scales is not None
-        rows = tile_rows(pairs, routing.num_experts, is_fp8, self.is_fixed, logits.device)
-        return route(logits[:, : routing.num_experts], routing, rows, self.correction)
+    def add(
+        self,
+        x: Tensor,
+        routed: Routed,
+        residual: Tensor,
+        shared: Tensor | None,
+        shared_gate: Tensor | None,
+    ) -> Tensor:
+        """Add the outputs of rows' experts, and what is shared, to `residual`; return it."""
+        fixed, up, last = self.is_fixed, self.gate_up, self.down
+        inner = gate_up(x, up.values, up, routed, self.config.gate, fixed)
+        if self.adapt is None and takes_down(routed, x.device):
+            return down_add(inner, last.values, residual, last, routed, shared, shared_gate)
+        products = down(inner, last.values, last, routed, fixed)
+        if self.adapt is not None:
+            self.adapt(x, routed, products)
+        return combine(residual, products, shared, shared_gate)
+
+    def _tile_rows(self, x: Tensor) -> int:
+        """Choose the tiles of rows."""
+        routing, is_fp8 = self.config.routing, self.gate_up.scales is not None
+        pairs = len(x) * routing.top_k
+        return tile_rows(pairs, routing.num_experts, is_fp8, self.is_fixed, x.device)
 
 
 def _router(w: WeightSource, config: ExpertsConfig, hidden: int) -> Linear:

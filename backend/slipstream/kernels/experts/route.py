@@ -19,7 +19,7 @@ from slipstream.kernels.runtime.op import op
 
 _PAIRS_OF_ONE = 128  # that one CTA routes
 _THREADS = 512
-_VALUES = (1, 2, 4, 8, 16)  # of a lane
+VALUES = (1, 2, 4, 8, 16)  # of a lane
 
 
 class Routed(NamedTuple):
@@ -133,8 +133,49 @@ def _variant(dtype: torch.dtype, values: int, is_grouped: bool) -> jit.Variant:
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     for dtype in jit.DTYPES:
-        for values, is_grouped in itertools.product(_VALUES, (False, True)):
+        for values, is_grouped in itertools.product(VALUES, (False, True)):
             yield _variant(dtype, values, is_grouped)
+
+
+def values_of(routing: Routing) -> int:
+    """Return how many experts a lane has."""
+    return next(v for v in VALUES if 32 * v >= routing.num_experts)
+
+
+def empty(num_rows: int, routing: Routing, tile_rows: int, device: torch.device) -> Routed:
+    """Return room for a choice; `KernelError` for one that no kernel makes."""
+    num_experts, top_k = routing.num_experts, routing.top_k
+    jit.require(num_experts <= MAX_EXPERTS, "route: {} experts > {}", num_experts, MAX_EXPERTS)
+    jit.require(top_k <= min(MAX_TOP_K, num_experts), "route: {} experts of a row", top_k)
+    jit.require(routing.groups <= MAX_GROUPS, "route: {} groups > {}", routing.groups, MAX_GROUPS)
+    pairs = num_rows * top_k
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=device)
+    tiles = ints(most_tiles(pairs, num_experts, tile_rows), 4)
+    return Routed(
+        ints(num_rows, top_k), weights, ints(pairs), ints(num_experts + 1), tiles, tile_rows
+    )
+
+
+def how_to_choose(
+    routed: Routed, routing: Routing, correction: Tensor | None
+) -> tuple[Tensor | int | float, ...]:
+    """Return what kernels take as HOW_TO_CHOOSE (choice.cuh)."""
+    return (
+        0 if correction is None else correction,
+        *(routed.experts, routed.weights),
+        *(len(routed.experts), routing.num_experts, routing.top_k),
+        *(routing.score.value, int(routing.normalises), routing.factor, 2 * routing.jitter),
+        *(routing.groups, routing.top_groups),
+    )
+
+
+def where_to_place(routed: Routed) -> tuple[Tensor | int, ...]:
+    """Return what kernels take as WHERE_TO_PLACE (choice.cuh)."""
+    return (routed.order, routed.offsets, routed.tiles, len(routed.tiles), routed.tile_rows)
 
 
 @route.cuda
@@ -143,38 +184,21 @@ def _route(
 ) -> Routed:
     """By one CTA where there are few pairs, else by a warp a row and then a CTA an expert."""
     num_rows, num_experts = logits.shape
-    top_k = routing.top_k
     jit.type_name(logits.dtype)
-    jit.require(num_experts <= MAX_EXPERTS, "route: {} experts > {}", num_experts, MAX_EXPERTS)
-    jit.require(top_k <= min(MAX_TOP_K, num_experts), "route: {} experts of a row", top_k)
-    jit.require(routing.groups <= MAX_GROUPS, "route: {} groups > {}", routing.groups, MAX_GROUPS)
     jit.require(logits.stride(1) == 1, "route: elements of a row must be contiguous")
-    pairs = num_rows * top_k
-
-    def ints(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=logits.device)
-
-    experts = ints(num_rows, top_k)
-    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits.device)
-    order, offsets = ints(pairs), ints(num_experts + 1)
-    tiles = ints(most_tiles(pairs, num_experts, tile_rows), 4)
-    routed = Routed(experts, weights, order, offsets, tiles, tile_rows)
+    routed = empty(num_rows, routing, tile_rows, logits.device)
     if num_rows == 0:
-        offsets.zero_()
+        routed.offsets.zero_()
         return routed
-    values = next(v for v in _VALUES if 32 * v >= num_experts)
-    wanted = _variant(logits.dtype, values, routing.groups > 1)
-    how = (routing.score.value, int(routing.normalises), routing.factor, 2 * routing.jitter)
-    best = (routing.groups, routing.top_groups)
-    given = 0 if correction is None else correction
-    sizes = (num_rows, num_experts, top_k)
-    chosen = (logits, logits.stride(0), given, experts, weights, *sizes, *how, *best)
-    planned = (order, offsets, tiles, len(tiles), tile_rows)
+    wanted = _variant(logits.dtype, values_of(routing), routing.groups > 1)
+    chosen = (logits, logits.stride(0), *how_to_choose(routed, routing, correction))
+    planned = where_to_place(routed)
+    pairs = len(routed.order)
     if pairs <= _PAIRS_OF_ONE:
         once = (*chosen, *planned)
         jit.launch(wanted, "route_once", (1,), _THREADS, *once, overlaps=True)
         return routed
     jit.launch(wanted, "choose", (-(-num_rows // 4),), 128, *chosen, overlaps=True)
-    places = (experts, pairs, num_experts, *planned)
+    places = (routed.experts, pairs, num_experts, *planned)
     jit.launch(wanted, "place", (num_experts,), _THREADS, *places, overlaps=True)
     return routed

@@ -71,7 +71,7 @@ DEVICE void store_at(float* place, int rank, float value) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address_at(place, rank)), "f"(value) : "memory");
 #else
-  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address_at(place, rank)), "f"(value) : "memory");
+  *place = value;
 #endif
 }
 

@@ -18,7 +18,8 @@ from torch import Tensor
 from slipstream.core.batch import Outcome
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
-from slipstream.kernels.sampling.sample import ROW, ROW_WORDS, THREADS, variant_of
+from slipstream.kernels.runtime.team import THREADS
+from slipstream.kernels.sampling.sample import ROW, ROW_WORDS, variant_of
 
 assert ROW.fields is not None
 MASK_TAG, _RESULT = (ROW.fields[name][1] // 4 for name in ("mask_tag", "result"))

@@ -18,14 +18,13 @@ from torch import Tensor
 
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
+from slipstream.kernels.runtime.team import THREADS, team_size
 from slipstream.kernels.sampling.sample import (
     ROW,
     ROW_WORDS,
-    THREADS,
     check_layout,
     edited_logits,
     philox_words,
-    team_size,
     uniform,
     variant_of,
 )

@@ -22,6 +22,7 @@ from torch import Tensor
 from slipstream.core.batch import Outcome
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
+from slipstream.kernels.runtime.team import THREADS, team_size
 
 _OWN = (  # of the row, behind what the request chose
     ("slot", "<i4"),  # row of `counts`; any, without penalties
@@ -62,7 +63,6 @@ ROW_WORDS, EDIT_WORDS = ROW.itemsize // 4, EDIT.itemsize // 4
 MAX_COUNT = 0x7FFF  # of a token in an output; a bit more tells that the prompt has it
 _IN_PROMPT = -0x8000
 
-THREADS = 512  # of a CTA, as in team.cuh
 GROUP = 4  # tokens of an access, as in sample_row.cuh
 _MASK32 = 0xFFFFFFFF
 
@@ -321,12 +321,6 @@ def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     yield from map(_variant, jit.DTYPES)
     yield jit.variant("sampling/count_tokens.cu")
-
-
-@functools.cache
-def team_size(device: int) -> int:
-    """Return the number of CTAs for a row, as in team.cuh."""
-    return 8 if torch.cuda.get_device_capability(device) >= (9, 0) else 1
 
 
 def check_layout(name: str, logits: Tensor, rows: Tensor, *others: Tensor) -> bool:

@@ -13,12 +13,12 @@ from torch import Tensor
 from slipstream.core.batch import TopMode
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
+from slipstream.kernels.runtime.team import THREADS
 from slipstream.kernels.sampling.sample import (
     GROUP,
     MAX_COUNT,
     ROW,
     ROW_WORDS,
-    THREADS,
     processed_logits,
     variant_of,
 )

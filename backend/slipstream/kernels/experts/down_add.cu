@@ -1,0 +1,129 @@
+// Outputs of all experts of up to eight rows, added to the residual sum with what is shared: one launch in the place of
+// a GEMM and of `combine`. A CTA has 16 outputs and every expert of the batch; SPLIT warps share out an expert's
+// width. Weights are on their way before the kernel waits for x, as the choice is known by then. The parts of a sum
+// are added in the order of warps, a row's experts in the order of ranks, in fp32, and all is rounded once.
+// -D ELEMENT, FP8, GATED=0 (see pieces.cuh), WARPS (of a CTA)
+#include "experts/chunks.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int OUTPUTS = 16;
+constexpr int MAX_PARTS = 256;        // pairs times warps that share out one
+constexpr int AHEAD = FP8 ? 2 : 3;  // chunks of a warp that are on their way at once
+
+struct Shared {
+  float parts[MAX_PARTS][OUTPUTS + 1];  // of place * split + part
+  float weights[MAX_PARTS];             // of pairs
+  int places[MAX_PARTS];
+};
+
+// One warp's part of a tile.
+struct Stream {
+  const Task& task;
+  const int first, part, split;
+  const u8 *upper, *lower;
+  const int num_pieces;
+  WeightChunk ahead[AHEAD];
+  float scale[2], bias[2];
+
+  DEVICE Stream(const Task& task, int first, int part, int split)
+      : task(task), first(first), part(part), split(split), num_pieces(task.width / PIECE) {
+    const int g = threadIdx.x % 32 / 4, rows[2] = {first + g, min(first + 8, task.outputs - 8) + g};
+    upper = task.weight_row(rows[0]);
+    lower = task.weight_row(rows[1]);
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) ahead[i].load(upper, lower, part + i * split, num_pieces);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      scale[i] = task.scale(rows[i]);
+      bias[i] = part == 0 ? task.bias_of(rows[i]) : 0.0f;
+    }
+  }
+  DEVICE void finish(Shared& shared) {
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const T* row = g < task.count ? task.x_row(g) : nullptr;
+    float sums[4] = {};
+    for (int chunk = part; chunk * CHUNK < num_pieces; chunk += AHEAD * split) {
+      RowChunk x[AHEAD];
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) x[i].load(row, chunk + i * split, num_pieces);
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        multiply(sums, ahead[i], x[i]);
+        ahead[i].load(upper, lower, chunk + (AHEAD + i) * split, num_pieces);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int place = 2 * t + i % 2;
+      if (place < task.count)
+        shared.parts[(task.first + place) * split + part][g + i / 2 * 8] = sums[i] * scale[i / 2] + bias[i / 2];
+    }
+  }
+};
+
+// The element that a thread adds to, and what is added beside experts.
+struct Output {
+  const int row = threadIdx.x / OUTPUTS, within = threadIdx.x % OUTPUTS;
+  T* target;
+  const T *added, *gate;
+  bool real, has_waited = false;
+  float before = 0.0f, term = 0.0f;
+
+  // The first call waits for the kernels before.
+  DEVICE void load() {
+    if (has_waited) return;
+    has_waited = true;
+    wait_for_previous();
+    if (!real) return;
+    before = to_float(load_fresh<1>(target).at[0]);
+    if (added != nullptr) term = to_float(load_fresh<1>(added).at[0]);
+    if (gate != nullptr) term /= 1.0f + expf(-to_float(load_fresh<1>(gate).at[0]));
+  }
+  DEVICE void finish(const Shared& shared, int top_k, int split) const {
+    if (!real) return;
+    float total = before;
+    for (int pair = row * top_k; pair < (row + 1) * top_k; ++pair) {
+      const int at = shared.places[pair] * split;
+      float sum = shared.parts[at][within];
+      for (int i = 1; i < split; ++i) sum += shared.parts[at + i][within];
+      total = fmaf(sum, shared.weights[pair], total);
+    }
+    *target = from_float<T>(total + term);
+  }
+};
+
+// What it reads before it waits had been written before the kernel in front of it went on (skinny.cu).
+extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS)
+    down_add(PARAMETERS, i64 num_tiles, i64 num_rows, i64 split, i64 stride, const T* added, const T* added_gate,
+             i64 gate_stride) {
+  __shared__ Shared shared;
+  start_next();
+  const int thread = threadIdx.x, warp = thread / 32, warps = int(split), part = warp % warps;
+  const int first = blockIdx.x * OUTPUTS, num_pairs = int(num_rows * top_k);
+  Output output;
+  const int column = first + output.within;
+  output.real = output.row < num_rows && column < outputs;
+  output.target = out + output.row * stride + column;
+  output.added = added == nullptr ? nullptr : added + output.row * outputs + column;
+  output.gate = added_gate == nullptr ? nullptr : added_gate + output.row * gate_stride;
+  int pair = 0;
+  float factor = 0.0f;
+  if (thread < num_pairs) {
+    pair = load_fresh<1>(order + thread).at[0];
+    factor = load_fresh<1>(weights + thread).at[0];
+  }
+  for (int tile = warp / warps; tile < num_tiles; tile += WARPS / warps) {
+    TASK(tile);
+    if (task.count == 0) break;
+    Stream stream(task, first, part, warps);
+    output.load();
+    stream.finish(shared);
+  }
+  output.load();
+  if (thread < num_pairs) {
+    shared.places[pair] = thread;
+    shared.weights[thread] = factor;
+  }
+  __syncthreads();
+  output.finish(shared, int(top_k), warps);
+}

@@ -1,0 +1,124 @@
+"""Outputs of all experts of a few rows, added to the residual sum in one launch."""
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.elementwise.fp8 import E4M3
+from slipstream.kernels.experts.combine import combine
+from slipstream.kernels.experts.grouped import DTYPES, MULTIPLE, SKINNY_ROWS, ExpertMatrix, down
+from slipstream.kernels.experts.route import Routed
+from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.op import op
+
+HAS_RUN = False  # on a GPU
+MAX_ROWS = SKINNY_ROWS
+_OUTPUTS = 16  # of a CTA
+_MAX_PARTS = 256  # of sums of pairs, in shared memory
+_CHUNK_BYTES = 128  # of a weight row, that a warp reads at once
+_CHUNKS_OF_START = 3  # that a warp could read while its first ones are on their way
+_WARPS = (16, 8)  # of a CTA that has a multiprocessor alone, or is one of two
+
+
+@op("x[p,k]:T, values[e,m,k]:W, residual[n,m]:T")
+def down_add(
+    x: Tensor,
+    values: Tensor,
+    residual: Tensor,
+    matrix: ExpertMatrix,
+    routed: Routed,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """`combine(residual, down(x, ...), ...)`, in fp32 throughout; returns `residual`.
+
+    On a GPU the choice is read before the kernel waits for x: between the kernel that made it and
+    this one comes one that waited before it let the next start, as `skinny.cu` does.
+
+    Args:
+        x: what `gate_up` returned, by places.
+        values: `matrix.values`.
+        residual: changed in place.
+        matrix: weights of each expert.
+        routed: of at most MAX_ROWS rows, in tiles of SKINNY_ROWS.
+        shared, shared_gate: as of `combine`.
+    """
+    products = down.oracle(x.float(), values, matrix, routed)
+    return combine.oracle(residual, products, shared, shared_gate)
+
+
+def takes(routed: Routed, device: torch.device) -> bool:
+    """Whether the kernel is the one for a choice, on a device.
+
+    Deterministic mode has larger tiles, whose sums have an order of their own.
+    """
+    is_skinny = routed.tile_rows == SKINNY_ROWS and 0 < len(routed.experts) <= MAX_ROWS
+    return HAS_RUN and device.type != "cpu" and is_skinny
+
+
+def _variant(dtype: torch.dtype, is_fp8: bool, warps: int) -> jit.Variant:
+    return jit.variant("experts/down_add.cu", dtype, FP8=int(is_fp8), GATED=0, WARPS=warps)
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Yield every legal instantiation."""
+    for each in product(DTYPES, (False, True), _WARPS):
+        yield _variant(*each)
+
+
+def warps_of_tile(num_tiles: int, num_pairs: int, num_chunks: int, warps: int) -> int:
+    """Choose how many of a CTA's warps share out a tile, by the chunks that a warp waits for."""
+    allowed = [
+        n for n in (1, 2, 4, 8, 16) if n <= warps and (n == 1 or num_pairs * n <= _MAX_PARTS)
+    ]
+
+    def cost(split: int) -> int:
+        rounds, chunks = -(-num_tiles * split // warps), -(-num_chunks // split)
+        return rounds * (chunks + _CHUNKS_OF_START)
+
+    return min(allowed, key=cost)
+
+
+@down_add.cuda
+def _down_add(
+    x: Tensor,
+    values: Tensor,
+    residual: Tensor,
+    matrix: ExpertMatrix,
+    routed: Routed,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    num_rows, outputs = residual.shape
+    width, is_fp8 = x.shape[1], values.dtype == E4M3
+    multiple = MULTIPLE * (2 if is_fp8 else 1)
+    jit.require(x.dtype in DTYPES, "down_add: kernels are for 16 bits, not {}", x.dtype)
+    jit.require(is_fp8 or values.dtype == x.dtype, "down_add: weights are {}", values.dtype)
+    jit.require(values.is_contiguous(), "down_add: weights must be contiguous")
+    jit.require(width % multiple == 0, "down_add: width {}: no multiple of {}", width, multiple)
+    jit.require(outputs % MULTIPLE == 0, "down_add: {} outputs: no multiple of 8", outputs)
+    jit.require(jit.vector_width(width, x) == 16 // x.itemsize, "down_add: x is not aligned")
+    jit.require(residual.stride(1) == 1, "down_add: rows must be contiguous")
+    jit.require(shared is None or shared.is_contiguous(), "down_add: shared must be contiguous")
+    jit.require(routed.tile_rows == SKINNY_ROWS, "down_add: tiles of {}", routed.tile_rows)
+    jit.require(0 < num_rows <= MAX_ROWS, "down_add: {} rows", num_rows)
+    num_ctas, num_tiles = -(-outputs // _OUTPUTS), len(routed.tiles)
+    warps = _WARPS[num_ctas > jit.num_multiprocessors(x.get_device())]
+    num_chunks = -(-width * values.itemsize // _CHUNK_BYTES)
+    split = warps_of_tile(num_tiles, len(routed.order), num_chunks, warps)
+    given = (0 if each is None else each for each in (matrix.scales, matrix.bias))
+    places = (routed.order, routed.weights, routed.tiles)
+    beside = (0, 0) if shared_gate is None else (shared_gate, shared_gate.stride(0))
+    jit.launch(
+        _variant(x.dtype, is_fp8, warps),
+        "down_add",
+        (num_ctas,),
+        32 * warps,
+        *(x, x.stride(0), values, *given, *places, residual, width, outputs, routed.top_k, 0),
+        *(num_tiles, num_rows, split, residual.stride(0)),
+        *(0 if shared is None else shared, *beside),
+        overlaps=True,
+    )
+    return residual

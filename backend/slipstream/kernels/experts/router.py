@@ -1,0 +1,145 @@
+"""The router of a few rows: norm, logits, choice and places in one launch."""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.experts import route as choosing
+from slipstream.kernels.experts.grouped import DTYPES, MULTIPLE
+from slipstream.kernels.experts.route import Routed
+from slipstream.kernels.experts.spec import MAX_EXPERTS, Routing
+from slipstream.kernels.runtime import jit, team
+from slipstream.kernels.runtime.op import op
+
+HAS_RUN = False  # on a GPU
+MAX_ROWS = 8
+_MAX_COLUMNS = MAX_EXPERTS + MULTIPLE
+_MAX_WEIGHTS = 2 << 20  # that eight multiprocessors read as fast as others start
+_PAD = 32  # elements behind a row in shared memory
+_MAX_BYTES = 76 << 10  # of rows there
+_STATIC_BYTES = 27 << 10
+_PLAIN_BYTES = 48 << 10  # that a CTA has without asking for more
+
+
+class Chosen(NamedTuple):
+    """A router's rows, its outputs and its choice."""
+
+    x: Tensor  # [n, h], normalised
+    outputs: Tensor | None  # [n, m]; None: the choice alone was wanted
+    routed: Routed
+
+
+@op("x[n,h]:T, weight[m,h]:T, norm[h]:T")
+def choose_rows(
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor,
+    eps: float,
+    routing: Routing,
+    tile_rows: int,
+    bias: Tensor | None = None,
+    correction: Tensor | None = None,
+    plus_one: bool = False,
+    keeps_outputs: bool = False,
+) -> Chosen:
+    """Normalise rows, and choose by the router's outputs, rounded to the rows' dtype.
+
+    Args:
+        x: at most MAX_ROWS rows.
+        weight: a row for each expert, and others behind them.
+        norm: weight of the RMS norm.
+        eps: of the norm.
+        routing: how to choose.
+        tile_rows: of the GEMMs that follow.
+        bias: `[m]`, of outputs.
+        correction: as of `route`.
+        plus_one: as of `rms_norm`.
+        keeps_outputs: whether the outputs are wanted.
+    """
+    normed = rms_norm.oracle(x, norm, eps, plus_one)
+    given = None if bias is None else bias.float()
+    outputs = functional.linear(normed.float(), weight.float(), given).to(x.dtype)
+    logits = outputs[:, : routing.num_experts]
+    routed = choosing.route.oracle(logits, routing, tile_rows, correction)
+    return Chosen(normed, outputs if keeps_outputs else None, routed)
+
+
+def takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel is the one for rows and a router.
+
+    It is where a team is a cluster, whose CTAs read what is small enough for eight of them. Its
+    sums have an order of their own: a step of deterministic mode has more rows.
+    """
+    num_rows, (columns, width) = len(x), weight.shape
+    if not HAS_RUN or x.device.type == "cpu" or x.dtype not in DTYPES or weight.dtype != x.dtype:
+        return False
+    fits = 0 < num_rows <= MAX_ROWS and _bytes(num_rows, width) <= _MAX_BYTES
+    is_small = columns <= _MAX_COLUMNS and columns * width <= _MAX_WEIGHTS
+    is_aligned = columns % MULTIPLE == 0 and jit.vector_width(width, x, weight) == MULTIPLE
+    return fits and is_small and is_aligned and team.team_size(x.get_device()) > 1
+
+
+def _bytes(num_rows: int, width: int) -> int:
+    """Return bytes of rows and a norm's weight in shared memory.
+
+    With what a CTA has beside them they are as many as it has unasked, or more are asked for.
+    """
+    found = (num_rows + 1) * (width + _PAD) * 2
+    return found if found + _STATIC_BYTES <= _PLAIN_BYTES else max(found, _PLAIN_BYTES + 16)
+
+
+def _variant(dtype: torch.dtype, values: int, is_grouped: bool, plus_one: bool) -> jit.Variant:
+    how = {"VALUES": values, "GROUPED": int(is_grouped), "PLUS_ONE": int(plus_one)}
+    return jit.variant("experts/router.cu", dtype, FP8=0, GATED=0, **how)
+
+
+def variants() -> Iterator[jit.Variant]:
+    """Yield every legal instantiation."""
+    for each in product(DTYPES, choosing.VALUES, (False, True), (False, True)):
+        yield _variant(*each)
+
+
+@choose_rows.cuda
+def _choose_rows(
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor,
+    eps: float,
+    routing: Routing,
+    tile_rows: int,
+    bias: Tensor | None = None,
+    correction: Tensor | None = None,
+    plus_one: bool = False,
+    keeps_outputs: bool = False,
+) -> Chosen:
+    (num_rows, width), columns = x.shape, len(weight)
+    jit.require(x.dtype in DTYPES, "choose_rows: kernels are for 16 bits, not {}", x.dtype)
+    jit.require(0 < num_rows <= MAX_ROWS, "choose_rows: {} rows", num_rows)
+    jit.require(_bytes(num_rows, width) <= _MAX_BYTES, "choose_rows: rows of {}", width)
+    jit.require(columns <= _MAX_COLUMNS, "choose_rows: {} columns > {}", columns, _MAX_COLUMNS)
+    jit.require(columns % MULTIPLE == 0, "choose_rows: {} columns: no multiple of 8", columns)
+    jit.require(
+        jit.vector_width(width, x, weight, norm) == MULTIPLE, "choose_rows: rows are not aligned"
+    )
+    jit.require(weight.is_contiguous(), "choose_rows: weights must be contiguous")
+    routed = choosing.empty(num_rows, routing, tile_rows, x.device)
+    normed = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    outputs = normed.new_empty(num_rows, columns) if keeps_outputs else None
+    jit.launch(
+        _variant(x.dtype, choosing.values_of(routing), routing.groups > 1, plus_one),
+        "route_rows",
+        (team.team_size(x.get_device()),),
+        team.THREADS,
+        *(x, x.stride(0), norm, eps, weight, 0 if bias is None else bias, width, columns),
+        *(normed, 0 if outputs is None else outputs),
+        *choosing.how_to_choose(routed, routing, correction),
+        *choosing.where_to_place(routed),
+        shared_memory=_bytes(num_rows, width),
+        overlaps=True,
+    )
+    return Chosen(normed, outputs, routed)
