@@ -1,9 +1,10 @@
 """Mixtures of experts by rows: microseconds of each kernel, of a layer, and the share of the limit.
 
 Each layer has weights of its own, and a choice of its own that is uniform over experts. The limit
-is what the distinct experts of the rows take to read. `--tiles` times every size of tiles, by which
-`slipstream.kernels.experts.grouped` chooses, and `--both` each by the kernel of all GPUs and by
-Hopper's, in turn.
+is what the distinct experts of the rows take to read. Of up to eight rows `choose` and `down_add`
+are kernels of their own, `few` a layer by them with its norm, `normed` by the others with its norm.
+`--tiles` times every size of tiles, by which `slipstream.kernels.experts.grouped` chooses, and
+`--both` each by the kernel of all GPUs and by Hopper's, in turn.
 """
 
 import argparse
@@ -16,7 +17,9 @@ from dataclasses import asdict, dataclass
 import torch
 from limits import rates_of
 from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.experts.combine import combine
+from slipstream.kernels.experts.down_add import MAX_ROWS, down_add
 from slipstream.kernels.experts.grouped import (
     SKINNY_ROWS,
     TILE_ROWS,
@@ -26,6 +29,7 @@ from slipstream.kernels.experts.grouped import (
     tile_rows,
 )
 from slipstream.kernels.experts.route import Routed, route
+from slipstream.kernels.experts.router import Chosen, choose_rows
 from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Gate, Routing
 from slipstream.kernels.gemm.linear import linear
@@ -73,6 +77,7 @@ class Layer:
         self.model = model
         self.routing = Routing(model.experts, model.top_k, normalises=True)
         self.router = rows(model.experts, model.hidden).mul_(model.hidden**-0.5)
+        self.norm = torch.ones_like(self.router[0])
         self.gate_up = self._matrix(2 * model.inner, model.hidden, is_fp8)
         self.down = self._matrix(model.hidden, model.inner, is_fp8)
 
@@ -103,6 +108,26 @@ class Layer:
         routed = self.route(linear(x, Matrix(self.router)), size)
         return combine(residual, self.out(self.up(x, routed), routed))
 
+    def normed(self, x: torch.Tensor, residual: torch.Tensor, size: int) -> torch.Tensor:
+        """Run the layer with its norm."""
+        return self.run(rms_norm(x, self.norm, 1e-6), residual, size)
+
+    def choose(self, x: torch.Tensor, size: int) -> Chosen:
+        """Normalise a few rows and choose experts."""
+        return choose_rows(x, self.router, self.norm, 1e-6, self.routing, size)
+
+    def add(self, inner: torch.Tensor, residual: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """Add the outputs of a few rows' experts."""
+        return down_add(inner, self.down.values, residual, self.down, routed)
+
+    def few(self, x: torch.Tensor, residual: torch.Tensor, size: int) -> torch.Tensor:
+        """Run the layer with its norm by the kernels of a few rows."""
+        x, _, routed = self.choose(x, size)
+        inner = self.up(x, routed)
+        if size == SKINNY_ROWS:
+            return self.add(inner, residual, routed)
+        return combine(residual, self.out(inner, routed))
+
 
 def timed(layers: list[Layer], n: int, size: int) -> dict[str, tuple[float, float]]:
     """Seconds of each kernel and of the whole layer, and bytes of the weights that it reads."""
@@ -125,13 +150,20 @@ def timed(layers: list[Layer], n: int, size: int) -> dict[str, tuple[float, floa
         return time_graph(runs)
 
     sizes = [size] * len(layers)
-    return {
+    found = {
         "route": (each(Layer.route, layers, logits, sizes), 0),
         "gate_up": (each(Layer.up, layers, x, routed), num_bytes[0]),
         "down": (each(Layer.out, layers, inner, routed), num_bytes[1]),
         "combine": (each(combine, residual, products), 0),
         "layer": (each(Layer.run, layers, x, residual, sizes), whole),
     }
+    if n <= MAX_ROWS:
+        found["choose"] = (each(Layer.choose, layers, x, sizes), 0)
+        if size == SKINNY_ROWS:
+            found["down_add"] = (each(Layer.add, layers, inner, residual, routed), num_bytes[1])
+        found["normed"] = (each(Layer.normed, layers, x, residual, sizes), whole)
+        found["few"] = (each(Layer.few, layers, x, residual, sizes), whole)
+    return found
 
 
 def measure(

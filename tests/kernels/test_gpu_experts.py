@@ -4,9 +4,12 @@ import pytest
 import torch
 from fixtures.kernels.checking import Judge, poison, same_bits, short
 from fixtures.kernels.expert_cases import Case, Sizes, drawn_scores, make_case
+from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.experts.combine import combine
+from slipstream.kernels.experts.down_add import MAX_ROWS, down_add
 from slipstream.kernels.experts.grouped import SKINNY_ROWS, TILE_ROWS, down, gate_up
 from slipstream.kernels.experts.route import choose, placed, route
+from slipstream.kernels.experts.router import choose_rows
 from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Gate, Routing, Score
 from slipstream.kernels.runtime import jit
@@ -212,3 +215,118 @@ def test_no_rows() -> None:
     assert inner.shape == (0, 32)
     assert down(inner, case.down.values, case.down, routed).shape == (0, 64)
     assert routed.offsets.tolist() == [0] * 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=short)
+def test_a_few_rows_choose(dtype: torch.dtype) -> None:
+    """Norm and outputs by fp64, choice and places exact of the outputs; runs repeat bitwise."""
+    judge = Judge(f"router {short(dtype)}")
+    for number, routing in enumerate(ROUTINGS):
+        e = routing.num_experts
+        for n, width in ((1, 2048), (1, 7168), (2, 4096), (5, 1000), (8, 2048), (8, 64)):
+            columns = -(-(e + number % 2) // 8) * 8
+            generator = torch.Generator("cuda").manual_seed(n)
+
+            def random(*shape: int, by: torch.Generator = generator) -> Tensor:
+                return torch.randn(shape, generator=by, device="cuda")
+
+            x = (random(n, width + 8) * 3).to(dtype)[:, :width]
+            weight = (random(columns, width) * width**-0.5).to(dtype)
+            norm, bias = (1 + random(width) / 9).to(dtype), random(columns).to(dtype)
+            is_sigmoid, plus_one = routing.score is Score.SIGMOID, n == 5
+            correction = random(e) * 0.1 if is_sigmoid else None
+            more = (bias if n == 2 else None, correction, plus_one, True)
+            given = (weight, norm, 1e-6, routing, 8, *more)
+            poison((n, width), (n, columns), dtype=dtype)
+            found = choose_rows(x, *given)
+            case = f"{n} rows of {width}, {routing}"
+            exact = rms_norm.oracle(x.double(), norm.double(), 1e-6, plus_one)
+            naive = rms_norm.oracle(x.float(), norm.float(), 1e-6, plus_one).to(dtype)
+            judge.close(f"norm of {case}", found.x, exact, naive)
+            assert found.outputs is not None
+            added = bias if n == 2 else torch.zeros_like(bias)
+            exact = found.x.double() @ weight.double().T + added.double()
+            judge.close(f"outputs of {case}", found.outputs, exact, found.x @ weight.T + added)
+            experts, weights = choose(found.outputs[:, :e].float().cpu(), routing, _cpu(correction))
+            routed = found.routed
+            same = (routed.experts.cpu() == experts).all(-1)
+            judge.true(f"experts of {case}", is_sigmoid or bool(same.all()))
+            error = (routed.weights.cpu() - weights)[same].abs()
+            judge.true(f"weights of {case}", bool((error < 1e-5).all()))
+            expected = placed(routed.experts.cpu(), routed.weights.cpu(), e, 8)
+            for name in ("order", "offsets", "tiles"):
+                ours, want = getattr(routed, name).cpu(), getattr(expected, name)
+                judge.true(f"{name} of {case}", same_bits(ours, want))
+            again = choose_rows(x, *given)
+            judge.true(f"{case} again", same_bits(again.outputs, found.outputs))
+            judge.true(f"{case} again", same_bits(again.routed.weights, routed.weights))
+    judge.verdict()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "e4m3"])
+def test_a_few_rows_are_added(dtype: torch.dtype, fp8: bool) -> None:
+    """By the last GEMM, with what is shared; as CTAs that are alone and that are two."""
+    judge = Judge(f"down_add {short(dtype)}{' e4m3' if fp8 else ''}")
+    for sizes, all_rows in SHAPES:
+        if fp8 and (sizes.hidden % 16 or sizes.inner % 16):
+            continue
+        for n in {*all_rows, 4} & {*range(1, MAX_ROWS + 1)}:
+            case = make_case(n, sizes, dtype, fp8, n % 2 == 0, device="cuda", seed=n)
+            residual, shared = torch.randn_like(case.x), torch.randn_like(case.x)
+            gates = torch.randn(n, 9, device="cuda").to(dtype)[:, 8:]
+            routed = case.routed(SKINNY_ROWS)
+            given = (case.gate_up.values, case.gate_up, routed, case.gate)
+            last = (case.down, routed)
+            for beside in ((), (shared,), (shared, gates)):
+                poison((n * sizes.top_k, sizes.inner), dtype=dtype)
+
+                def add(beside: tuple[Tensor, ...] = beside) -> Tensor:
+                    out = residual.clone()  # noqa: B023
+                    inner = gate_up(case.x, *given)  # noqa: B023
+                    return down_add(inner, case.down.values, out, *last, *beside)  # noqa: B023
+
+                exact = case.expected(routed, residual, torch.float64)
+                naive = case.expected(routed, residual, dtype)
+                if beside:
+                    factor = gates.double().sigmoid() if len(beside) > 1 else 1
+                    exact = exact + shared.double() * factor
+                    naive = naive + (shared * factor).to(dtype)
+                name = f"{n} rows of {sizes}, {len(beside)}"
+                judge.close(name, add(), exact, naive)
+                judge.repeats(name, add)
+    judge.verdict()
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8])
+def test_layers_of_a_few_rows_in_a_graph(num_rows: int) -> None:
+    """One starts before another has ended, in the memory of one before; as if each had waited."""
+    sizes, dtype = Sizes(64, 8, 2048, 768), torch.bfloat16
+    cases = [make_case(num_rows, sizes, dtype, device="cuda", seed=seed) for seed in range(3)]
+    routing = Routing(sizes.experts, sizes.top_k, normalises=True)
+    norm = torch.ones(sizes.hidden, dtype=dtype, device="cuda")
+    routers = [torch.randn(64, 2048, device="cuda").mul_(0.02).to(dtype) for _ in cases]
+
+    def run(residual: Tensor, waits: bool) -> Tensor:
+        for case, router in [*zip(cases, routers, strict=True)] * 4:
+            for step in range(3):
+                if step == 0:
+                    x, _, routed = choose_rows(residual, router, norm, 1e-6, routing, SKINNY_ROWS)
+                elif step == 1:
+                    inner = gate_up(x, case.gate_up.values, case.gate_up, routed, case.gate)
+                else:
+                    down_add(inner, case.down.values, residual, case.down, routed)
+                if waits:
+                    torch.cuda.synchronize()
+        return residual
+
+    start = torch.randn(num_rows, sizes.hidden, device="cuda").to(dtype)
+    run(start.clone(), waits=False)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(start.clone(), waits=False)
+    for seed in range(5):
+        start.copy_(torch.randn_like(start) * (1 + seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same_bits(out, run(start.clone(), waits=True)), f"seed {seed}"

@@ -10,7 +10,11 @@ constexpr int COLUMNS = 16;       // at once
 constexpr int MAX_COLUMNS = 520;  // experts, a gate, and what fills up to eight
 constexpr int AHEAD = 2;          // chunks of a warp that are on their way at once
 // Of a multiprocessor: with so few registers a CTA may start beside those of the kernel before.
+#if __CUDA_ARCH__ >= 1000
+constexpr int CTAS = 1;
+#else
 constexpr int CTAS = VALUES <= 4 ? 2 : 1;
+#endif
 constexpr int PAD = 32;           // elements behind a row in shared memory: loads of eight rows meet different banks
 
 struct Normed {

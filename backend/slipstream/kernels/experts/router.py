@@ -87,7 +87,8 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 def _bytes(num_rows: int, width: int) -> int:
     """Return bytes of rows and a norm's weight in shared memory.
 
-    With what a CTA has beside them they are as many as it has unasked, or more are asked for.
+    Unless all fits in what a CTA has by default, they are more than that, so that the launch
+    raises the bound.
     """
     found = (num_rows + 1) * (width + _PAD) * 2
     return found if found + _STATIC_BYTES <= _PLAIN_BYTES else max(found, _PLAIN_BYTES + 16)
