@@ -170,6 +170,35 @@ def test_a_rank_reads_its_bytes(name: str, kind: str, size: int, tmp_path: Path)
     assert weight - 8192 < size * ranks[0] < weight + size * 8192
 
 
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("name", [name for name in ORDERS if name != "out"])
+def test_a_rank_reads_its_bytes_of_a_bias(name: str, kind: str, tmp_path: Path) -> None:
+    which, order = ORDERS[name]
+    draw = Draw(5)
+    draw.of = lambda *values: order if order in values else values[-1]  # type: ignore[method-assign]
+    stored = Stored(draw, which, kind)
+    assert which != "qkv" or stored.padded > stored.size
+    bias = draw.floats(stored.shape[0], dtype=PLAIN[kind])
+    directory_of(tmp_path, {"bias": bias}, {}, stored.stored)
+    (tmp_path / "config.json").write_text("{}")
+    found = {}
+    for size in (1, 2, 4):
+        ranks = []
+        for rank in range(size):
+            cuts = Cuts(rank, size, stored.heads, stored.groups, {"inner": stored.inner}, False)
+            names = replace(stored.names, cuts=cuts if size > 1 else None)
+            source = FileSource(tmp_path, HOST, names)
+            outs = [torch.empty(stored.part_shape(part, size)[0]) for part in PARTS[which]]
+            source.fill([f"{LAYER}.{part}.bias" for part in PARTS[which]], outs)
+            ranks.append(outs)
+            assert source._num_bytes == bias.nbytes // size
+        found[size] = [torch.cat(parts) for parts in zip(*ranks, strict=True)]
+    for size in (2, 4):
+        for whole, parts in zip(found[1], found[size], strict=True):
+            assert torch.equal(whole, parts)
+            assert whole.any()
+
+
 def test_a_head_whose_rows_are_changed_is_read_by_rows(tmp_path: Path) -> None:
     """As NormHead, which divides each row by its length."""
     weight = Draw(1).floats(64, 16, dtype=torch.bfloat16)

@@ -4,6 +4,7 @@ Drawn formats, shapes, groups and ranks, of any codes and scales: rounding has n
 """
 
 import json
+import math
 import tempfile
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from fixtures.models.gguf_files import SCALES, random_blocks
 from fixtures.models.quantised import directory_of
 from fixtures.models.stored import FORMATS, Draw, Made, gptq, nf4
 from fixtures.tiers import quick_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from slipstream.models.axes import TensorNames
@@ -105,6 +106,23 @@ def test_blocks_that_go_on_over_rows_are_read_in_part_with_all_scales() -> None:
     assert made[0]["weight"].nbytes == codes
     # Inputs 0 .. 48 end within a group of 32.
     assert ranks == [whole - codes + codes * 2 // 3] * 2
+
+
+@given(st.integers(1, 40), st.integers(3, 150), RANKS, SEEDS)
+@settings(deadline=None, max_examples=10)
+@example(32, 97, 2, 0)
+def test_halves_of_bytes_are_read_in_part(pairs: int, k: int, size: int, seed: int) -> None:
+    """nf4: odd rows of an odd number of inputs begin within a byte."""
+    n = 2 * pairs
+    made = nf4(Draw(seed), n, k, 32)
+    state = json.loads(bytes(made[0]["weight.quant_state.bitsandbytes__nf4"].tolist()))
+    *ranks, whole = check(made, DOWN, n, k, size)
+    unit = math.gcd(k, state["blocksize"])
+    unit = unit if k % 2 else math.lcm(2, unit)
+    most = min(k, part_of_width(k, size) + 2 * (unit - 1))
+    codes = n * k // 2
+    assert made[0]["weight"].nbytes == codes
+    assert max(ranks) <= whole - codes + pairs * min(k, most + 1)
 
 
 def test_inputs_that_are_sorted_are_read_in_part_with_all_scales() -> None:

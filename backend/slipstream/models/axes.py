@@ -249,7 +249,7 @@ class TensorNames:
     ones' names, with `{}` for an expert's number: `[experts, rows, inputs]`, or `[rows, inputs]`.
     change: what makes a tensor of the decoder from the stored one, all of these together; None: it
     is that. Set when dims are known (transforms.py).
-    moves: the same of a quantised matrix, whose name ends in no `.weight`.
+    moves: the same of a matrix, whose name ends in no `.weight`, or of a bias, if it moves numbers.
     cuts: the parts that a rank of several has; None: all of every tensor.
     layers: those that a stage of a pipeline has; None: all.
     """

@@ -129,12 +129,14 @@ class Changes:
         return _together(found)
 
     def moves(self, name: str) -> Moves | None:
-        """Return how a quantised matrix is changed; None: it is not."""
-        part = _NAME.search(f"{name}.weight")
+        """Return how a matrix, whose name ends in no `.weight`, or a bias is changed; None: not."""
+        is_bias = name.endswith(".bias")
+        part = _NAME.search(name if is_bias else f"{name}.weight")
         if part is None:
             return None
-        rows, columns = _together(self._rows(part[1], "weight")), _together(self._columns(part[1]))
-        is_transposed = part[1] in self._names.transposed
+        rows = _together(self._rows(part[1], part[2]))
+        columns = None if is_bias else _together(self._columns(part[1]))
+        is_transposed = not is_bias and part[1] in self._names.transposed
         if rows is None and columns is None and not is_transposed:
             return None
         return Moves(

@@ -346,7 +346,10 @@ class FileSource(_Checkpoint):
         return out
 
     def _fill_part(self, name: str, cut: Cut, change: Change | None, out: Tensor) -> None:
-        """Copy a part of a tensor. Of rows and inputs that are moved only the part's are read."""
+        """Copy a part of a tensor. Of rows and inputs that are moved only the part's are read.
+
+        A bias is moved as the rows of its matrix are.
+        """
         entry, key = self._take(name, out.shape), self.stored(name)
         moves = None if change is None else self._tensors.moves(name.removesuffix(".weight"))
         is_turned = moves is not None and moves.is_transposed

@@ -56,7 +56,8 @@ class BitsAndBytes(Format):
     def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int] | None:
         """Return any rows and inputs of 8 bits; of 4, rows that end where blocks of scales do.
 
-        Inputs of 4 bits begin at a scale of their own and a byte, if rows begin at a byte.
+        Inputs of 4 bits begin at a scale of their own, and at a byte where all rows do. Of pairs of
+        rows that do not, each row is read by itself; of an odd number of such rows all is.
         """
         if not self._is_4:
             return 1, 1
@@ -64,7 +65,9 @@ class BitsAndBytes(Format):
         sizes = state["blocksize"], state.get("nested_blocksize", 1)
         if not all(type(each) is int and each > 0 for each in sizes):
             return None
-        columns = inputs if inputs % 2 else math.lcm(2, math.gcd(inputs, sizes[0]))
+        columns = math.lcm(math.gcd(inputs, sizes[0]), 1 if inputs % 2 else 2)
+        if inputs % 2 and outputs % 2:
+            columns = inputs
         return math.lcm(2 * math.prod(sizes), inputs) // inputs, columns
 
     def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
@@ -104,10 +107,7 @@ def _nf4(module: Module, outputs: int, inputs: int) -> QuantMatrix:
     whole = list(module.whole(outputs, inputs))
     if state["quant_type"] != "nf4" or state["shape"] != whole:
         raise module.refusal(_STATE, f"is not of nf4 and {whole}")
-    count = outputs * inputs
-    packed = module.take("weight", ("U8",), (-(-count // 2), 1), (-(-count // 2),), rows=outputs)
-    flat = packed.flatten()
-    codes = torch.stack([flat >> 4, flat & 15], 1).flatten()[:count].view(outputs, inputs)
+    codes = module.take_halves("weight", outputs, inputs)
     table = module.take("weight.quant_map", FLOATS, (16,)).float()
     group = math.gcd(whole[1], block)  # lies in one block, if rows do not
     scales = _scales(module, state, outputs, inputs, group)

@@ -92,6 +92,16 @@ class Module:
         self._check(part, dtypes, shapes)
         return self._finite(part, self._source.raw(f"{self.name}.{part}"))
 
+    def take_halves(self, part: str, outputs: int, inputs: int) -> Tensor:
+        """Read numbers of 4 bits, `[outputs, inputs]` u8; raises `CheckpointError`.
+
+        They lie behind one another, over the ends of rows, the first in a byte's upper half.
+        """
+        count = outputs * inputs
+        shapes = (-(-count // 2), 1), (-(-count // 2),)
+        found = self.take(part, ("U8",), *shapes, rows=outputs).flatten()
+        return split_halves(found)[:count].view(outputs, inputs)
+
     def _check(self, part: str, dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
         entry = self._source.entry(f"{self.name}.{part}")
         if entry is None:
@@ -158,6 +168,11 @@ def unpack(words: Tensor, bits: int, count: int, is_dense: bool = True) -> Tenso
     unsigned = torch.nn.functional.pad(words.long() & 0xFFFFFFFF, (0, 1))
     both = unsigned[..., word] | (unsigned[..., word + 1] << WORD)
     return ((both >> shift) & mask).to(torch.uint8)
+
+
+def split_halves(x: Tensor) -> Tensor:
+    """Return both halves of each byte along the last dimension, the upper one first."""
+    return torch.stack([x >> 4, x & 15], -1).flatten(-2)
 
 
 def num_words(count: int, bits: int, is_dense: bool = True) -> int:

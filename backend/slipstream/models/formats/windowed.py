@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from math import prod
 
+import torch
 from torch import Tensor
 
-from slipstream.models.formats.module import Module, RawSource
+from slipstream.models.formats.module import Module, RawSource, split_halves
 from slipstream.models.parts import Window
 
 
@@ -66,6 +67,21 @@ class Windowed(Module):
             own = (rows, prod(own) // rows)
         found = self._window.read(own, whole, lambda region: self._source.raw(name, region, view))
         return self._finite(part, found)
+
+    def take_halves(self, part: str, outputs: int, inputs: int) -> Tensor:
+        """Read what the window has of numbers of 4 bits; see `Module`.
+
+        Where rows have an odd number of them, every second row begins within a byte.
+        """
+        total = self._window.total
+        if not self.has_some_inputs or total % 2 == 0:
+            return super().take_halves(part, outputs, inputs)
+        rows = []
+        for start in (self.first_input, total + self.first_input):  # of the two of a pair
+            region = slice(None), slice(start // 2, -(-(start + inputs) // 2))
+            found = self._source.raw(f"{self.name}.{part}", region, (outputs // 2, total))
+            rows.append(split_halves(found)[:, start % 2 :][:, :inputs])
+        return torch.stack(rows, 1).flatten(0, 1)
 
     def _at(self, name: str) -> Module:
         return Windowed(name, self._source, self._window, self._shapes)
