@@ -22,7 +22,7 @@ from slipstream_quantize.layout import check_layout, matrices_of, others_of
 from slipstream_quantize.observe import ROUNDINGS, Probe, Seen, round_blocks
 from slipstream_quantize.opened import Opened, ProbedLayer, Running
 from slipstream_quantize.recipe import Recipe
-from slipstream_quantize.smooth import awq_scales, divide_norm, smooth_scales
+from slipstream_quantize.smooth import Held, awq_scales, divide_norm, held_by, smooth_scales
 
 
 @dataclass
@@ -114,11 +114,12 @@ class Job:
             if place.norm is None and place.rows is None:
                 continue
             weight = place.probe.values.float()
+            held = self._held(place)
             if self._recipe.smooth == "weights":
-                scales = awq_scales(weight, one, self._grid)
+                scales = awq_scales(weight, one, self._grid, held)
             else:
                 assert self._rounding is not None, "activations are rounded"
-                scales = smooth_scales(weight, one, self._grid, self._rounding)
+                scales = smooth_scales(weight, one, self._grid, self._rounding, held)
             if bool((scales == 1).all()):
                 continue
             if place.norm is not None:
@@ -128,6 +129,11 @@ class Job:
             place.probe.values.copy_(weight * scales)
             seen[at] = one.divided(scales)
             self.smoothed += place.probe.names
+
+    def _held(self, place: ProbedLayer) -> Held:
+        """Return what scales become where they move to: a norm rounds its quotients."""
+        norm = place.norm
+        return (lambda x: x) if norm is None else lambda x: held_by(norm, x, self._opened.dtype)
 
     def _quantise(self, probe: Probe, seen: Seen | None) -> None:
         """Round the weights of a layer, in place, and hand their tensors to the writer."""

@@ -12,7 +12,7 @@ from slipstream_quantize.grid import E4M3_MAX
 from slipstream_quantize.recipe import BLOCK
 
 INT8_MAX = 127.0
-_MOST_ROWS = 1024  # of a text that are kept as they are
+_MOST_ROWS, _ROWS_OF_STEP = 1024, 256  # of a text, and of a step, that are kept as they are
 
 
 def round_int8(x: Tensor) -> Tensor:
@@ -63,7 +63,8 @@ class Seen:
         self.mean = self.mean + sizes.sum(0)
         self.most = torch.maximum(self.most.to(x.device), sizes.amax(0))
         self.count += len(x)
-        self.kept.append(x[:: max(1, len(x) // 64)].clone())
+        every = max(1, len(x) // _ROWS_OF_STEP) | 1  # odd: not always the same places of pieces
+        self.kept.append(x[::every].clone())
 
     def finish(self, width: int) -> "Seen":
         """Turn sums into means; of no rows at all (an expert without any), inputs count alike."""

@@ -4,14 +4,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slipstream.kernels.gemm.packing import E2M1
+from slipstream.layers.norm import Norm
+from slipstream.models.fileless import RandomSource
+from slipstream.models.source import Weights
 from slipstream_quantize.gptq import gptq
 from slipstream_quantize.grid import Fitted, Grid, output_error
-from slipstream_quantize.observe import Seen
+from slipstream_quantize.observe import Seen, round_int8
 from slipstream_quantize.recipe import RECIPES, Recipe
-from slipstream_quantize.smooth import awq_candidates, awq_scales, bounded
+from slipstream_quantize.smooth import (
+    awq_candidates,
+    awq_scales,
+    bounded,
+    divide_norm,
+    held_by,
+    smooth_scales,
+)
 from torch import Tensor
 
 KINDS = {
@@ -44,6 +54,14 @@ def seen_of(x: Tensor) -> Seen:
     seen = Seen()
     seen.add(x)
     return seen.finish(x.shape[1])
+
+
+def norm_of(weight: Tensor, plus_one: bool) -> Norm:
+    host = torch.device("cpu")
+    norm = Norm(Weights(RandomSource(host), host, torch.float32, "none"), 48, 1e-6, plus_one)
+    assert norm.weight is not None
+    norm.weight.copy_(weight)
+    return norm
 
 
 def numbers(recipe: Recipe) -> Tensor:
@@ -186,7 +204,7 @@ def test_gptq_with_inputs_that_are_never_seen(count: int) -> None:
 def test_awq_is_never_worse_than_rounding(seed: int) -> None:
     grid, weight, seen = grid_of(KINDS["int4"]), matrix(seed), seen_of(inputs(seed))
     errors = []
-    for scales in (torch.ones(48), awq_scales(weight, seen, grid)):
+    for scales in (torch.ones(48), awq_scales(weight, seen, grid, lambda x: x)):
         fitted = grid.fit(weight * scales, clips=False)
         rounded = grid.values(grid.round(weight * scales, fitted), fitted) / scales
         errors.append(output_error(weight - rounded, seen.second))
@@ -199,5 +217,57 @@ def test_awq_of_equal_inputs_and_weights_is_rounding() -> None:
         assert torch.allclose(scales, ones)
     seen = seen_of(torch.eye(48))
     # Powers of one size differ from each other in their last bit, on some processors.
-    assert torch.allclose(awq_scales(torch.ones(4, 48), seen, grid), ones)
-    assert torch.equal(bounded(torch.full((4,), 7.0)), torch.ones(4))
+    assert torch.allclose(awq_scales(torch.ones(4, 48), seen, grid, lambda x: x), ones)
+    assert torch.equal(bounded(torch.full((4,), 7.0), ones[:4]), ones[:4])
+
+
+@given(seed=st.integers(0, 2**32 - 1), power=st.floats(0.1, 1))
+def test_inputs_that_are_always_zero_move_no_scale(seed: int, power: float) -> None:
+    sizes = inputs(seed).abs().mean(0)
+    is_read = torch.arange(48) % 7 > 0
+    found = bounded((sizes * is_read).pow(power), sizes * is_read)
+    alone = bounded(sizes[is_read].pow(power), sizes[is_read])
+    torch.testing.assert_close(found[is_read], alone)
+    torch.testing.assert_close(found[~is_read], alone.min().expand(7))
+    assert torch.equal(bounded(torch.zeros(4), torch.zeros(4)), torch.ones(4))
+
+
+@given(seed=st.integers(0, 2**32 - 1), plus_one=st.booleans(), spread=st.floats(0, 12))
+def test_scales_are_what_a_norm_holds(seed: int, plus_one: bool, spread: float) -> None:
+    """Quotients in bfloat16 times what they are said to be divided by: the factors, even zero."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(48, generator=generator) * 2).bfloat16().float()
+    weight[::9] = -float(plus_one)
+    norm = norm_of(weight, plus_one)
+    scales = torch.exp2((torch.rand(48, generator=generator) - 0.5) * 2 * spread)
+    held = held_by(norm, scales, torch.bfloat16)
+    assert torch.equal(divide_norm(norm, scales, torch.bfloat16), held)
+    assert torch.equal(norm.weight, norm.weight.bfloat16().float())
+    factors = norm.weight + plus_one
+    torch.testing.assert_close(factors * held, weight + plus_one, rtol=1e-6, atol=0)
+    assert torch.equal(held[::9], scales[::9])
+    assert bool((held > 0).all())
+    torch.testing.assert_close(held_by(norm_of(weight, plus_one), held, torch.bfloat16), held)
+
+
+@pytest.mark.parametrize("name", ["int8-sq", "awq"])
+@given(seed=st.integers(0, 2**32 - 1), spread=st.integers(0, 8))
+@settings(max_examples=10)
+@example(0, 6)
+def test_scales_that_are_found_are_those_of_the_norm(name: str, seed: int, spread: int) -> None:
+    """Gemma's factors are stored less 1 in bfloat16: small ones are coarse there."""
+    generator = torch.Generator().manual_seed(seed)
+    stored = torch.exp2(-torch.rand(48, generator=generator) * spread) - 1
+    stored[5] = -1.0
+    norm = norm_of(stored.bfloat16().float(), plus_one=True)
+    grid, weight = grid_of(replace(RECIPES[name], group=0)), matrix(seed)
+    seen = seen_of(torch.randn(200, 48, generator=generator) * (norm.weight + 1))
+
+    def held(scales: Tensor) -> Tensor:
+        return held_by(norm, scales, torch.bfloat16)
+
+    if name == "awq":
+        scales = awq_scales(weight, seen, grid, held)
+    else:
+        scales = smooth_scales(weight, seen, grid, round_int8, held)
+    torch.testing.assert_close(divide_norm(norm, scales, torch.bfloat16), scales)
