@@ -3,8 +3,8 @@
 Each model is quantised in memory by each recipe of `slipstream quantize`, activations rounded as
 the recipe says, and measured with the KV cache in each format: bits a byte of held-out text (with
 the standard error of the difference, over its pieces; with a cache in fewer bits four pieces), KL
-of the next token to the model in 16 bits, 1,000 greedy tokens, and 281 questions of MMLU, which
-only the model's own cache answers. Each row goes into
+of the next token to the model in 16 bits with its own cache, 1,000 greedy tokens, and 281 questions
+of MMLU, which only the model's own cache answers. Each row goes into
 `benchmarks/results/accuracy.json` when it is done, and `--resume` keeps what is there and
 measures what a row lacks; the table goes into docs/quantization.md. Exits with 1 where a goal is
 missed.
@@ -130,20 +130,21 @@ class Bench:
     def _with(self, opened: Opened, cache: str) -> dict[str, float]:
         truth = self.truth
         text = truth.text if cache == "auto" else truth.text[:KL_PIECES]
-        bits, kl, _ = bits_and_kl(opened, text, cache, truth.sums if cache == "auto" else None)
+        bits, kl, _ = bits_and_kl(opened, text, cache, truth.sums)
         same, first = agreement(opened, truth.written, cache)
         before = truth.bits[: len(bits)]
         whole = sum(before)
         differences = [b - a for a, b in zip(before, bits, strict=True)]
         error = statistics.stdev(differences) * len(bits) ** 0.5 / whole if len(bits) > 1 else 0.0
-        found = {
+        assert kl is not None, "the sums of the model in 16 bits are there"
+        return {
             "bits_per_byte": sum(bits) / num_bytes(self.tokenizer, text),
             "more": sum(bits) / whole - 1,
             "more_error": error,
             "greedy_same": same,
             "greedy_first": first,
+            "kl": kl,
         }
-        return found if kl is None else found | {"kl": kl}
 
     def _mmlu(self, opened: Opened) -> dict[str, float]:
         own = answers(opened, self.tokenizer, self.questions)

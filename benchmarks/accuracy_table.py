@@ -44,13 +44,13 @@ def _model(name: str, model: dict[str, Any]) -> str:
     lines = [
         f"**{model['note']}** ({model['tokens']:,} tokens, {model['bytes']:,} bytes)",
         "",
-        "| weights | bits a byte | | cache fp8 | int8 | int4 | KL, nats | greedy: same "
+        "| weights | bits a byte | | cache fp8, KL | int8 | int4 | KL, nats | greedy: same "
         "| first other | MMLU | changed |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row, each in model["rows"].items():
         auto = each["caches"]["auto"]
-        more = [_more(each["caches"].get(cache)) for cache in CACHES]
+        more = [_more(each["caches"].get(cache), cache != "auto") for cache in CACHES]
         if row == "16 bits":
             more[0] = ""
         mmlu = each.get("mmlu")
@@ -64,10 +64,11 @@ def _model(name: str, model: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _more(cache: dict[str, float] | None) -> str:
+def _more(cache: dict[str, float] | None, has_kl: bool) -> str:
     if cache is None:
         return "-"
-    return f"{cache['more']:+.2%} ± {cache['more_error']:.2%}"
+    kl = f", {cache['kl']:.4f}" if has_kl and "kl" in cache else ""
+    return f"{cache['more']:+.2%} ± {cache['more_error']:.2%}{kl}"
 
 
 def write_table(result: dict[str, Any]) -> str:
