@@ -65,7 +65,7 @@ def test_terms_are_those_of_torch(seed: int, dtype: torch.dtype, is_fixed: bool)
 
 @pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_norm_is_computed_on_the_way(dtype: torch.dtype, plus_one: bool) -> None:
+def test_a_norm_comes_first(dtype: torch.dtype, plus_one: bool) -> None:
     shape = Shape(4096, (512, 128, 128), ((16, 16, 0), (3, 40, 8)))
     made = Adapted(shape, dtype, "cuda")
     numbers = [i % 3 for i in range(50)]
@@ -74,6 +74,33 @@ def test_a_norm_is_computed_on_the_way(dtype: torch.dtype, plus_one: bool) -> No
     found = made.run(y, 7 * x, numbers, lora.RowScale(weight, 1e-5, plus_one))
     wanted = made.by_torch(y, rms_norm(7 * x, weight, 1e-5, plus_one), numbers)
     assert ((found.float() - wanted).abs() / (1 + wanted.abs())).max() < 2 * EPSILON[dtype]
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu"])
+@pytest.mark.parametrize("size", [1024, 14336, 700, 702])
+@pytest.mark.parametrize("num_rows", [33, 128, 2048])
+def test_a_gate_is_applied_to_all_rows_on_the_way(num_rows: int, size: int, gate: str) -> None:
+    """To the bits of its own kernel, again and again."""
+    own = ((16, 3), (0, 40), (0, 0), (300, 16))
+    made = Adapted(Shape(4096, (size, size), own), torch.bfloat16, "cuda")
+    numbers = [i * 7 % 5 if num_rows < 2048 else i // 500 for i in range(num_rows)]
+    y, x = rows_of(made.shape, num_rows, torch.bfloat16, size)
+    wanted = activate(gate, made.run(y, x, numbers))
+    for _ in range(3):
+        poison()
+        assert torch.equal(made.run(y, x, numbers, gate=gate), wanted)
+
+
+@pytest.mark.parametrize("num_adapters", [1, 8, 128])
+def test_rows_of_many_groups_are_those_of_torch(num_adapters: int) -> None:
+    """As prompts have them: a CTA comes to many groups, of one adapter or of others."""
+    own = tuple((16, 16 * (i % 3), 5) for i in range(num_adapters))
+    made = Adapted(Shape(4096, (4096, 1024, 1024), own), torch.bfloat16, "cuda")
+    numbers = [1 + i * num_adapters // 2100 for i in range(2100)]
+    y, x = rows_of(made.shape, len(numbers), torch.bfloat16, 0)
+    wanted = made.by_torch(y, x, numbers)
+    found = made.run(y, x, numbers)
+    assert ((found.float() - wanted).abs() / (1 + wanted.abs())).max() < EPSILON[torch.bfloat16]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -65,9 +65,7 @@ def test_the_kernels_from_their_source(
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1), st.integers(0, 3))
-def test_every_row_with_an_adapter_is_in_one_group_of_it(
-    runs: list[tuple[int, int]], spare: int
-) -> None:
+def test_every_row_is_in_one_group_of_its_adapter(runs: list[tuple[int, int]], spare: int) -> None:
     numbers = [number for number, count in runs for _ in range(count)]
     addresses = {number: 1000 + number for number in range(1, 6)}
     shape = StepShape(len(numbers), len(set(numbers)), 0, len(numbers), len(numbers))
@@ -78,11 +76,15 @@ def test_every_row_with_an_adapter_is_in_one_group_of_it(
     for address, place in groups.tolist():
         begin, count = place & 0xFFFFFFFF, place >> 32
         assert count <= lora.TILE
-        assert bool(count) == bool(address)
+        assert count or not address
         for row in rows[begin : begin + count].tolist():
             assert row not in seen
-            seen[row] = address - 1000
-    assert seen == {row: number for row, number in enumerate(numbers) if number}
+            seen[row] = address - 1000 if address else 0
+    assert seen == dict(enumerate(numbers))
+    counts = [place >> 32 for _, place in groups.tolist()]
+    assert 0 not in counts[: len(counts) - counts.count(0)], "empty groups come last"
+    terms = [address for address, place in groups.tolist() if place]
+    assert 0 not in terms[: len(terms) - terms.count(0)], "rows without an adapter come last"
     assert marks.tolist() == [int(number > 0) for number in numbers]
 
 
@@ -95,7 +97,7 @@ def test_what_the_kernels_do_not_take_is_said() -> None:
 
 @pytest.mark.parametrize(
     ("num_rows", "is_fixed", "splits"),
-    [(1, False, 8), (64, False, 8), (256, False, 8), (300, False, 1), (1, True, 1)],
+    [(1, False, 8), (64, False, 8), (2048, False, 2), (8192, False, 1), (1, True, 1)],
 )
 def test_a_place_is_two_launches_with_all_that_the_kernels_take(
     num_rows: int, is_fixed: bool, splits: int
@@ -111,12 +113,12 @@ def test_a_place_is_two_launches_with_all_that_the_kernels_take(
         norm = lora.RowScale(weight, 1e-5, plus_one=False)
         t = lora.shrink(x, groups, rows, 1, 48, norm, is_fixed)
         lora.expand(y, groups, rows, t, 1, sizes)
-    source = (jit.FOLDER / "lora/terms.cu").read_text()
-    (shrink, given), (expand, added) = notes
-    assert (shrink, expand) == ("shrink", "expand")
+    norm_name, (shrink, given), (expand, added) = notes[0][0], *notes[1:]
+    assert (norm_name, shrink, expand) == ("rms_norm", "shrink", "expand")
     assert f"(3, {splits}, " in given
     assert "(24, 3) 256" in added
-    for name, arguments in notes:
+    for name, arguments in notes[1:]:
+        source = (jit.FOLDER / f"lora/{name}.cu").read_text()
         (parameters,) = re.findall(rf"\b{name}\((T\* y|const T\* x)([^)]*)\)", source)
         passed = re.sub(r"\[[^\]]*\]", "", arguments.split(" 256 (")[1].split(") [")[0])
         assert passed.count(",") == parameters[1].count(",")

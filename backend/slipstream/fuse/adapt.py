@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from slipstream.fuse.places import Gated, NormedAdd
 from slipstream.fuse.rewrite import Place, fused, layers_of, places_of
+from slipstream.kernels.elementwise.activation import GATES
 from slipstream.layers.adapted import (
     AdaptedGatedLinear,
     AdaptedLinear,
@@ -150,6 +151,8 @@ def _ends(decoder: Decoder, groups: StepGroups, vocab_size: int) -> list[Adapted
 
 def _adapted(place: Place, delta: Delta) -> Place:
     if isinstance(place, Gated):
+        if place.gate in GATES and not delta.is_fixed:
+            return AdaptedGatedLinear(place, place.place, delta)
         place.place = _norm_linear(place.place, delta)
         return place
     if isinstance(place, NormedAdd):

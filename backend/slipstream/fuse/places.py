@@ -68,6 +68,17 @@ class FusedNormLinear(NormLinear):
             return y
         return y.finish(x.dtype), None
 
+    def norms_apart(self, norm: RowNorm, residual: Residual) -> bool:
+        """Answer as `NormLinear` does: GEMMs and what quantises may compute the norm, too."""
+        matrix = self.linear.matrix
+        if matrix is None:
+            return True
+        if not isinstance(norm, Norm):
+            return not isinstance(norm, LayerNorm)
+        x, around = _behind_norm(self.linear, norm, Residual(residual.values))
+        path = route_of(x, matrix, around).path
+        return path.norms and not path.quantises
+
     def adapted(self, norm: RowNorm, residual: Residual, terms: TermTable) -> Tensor | None:
         """Compute what `NormLinear` computes."""
         return _adapted_behind_norm(self.linear, norm, residual, terms)

@@ -30,6 +30,11 @@ class SlicedNormLinear(NormLinear):
         joined = scales[0]._replace(rows=torch.cat(rows)) if scales else None
         return torch.cat([product for product, _ in parts]), joined
 
+    def norms_apart(self, norm: RowNorm, residual: Residual) -> bool:
+        """Answer as `NormLinear` does, of the first slice."""
+        x = residual.values
+        return self._place.norms_apart(norm, Residual(x[slices(len(x))[0]]))
+
 
 class SlicedGatedLinear(GatedLinear):
     """A place before a gate, a slice at a time."""

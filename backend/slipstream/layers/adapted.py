@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise import fp8
-from slipstream.kernels.elementwise.activation import activate
+from slipstream.kernels.elementwise.activation import GATES, activate
 from slipstream.kernels.elementwise.fp8 import Quantized
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
 from slipstream.kernels.gemm.op import MOST_ADAPTED_ROWS, TermTable
 from slipstream.kernels.lora.add import add, times
-from slipstream.kernels.lora.terms import FEW_ROWS, RowScale, Table, expand, shrink
+from slipstream.kernels.lora.terms import RowScale, Table, expand, expand_gated, shrink
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
-from slipstream.layers.norm import Norm, RowNorm
+from slipstream.layers.norm import Norm, RowNorm, identity
 from slipstream.layers.residual import Residual
 
 
@@ -159,7 +159,7 @@ class Delta:
         if table is None:
             return x if norm is None else norm(x)
         scale = None
-        if isinstance(norm, Norm) and len(x) <= FEW_ROWS and not self.is_fixed:
+        if isinstance(norm, Norm) and not self.is_fixed:
             scale = RowScale(norm.weight, norm.eps, norm.plus_one)
         elif norm is not None:
             x = norm(x)
@@ -175,6 +175,17 @@ class Delta:
         assert self._linear.stacked is not None, "tables have places that were read"
         sizes = self._linear.stacked.outputs
         expand(y, table.groups, table.rows, started, self._number, sizes)
+
+    def finish_gated(self, y: Tensor, started: Tensor, gate: str) -> Tensor:
+        """Add the terms to `y [n, outputs]` and return it behind a gate."""
+        table = self._table
+        if table is None or gate not in GATES:
+            self.finish(y, started)
+            return activate(gate, y)
+        assert self._linear.stacked is not None, "tables have places that were read"
+        sizes = self._linear.stacked.outputs
+        given = table.groups, table.rows, started, self._number, sizes
+        return expand_gated(y, *given, gate)
 
     def put(self, out: Operand, values: Tensor) -> None:
         """Replace the rows of `out` that have adapters by those of `values`."""
@@ -234,11 +245,23 @@ class AdaptedNormLinear(NormLinear):
             whole = self._finished.adapted(norm, residual, terms)
             if whole is not None:
                 return whole, None
-        started = self._delta.start(residual.values, norm)
-        y, scales = self._finished(norm, residual)
-        assert scales is None, "what a term is added to is complete"
+        y, started = _multiplied(self._finished, norm, residual, self._delta)
         self._delta.finish(y, started)
         return y, None
+
+
+def _multiplied(
+    place: NormLinear, norm: RowNorm, residual: Residual, delta: Delta
+) -> tuple[Tensor, Tensor]:
+    """Return what a place makes, and what its terms were started with. One kernel computes a norm
+    for both.
+    """
+    if place.norms_apart(norm, residual):
+        norm, residual = identity, Residual(norm(residual.values))
+    started = delta.start(residual.values, norm)
+    y, scales = place(norm, residual)
+    assert scales is None, "what a term is added to is complete"
+    return y, started
 
 
 class AdaptedLinear(Linear):
@@ -286,11 +309,8 @@ class AdaptedGatedLinear(GatedLinear):
             whole = self._place.adapted(norm, residual, terms)
             if whole is not None:
                 return whole
-        started = self._delta.start(residual.values, norm)
-        y, scales = self._product(norm, residual)
-        assert scales is None, "a gate applies no scales"
-        self._delta.finish(y, started)
-        gated = activate(self.gate, y)
+        y, started = _multiplied(self._product, norm, residual, self._delta)
+        gated = self._delta.finish_gated(y, started, self.gate)
         if not self._delta.is_fixed:
             return gated
         # A fused gate may round otherwise: rows without a term keep what they have beside others.

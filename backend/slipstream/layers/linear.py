@@ -111,6 +111,10 @@ class NormLinear:
         """`linear(norm(residual))`, `[n, out]`, and the scales that are left to its reader."""
         return self.linear(norm(residual.values)), None
 
+    def norms_apart(self, norm: RowNorm, residual: Residual) -> bool:
+        """Whether the norm is computed as `norm` does, and then multiplied."""
+        return True
+
     def adapted(self, norm: RowNorm, residual: Residual, terms: TermTable) -> Tensor | None:
         """Return the product with terms of adapters added; None: it takes several kernels."""
         return None

@@ -226,8 +226,10 @@ def _put(term: Term, sizes: Sequence[int], parts: list[Pair | None]) -> bool:
 
 
 def most_groups(num_tokens: int, shape: StepShape) -> int:
-    """Count the groups that tokens of a step make at most: each row may have its own adapter."""
-    return min(num_tokens, shape.num_rows + num_tokens // TILE)
+    """Count the groups that tokens of a step make at most: each row may have its own adapter, and
+    padding none.
+    """
+    return min(num_tokens, shape.num_rows + 1 + num_tokens // TILE)
 
 
 def tabulate(
@@ -240,18 +242,16 @@ def tabulate(
         addresses: of the terms of each adapter.
         num_groups: to which the groups are filled up by empty ones.
     """
-    marks = numbers > 0
-    found = marks.nonzero()[0]
-    own = numbers[found]
-    order = own.argsort(kind="stable")
-    rows = np.zeros(len(numbers), np.int32)
-    rows[: len(found)] = found[order]
+    own = np.where(numbers > 0, numbers, np.iinfo(np.int64).max)  # rows without one come last
+    rows = own.argsort(kind="stable").astype(np.int32)
     groups = np.zeros((num_groups, 2), np.int64)
     at = begin = 0
     which, counts = np.unique(own, return_counts=True)
     for number, count in zip(which.tolist(), counts.tolist(), strict=True):
-        for first in range(0, count, TILE):
-            groups[at] = addresses[number], (begin + first) | min(TILE, count - first) << 32
-            at += 1
+        firsts = np.arange(0, count, TILE)
+        groups[at : at + len(firsts), 0] = addresses.get(number, 0)
+        sizes = np.minimum(TILE, count - firsts)
+        groups[at : at + len(firsts), 1] = (begin + firsts) | sizes << 32
+        at += len(firsts)
         begin += count
-    return groups, rows, marks.astype(np.int32)
+    return groups, rows, (numbers > 0).astype(np.int32)

@@ -20,6 +20,7 @@ struct Words {
     int64_t is_turned;  // whether its tiles of B are
     int64_t rank;    // a multiple of 16; 0: there is none
     int64_t column;  // of t
+    int64_t first[2];   // tiles, of A and B
 };
 
 // Rows that have one adapter.

@@ -1,23 +1,8 @@
 // act(gate) * up of rows [gate | up], or act(x) of rows [x]; grid: x = row, y = a share of the row.
 // -D ELEMENT (T), VECTOR (elements an access)
-#include "runtime/common.cuh"
+#include "elementwise/gates.cuh"
 
 constexpr int PACKS = 4;  // accesses of a thread to gates, and as many to ups, that are on their way at once
-
-// x times the logistic function of y. Of 16 bits, what approximations lose is far below the result's rounding, and exact
-// arithmetic would take longer than memory.
-DEVICE float times_logistic(float x, float y) {
-  return sizeof(T) == 2 ? times_logistic_fast(x, y) : x / (1.0f + expf(-y));
-}
-struct Silu {
-  DEVICE float operator()(float x) const { return times_logistic(x, x); }
-};
-// x * Phi(x), by tanh: 0.5 * (1 + tanh(y)) is the logistic function of 2y.
-struct Gelu {
-  DEVICE float operator()(float x) const {
-    return times_logistic(x, 1.5957691216057308f * (x + 0.044715f * x * x * x));
-  }
-};
 
 // At most PACKS accesses of a thread cover its row.
 template <typename Activation>

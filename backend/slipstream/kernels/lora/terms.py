@@ -1,8 +1,9 @@
 """Low-rank terms of the adapters of a step's rows, all of them in two launches a place.
 
 `shrink` makes `t = x A^T` in fp32 and `expand` adds `t B^T` to what the base made, in fp32 and
-rounded once. Which rows have which adapter, and where its matrices lie, is read from the device
-(`Table`): so a CUDA graph of a step serves every mix of adapters and ranks, and rows without one.
+rounded once; `expand_gated` applies a gate to that. Which rows have which adapter, and where its
+matrices lie, is read from the device (`Table`): so a CUDA graph of a step serves every mix of
+adapters and ranks, and rows without one.
 """
 
 import ctypes
@@ -12,29 +13,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.elementwise.activation import GATES
 from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 
 TILE = 16  # rows of a group at most; ranks are filled up to a multiple of it
 PARTS = 3  # matrices that a place may have stacked
-WORDS = 4  # of a term: where its tiles' addresses are, if B is turned, rank, first column of t
-FEW_ROWS = 256  # whose sums are split, and whose norm `shrink` computes
-SHARES = {64: 768, FEW_ROWS: 1536}  # inputs of a split, by the most rows; a CTA loads 768 at once
-_SPLITS = 8  # at most: `expand` waits for each
+# Of a term: where its tiles' addresses are, if B is turned, rank, first column of t, and the
+# addresses of the first tiles of A and of B.
+WORDS = 6
+_SHARE, _SPLITS = 1024, 8  # inputs of a split at least; splits at most, as `expand` waits for each
 _OUTPUTS = 256  # of a CTA that expands
-_CTAS = 264  # that fill a GPU, about
-_WAVE = (
-    2 * _CTAS
-)  # CTAs of a launch at most; each comes to several groups, of which most may be empty
+_OF_TWO, _OF_THREE = 264, 396  # CTAs on a GPU at once, of two and three a multiprocessor
 
 
 class Table(NamedTuple):
-    """The rows of a step that have adapters, in groups of at most `TILE` of one."""
+    """The rows of a step, in groups of at most `TILE` of one adapter."""
 
-    groups: (
-        Tensor  # [g, 2] i64: where the adapter's terms are; first of `rows` | count << 32; then 0s
-    )
+    # [g, 2] i64: where the adapter's terms are; first of `rows` | count << 32. Behind those of
+    # adapters are groups of rows without one, that have no terms, then 0s.
+    groups: Tensor
     rows: Tensor  # [n] i32, in the order of groups
     marks: Tensor  # [n] i32: 1: the row has an adapter
     width: int  # of t: the ranks of a place together, at most
@@ -93,7 +92,7 @@ def describe(
             if addresses is not None:
                 rank = len(addresses) * TILE
                 where = len(words) * WORDS + len(tiles)
-                words[number * PARTS + part] = [where, int(is_turned), rank, column]
+                words[number * PARTS + part] = [where, int(is_turned), rank, column, *addresses[0]]
                 tiles += [address for pair in addresses for address in pair]
                 column += rank
         width = max(width, column)
@@ -163,6 +162,23 @@ def expand(
     return y
 
 
+@op("y[n,_]:T, groups[_,2]:i64, rows[n]:i32, partial[_,n,_]:f32")
+def expand_gated(
+    y: Tensor,
+    groups: Tensor,
+    rows: Tensor,
+    partial: Tensor,
+    place: int,
+    sizes: Sequence[int],
+    gate: str,
+) -> Tensor:
+    """`expand`, and return `y = [gate | up]` behind a gate, one of `GATES`: `[n, outputs / 2]`.
+
+    What `y` is then, is not said.
+    """
+    return GATES[gate](expand(y, groups, rows, partial, place, sizes))
+
+
 def _groups(groups: Tensor) -> Iterator[tuple[int, int, int]]:
     """Yield of each group that is not empty where its terms are, and its part of the rows."""
     for address, place in groups.tolist():
@@ -215,25 +231,19 @@ def refusal(inputs: int, sizes: Sequence[int]) -> str | None:
     return None
 
 
-def variant_of(dtype: torch.dtype) -> jit.Variant:
-    """Name the kernels of a dtype of 16 bits."""
-    return jit.variant("lora/terms.cu", dtype)
-
-
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
-    yield variant_of(torch.float16)
-    yield variant_of(torch.bfloat16)
+    for dtype in (torch.float16, torch.bfloat16):
+        yield jit.variant("lora/shrink.cu", dtype)
+        yield jit.variant("lora/expand.cu", dtype)
 
 
 def share_of(num_rows: int, inputs: int, is_fixed: bool) -> int:
-    """Count the inputs of a split, a multiple of 32: of few rows what a CTA loads at once, if that
-    makes no more splits than `_SPLITS`; more rows fill the GPU anyway.
-    """
-    whole = -(-inputs // 32) * 32
-    found = next((share for most, share in SHARES.items() if num_rows <= most), whole)
-    least = -(-whole // (32 * _SPLITS)) * 32
-    return whole if is_fixed else min(max(found, least), whole)
+    """Count the inputs of a split, a multiple of 32: as few as fill the GPU."""
+    blocks = -(-inputs // 32)
+    fill = _OF_TWO // -(-num_rows // TILE)
+    splits = 1 if is_fixed else max(1, min(_SPLITS, fill, inputs // _SHARE))
+    return 32 * -(-blocks // splits)
 
 
 def _check(x: Tensor, op_name: str, multiple: int) -> None:
@@ -243,9 +253,11 @@ def _check(x: Tensor, op_name: str, multiple: int) -> None:
     jit.require(is_aligned, "{}: rows are not aligned to {} bytes", op_name, 2 * multiple)
 
 
-def _turns(num_groups: int, num_ctas: int) -> int:
-    """Count the CTAs that share groups, beside which there are `num_ctas` of each."""
-    return min(num_groups, max(1, _WAVE // num_ctas))
+def _turns(num_groups: int, most: int, num_ctas: int) -> int:
+    """Count the CTAs that share groups, of `most` in all, if a group takes `num_ctas`: each comes
+    to several, of which most may be empty.
+    """
+    return min(num_groups, max(1, most // num_ctas))
 
 
 @shrink.cuda
@@ -258,19 +270,22 @@ def _shrink(
     norm: RowScale | None = None,
     is_fixed: bool = False,
 ) -> Tensor:
+    if norm is not None:
+        x = rms_norm(x, norm.weight, norm.eps, norm.plus_one)
     _check(x, "shrink", 8)
     num_rows, inputs = x.shape
     jit.require(inputs % 8 == 0, "shrink: {} inputs are no multiple of 8", inputs)
-    share = share_of(num_rows, inputs, is_fixed)
+    share = share_of(max(1, num_rows), inputs, is_fixed)
     splits = -(-inputs // share)
     partial = torch.empty((splits, num_rows, width), dtype=torch.float32, device=x.device)
-    by_turns = min(24, max(2, _CTAS // max(1, len(groups) * splits)))
-    weight, eps, plus_one = (0, 0.0, False) if norm is None else norm
-    behind = (x, x.stride(0), weight, eps, int(plus_one))
-    args = (*behind, groups, len(groups), rows, place, partial, num_rows, width, inputs, share)
-    grid = (_turns(len(groups), splits * by_turns), splits, by_turns)
     if len(groups):
-        jit.launch(variant_of(x.dtype), "shrink", grid, 256, *args, overlaps=True)
+        by_turns = max(1, min(8, _OF_TWO // (len(groups) * splits)))
+        grid = (_turns(len(groups), _OF_TWO, splits * by_turns), splits, by_turns)
+        table = groups, len(groups), rows
+        args = (x, x.stride(0), *table, place, partial, num_rows, width, inputs, share)
+        jit.launch(
+            jit.variant("lora/shrink.cu", x.dtype), "shrink", grid, 256, *args, overlaps=True
+        )
     return partial
 
 
@@ -278,14 +293,49 @@ def _shrink(
 def _expand(
     y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
 ) -> Tensor:
-    _check(y, "expand", 2)
-    splits, num_rows, width = partial.shape
-    jit.require(refusal(8, sizes) is None, "expand: parts of {} outputs", sizes)
-    num_tiles = sum(-(-size // _OUTPUTS) for size in sizes)
-    grid = (num_tiles, _turns(len(groups), num_tiles))
-    one, two, three = (*sizes, 0, 0)[:PARTS]
-    table = groups, len(groups), rows
-    args = (y, y.stride(0), *table, place, partial, num_rows, width, splits, one, two, three)
-    if len(groups):
-        jit.launch(variant_of(y.dtype), "expand", grid, 256, *args, overlaps=True)
+    _launch_expand("expand", y, None, (groups, rows, partial), place, sizes)
     return y
+
+
+@expand_gated.cuda
+def _expand_gated(
+    y: Tensor,
+    groups: Tensor,
+    rows: Tensor,
+    partial: Tensor,
+    place: int,
+    sizes: Sequence[int],
+    gate: str,
+) -> Tensor:
+    table = groups, rows, partial
+    if len(sizes) != 2 or sizes[0] != sizes[1] or not len(groups):
+        return GATES[gate](_expand(y, *table, place, sizes))
+    out = torch.empty((len(y), sizes[0]), dtype=y.dtype, device=y.device)
+    _launch_expand(f"expand_{gate}", y, out, table, place, sizes)
+    return out
+
+
+def _launch_expand(
+    entry: str,
+    y: Tensor,
+    out: Tensor | None,
+    table: tuple[Tensor, Tensor, Tensor],
+    place: int,
+    sizes: Sequence[int],
+) -> None:
+    """Launch an entry of `expand.cu`, gated if there is an `out`."""
+    _check(y, entry, 2)
+    groups, rows, partial = table
+    splits, num_rows, width = partial.shape
+    jit.require(refusal(8, sizes) is None, "{}: parts of {} outputs", entry, sizes)
+    is_gated = out is not None
+    is_wide = not any(size % 8 for size in (*sizes, y.stride(0), y.data_ptr() // 2))
+    num_tiles = sum(-(-size // _OUTPUTS) for size in (sizes[:1] if is_gated else sizes))
+    grid = (num_tiles, _turns(len(groups), _OF_TWO if is_gated else _OF_THREE, num_tiles))
+    one, two, three = (*sizes, 0, 0)[:PARTS]
+    of_y = y, y.stride(0), 0 if out is None else out, int(is_wide)
+    of_t = partial, num_rows, width, splits
+    args = (*of_y, groups, len(groups), rows, place, *of_t, one, two, three)
+    if len(groups):
+        wanted = jit.variant("lora/expand.cu", y.dtype)
+        jit.launch(wanted, entry, grid, 256, *args, overlaps=True)

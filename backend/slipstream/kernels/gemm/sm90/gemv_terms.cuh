@@ -33,7 +33,7 @@ struct SharedTerms {
   DEVICE void find(const Adapters& adapters) {
     const int group = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
     if (group >= adapters.num_found()) return;
-    const Term term = Term::of(adapters.groups, group, adapters.place, part, 1);
+    const Term term = Term::of(Group::of(adapters.groups, group), adapters.place, part, 1);
     for (int i = 0; i < term.count; ++i) {
       const int row = load_fresh<1>(adapters.list + term.begin + i).at[0];
       of_row[row][part] = term;
@@ -51,7 +51,7 @@ DEVICE void fetch_t(const Adapters& adapters, SharedTerms& shared) {
   const int lane = threadIdx.x % 32, group = lane / PARTS;
   float count = 0.0f;
   if (group < adapters.num_found()) {
-    const Term term = Term::of(adapters.groups, group, adapters.place, lane % PARTS, 1);
+    const Term term = Term::of(Group::of(adapters.groups, group), adapters.place, lane % PARTS, 1);
     count = float(term.rank * term.count);
   }
   const int wanted = int(warp_sum(count));

@@ -1,0 +1,49 @@
+// The groups of rows that a CTA of `shrink` or `expand` comes to. Tables and adapters lie in memory before a step's first
+// kernel starts, so they are read before `wait_for_previous`.
+// -D ELEMENT (T, 16 bits)
+#pragma once
+#include "lora/table.cuh"
+
+constexpr int ROWS = 16;  // of a group
+constexpr int WARPS = 8;  // of a CTA
+
+// The kernels before, which a thread waits for once.
+struct Previous {
+  bool has_ended = false;
+
+  DEVICE void wait() {
+    if (!has_ended) wait_for_previous();
+    has_ended = true;
+  }
+};
+
+// The groups that a CTA comes to, every `distance`th, found by all warps at once: one after another they would cost two
+// answers of memory each.
+template <int NUM_PARTS>
+struct Found {
+  static constexpr int MOST = 32, OF_WARP = MOST / WARPS;
+  Term terms[MOST][NUM_PARTS];
+  int rows[MOST][ROWS];  // -1: there is none
+
+  DEVICE bool has(int slot) const { return slot < MOST && terms[slot][0].count > 0; }
+  DEVICE void find(const i64* groups, int first, int distance, int num_groups, const int* list, i64 place, int part,
+                   int which) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    Group of_warp[OF_WARP];
+#pragma unroll
+    for (int i = 0; i < OF_WARP; ++i) {
+      const int number = first + (warp + i * WARPS) * distance;
+      of_warp[i] = number < num_groups ? Group::of(groups, number) : Group::none();
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < OF_WARP; ++i) {
+      const Group& group = of_warp[i];
+      const int slot = warp + i * WARPS;
+      if (lane < ROWS) rows[slot][lane] = lane < group.count ? load_fresh<1>(list + group.begin + lane).at[0] : -1;
+      if (lane >= ROWS && lane < ROWS + NUM_PARTS)
+        terms[slot][lane - ROWS] = Term::of(group, place, part + lane - ROWS, which);
+    }
+    __syncthreads();
+  }
+};
