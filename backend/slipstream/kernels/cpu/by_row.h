@@ -13,10 +13,11 @@ constexpr int ROWS_TOGETHER = 4;  // of x, that share the loads of weights
 // Parts of the sums of a row of x with 16 rows of weights.
 using Sums = float[TILE][TILE];
 
-// Sums of R rows of x, `pitch` apart, with T rows of weights, to those from `to` on.
-template <int R, int T>
-inline void add_rows(const float *w, const float *x, int64_t pitch, int64_t inputs, Sums *sums,
-                     int64_t to) {
+// Sums of R rows of x, `pitch` apart, with T rows of weights, to those from `to` on. Weights `later`
+// are fetched meanwhile: several streams at once are more than the processor foresees.
+template <int R, int T, bool FETCHES = (R > 1)>
+inline void add_rows(const float *w, const float *later, const float *x, int64_t pitch,
+                     int64_t inputs, Sums *sums, int64_t to) {
     F16 sum[R][T];
     for (int r = 0; r < R; ++r)
         for (int t = 0; t < T; ++t) sum[r][t] = splat(0.0f);
@@ -24,11 +25,9 @@ inline void add_rows(const float *w, const float *x, int64_t pitch, int64_t inpu
         F16 each[T];
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t) {
-            const float *from = w + t * inputs + k;
-            each[t] = part(from);
-            // The next rows: several streams at once are more than the processor foresees.
-            const char *next = reinterpret_cast<const char *>(from + T * inputs);
-            if constexpr (R > 1) _mm_prefetch(next, _MM_HINT_T0);
+            each[t] = part(w + t * inputs + k);
+            const char *next = reinterpret_cast<const char *>(later + t * inputs + k);
+            if constexpr (FETCHES) _mm_prefetch(next, _MM_HINT_T0);
         }
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
@@ -51,8 +50,9 @@ void add_tile(const float *w, int64_t outputs, const float *x, int64_t pitch, in
               Sums *sums) {
     constexpr int T = SUMS / R >= 8 ? 8 : SUMS / R >= 4 ? 4 : SUMS / R >= 2 ? 2 : 1;
     int64_t t = 0;
-    for (; t + T <= outputs; t += T) add_rows<R, T>(w + t * inputs, x, pitch, inputs, sums, t);
-    for (; t < outputs; ++t) add_rows<R, 1>(w + t * inputs, x, pitch, inputs, sums, t);
+    const auto at = [&](int64_t row) { return w + row * inputs; };
+    for (; t + T <= outputs; t += T) add_rows<R, T>(at(t), at(t + T), x, pitch, inputs, sums, t);
+    for (; t < outputs; ++t) add_rows<R, 1>(at(t), at(t + 1), x, pitch, inputs, sums, t);
 }
 
 // All of some rows, as many at a time as share the loads.
