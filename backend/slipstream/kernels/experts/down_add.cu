@@ -66,29 +66,29 @@ struct Output {
   const int row = threadIdx.x / OUTPUTS, within = threadIdx.x % OUTPUTS;
   T* target;
   const T *added, *gate;
-  bool real, has_waited = false;
-  float before = 0.0f, term = 0.0f;
+  bool real;
+  Pack<T, 1> before, term, logit;
 
-  // The first call waits for the kernels before.
   DEVICE void load() {
-    if (has_waited) return;
-    has_waited = true;
-    wait_for_previous();
     if (!real) return;
-    before = to_float(load_fresh<1>(target).at[0]);
-    if (added != nullptr) term = to_float(load_fresh<1>(added).at[0]);
-    if (gate != nullptr) term /= 1.0f + expf(-to_float(load_fresh<1>(gate).at[0]));
+    before = load_fresh<1>(target);
+    if (added != nullptr) term = load_fresh<1>(added);
+    if (gate != nullptr) logit = load_fresh<1>(gate);
   }
   DEVICE void finish(const Shared& shared, int top_k, int split) const {
     if (!real) return;
-    float total = before;
+    float total = to_float(before.at[0]);
     for (int pair = row * top_k; pair < (row + 1) * top_k; ++pair) {
       const int at = shared.places[pair] * split;
       float sum = shared.parts[at][within];
       for (int i = 1; i < split; ++i) sum += shared.parts[at + i][within];
       total = fmaf(sum, shared.weights[pair], total);
     }
-    *target = from_float<T>(total + term);
+    if (added != nullptr) {
+      const float factor = gate == nullptr ? 1.0f : 1.0f / (1.0f + expf(-to_float(logit.at[0])));
+      total = fmaf(to_float(term.at[0]), factor, total);
+    }
+    *target = from_float<T>(total);
   }
 };
 
@@ -106,24 +106,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS)
   output.target = out + output.row * stride + column;
   output.added = added == nullptr ? nullptr : added + output.row * outputs + column;
   output.gate = added_gate == nullptr ? nullptr : added_gate + output.row * gate_stride;
-  int pair = 0;
-  float factor = 0.0f;
-  if (thread < num_pairs) {
-    pair = load_fresh<1>(order + thread).at[0];
-    factor = load_fresh<1>(weights + thread).at[0];
-  }
+  bool has_waited = false;
+  const auto wait_once = [&] {
+    if (has_waited) return;
+    has_waited = true;
+    if (thread < num_pairs) {
+      shared.places[load_fresh<1>(order + thread).at[0]] = thread;
+      shared.weights[thread] = load_fresh<1>(weights + thread).at[0];
+    }
+    wait_for_previous();
+    output.load();
+  };
   for (int tile = warp / warps; tile < num_tiles; tile += WARPS / warps) {
     TASK(tile);
     if (task.count == 0) break;
     Stream stream(task, first, part, warps);
-    output.load();
+    wait_once();
     stream.finish(shared);
   }
-  output.load();
-  if (thread < num_pairs) {
-    shared.places[pair] = thread;
-    shared.weights[thread] = factor;
-  }
+  wait_once();
   __syncthreads();
   output.finish(shared, int(top_k), warps);
 }

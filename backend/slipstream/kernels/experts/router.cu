@@ -118,12 +118,12 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, CTAS)
   __shared__ int chosen[MAX_PAIRS];
   __shared__ u64 sums[WARPS];
   start_next();
-  team_arrive();
   const int rank = Team::rank(), thread = threadIdx.x, warp = thread / 32, columns = int(num_columns);
   const Normed rows{reinterpret_cast<T*>(shared_rows), int(num_rows), int(width)};
   Columns own(weight, int(width));
   int first = rank * COLUMNS;
   if (first < columns) own.start(first, columns);
+  team_arrive_early();
   load_factors(norm, rows);
   team_wait();  // all have started
   wait_for_previous();

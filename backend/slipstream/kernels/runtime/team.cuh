@@ -20,6 +20,13 @@ DEVICE void team_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
+// The first half where nothing comes before that others see: without a wait for memory.
+DEVICE void team_arrive_early() {
+  __syncwarp();
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
 DEVICE void team_wait() {
   __syncwarp();
 #if __CUDA_ARCH__ >= 900
