@@ -8,7 +8,7 @@
 #include "runtime/mma.cuh"
 
 constexpr int COLUMNS = 32, TILES = COLUMNS / 8;  // outputs of a warp
-constexpr int EARLY = 4;                          // splits whose sums are on their way while another group is multiplied
+constexpr int SPLITS = 8;                         // at most
 constexpr int FAR = 3;                            // groups from which on B is prefetched
 
 DEVICE float as_tf32(float value) { return __uint_as_float(__float_as_uint(value) & 0xffffe000u); }
@@ -100,29 +100,23 @@ DEVICE void add_ranks(float (&sums)[TILES][4], const float (&t)[ROWS * RANKS], c
 // t, of which each thread sums one number of a group's over splits, in their order.
 struct Shrunk {
   const float* partial;
-  int num_rows, width, splits;
+  i64 distance;  // from a split to the next
+  int width, splits;
 
-  DEVICE float read(const Term& term, int rank, int split) const {
+  DEVICE void read(float (&parts)[SPLITS], const Term& term, int rank) const {
     const int row = threadIdx.x / RANKS;
-    if (rank >= term.rank || row >= term.count || split >= splits) return 0.0f;
-    const i64 at = i64(split * num_rows + term.begin + row) * width + term.column + rank + threadIdx.x % RANKS;
-    return load_fresh<1>(partial + at).at[0];
-  }
-  DEVICE void read_early(float (&early)[EARLY], const Term& term, int rank) const {
+    const bool is_there = rank < term.rank && row < term.count;
+    const float* at = partial + i64(term.begin + row) * width + term.column + rank + threadIdx.x % RANKS;
 #pragma unroll
-    for (int split = 0; split < EARLY; ++split) early[split] = read(term, rank, split);
+    for (int split = 0; split < SPLITS; ++split) {
+      parts[split] = is_there && split < splits ? load_fresh<1>(at).at[0] : 0.0f;
+      at += distance;
+    }
   }
-  DEVICE float sum(const float (&early)[EARLY], const Term& term, int rank) const {
+  DEVICE static float sum(const float (&parts)[SPLITS]) {
     float sum = 0.0f;
 #pragma unroll
-    for (int split = 0; split < EARLY; ++split) sum += early[split];
-    for (int first = EARLY; first < splits; first += EARLY) {
-      float more[EARLY];
-#pragma unroll
-      for (int i = 0; i < EARLY; ++i) more[i] = read(term, rank, first + i);
-#pragma unroll
-      for (int i = 0; i < EARLY; ++i) sum += more[i];
-    }
+    for (int split = 0; split < SPLITS; ++split) sum += parts[split];
     return sum;
   }
 };
@@ -174,9 +168,9 @@ struct Expansion {
     const int output = first + int(threadIdx.x) % LINES * OF_LINE;
     if (half < HALVES && terms[half].rank > 0 && output < outputs.size) prefetch(terms[half].first + output * RANKS);
   }
-  DEVICE void read_t(float (&early)[HALVES][EARLY], const Term (&terms)[HALVES]) const {
+  DEVICE void read_t(float (&parts)[HALVES][SPLITS], const Term (&terms)[HALVES]) const {
 #pragma unroll
-    for (int half = 0; half < HALVES; ++half) t.read_early(early[half], terms[half], 0);
+    for (int half = 0; half < HALVES; ++half) t.read(parts[half], terms[half], 0);
   }
   DEVICE void read_y(Loaded<HALVES>& to, const int (&rows)[ROWS]) const {
 #pragma unroll
@@ -200,10 +194,10 @@ struct Expansion {
 #pragma unroll 1
       for (int rank = RANKS; rank < term.rank; rank += RANKS) {
         read_ranks(own.b[half], term, outputs, rank);
-        float early[EARLY];
-        t.read_early(early, term, rank);
+        float parts[SPLITS];
+        t.read(parts, term, rank);
         __syncthreads();
-        more[threadIdx.x] = t.sum(early, term, rank);
+        more[threadIdx.x] = Shrunk::sum(parts);
         __syncthreads();
         add_ranks(sums, more, own.b[half]);
       }
@@ -241,22 +235,22 @@ struct Expansion {
     for (int first = blockIdx.y; first < num_groups; first += found.MOST * gridDim.y) {
       found.find(groups, first, gridDim.y, num_groups, list, place, outputs.part, 1);
       Loaded<HALVES> own;
-      float early[HALVES][EARLY];
+      float parts[HALVES][SPLITS];
       read_b(own, found.terms[0]);
       previous.wait();
-      read_t(early, found.terms[0]);
+      read_t(parts, found.terms[0]);
       read_y(own, found.rows[0]);
 #pragma unroll 1
       for (int slot = 0; found.has(slot); ++slot) {
         const int behind = slot + 1 < found.MOST ? slot + 1 : slot;
 #pragma unroll
         for (int half = 0; half < HALVES; ++half)
-          shared.t[slot % 2][half][threadIdx.x] = t.sum(early[half], found.terms[slot][half], 0);
+          shared.t[slot % 2][half][threadIdx.x] = Shrunk::sum(parts[half]);
         __syncthreads();
         add(own, found.terms[slot], shared.t[slot % 2], shared.more);
         if (slot + FAR < found.MOST) prefetch_b(found.terms[slot + FAR]);
         read_b(own, found.terms[behind]);
-        read_t(early, found.terms[behind]);
+        read_t(parts, found.terms[behind]);
         write(own, found.rows[slot]);
         read_y(own, found.rows[behind]);
       }
@@ -273,11 +267,11 @@ DEVICE void expand_rows(T* y, i64 stride, T* out, i64 is_wide, const i64* groups
                         const float* partial, i64 num_rows, i64 width, i64 splits, i64 size0, i64 size1, i64 size2) {
   start_next();
   const Outputs outputs(blockIdx.x, int(size0), int(size1), int(size2));
-  const Expansion<Gate> expansion{y, out, stride, is_wide != 0, outputs, {partial, int(num_rows), int(width), int(splits)}};
+  const Expansion<Gate> expansion{y, out, stride, is_wide != 0, outputs, {partial, num_rows * width, int(width), int(splits)}};
   expansion.run(groups, int(num_groups), list, place);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 3)
+extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ >= 900 ? 3 : 2)
     expand(T* y, i64 stride, T* out, i64 is_wide, const i64* groups, i64 num_groups, const int* list, i64 place,
            const float* partial, i64 num_rows, i64 width, i64 splits, i64 size0, i64 size1, i64 size2) {
   expand_rows<NoGate>(y, stride, out, is_wide, groups, num_groups, list, place, partial, num_rows, width, splits, size0,

@@ -23,7 +23,7 @@ PARTS = 3  # matrices that a place may have stacked
 # Of a term: where its tiles' addresses are, if B is turned, rank, first column of t, and the
 # addresses of the first tiles of A and of B.
 WORDS = 6
-_SHARE, _SPLITS = 1024, 8  # inputs of a split at least; splits at most, as `expand` waits for each
+_SHARE, _SPLITS = 512, 8  # inputs of a split at least; splits at most, as `expand.cu` has it
 _OUTPUTS = 256  # of a CTA that expands
 _OF_TWO, _OF_THREE = 264, 396  # CTAs on a GPU at once, of two and three a multiprocessor
 
@@ -328,6 +328,7 @@ def _launch_expand(
     groups, rows, partial = table
     splits, num_rows, width = partial.shape
     jit.require(refusal(8, sizes) is None, "{}: parts of {} outputs", entry, sizes)
+    jit.require(splits <= _SPLITS, "{}: {} splits, not {} at most", entry, splits, _SPLITS)
     is_gated = out is not None
     is_wide = not any(size % 8 for size in (*sizes, y.stride(0), y.data_ptr() // 2))
     num_tiles = sum(-(-size // _OUTPUTS) for size in (sizes[:1] if is_gated else sizes))
