@@ -202,7 +202,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stuck_after_s: Annotated[
         int,
         _field(
-            "seconds after which a step counts as hanging: the engine is killed and started again; "
+            "seconds after which a step, or a rank that does nothing while it starts, counts as "
+            "hanging: the engine is killed and started again; "
             f"at least {MIN_STUCK_AFTER_S}"
         ),
     ] = 60

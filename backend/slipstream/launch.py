@@ -10,7 +10,7 @@ with pauses that grow to 10 s. An engine whose loop makes no turn for `stuck_aft
 that ends because its models were unloaded (exit code 3) is started again by the next bridge.
 
 With `tensor_parallel` or `pipeline_parallel` the engine is rank 0 of several processes: if one
-ends, or gives no sign of life for some seconds, all are killed and started again. With `replicas` a
+ends, gives no sign of life or stands still, all are killed and started again. With `replicas` a
 router (`replicas/`) runs in the engine's place; it starts a supervisor like this one for each
 engine behind it.
 """
@@ -28,6 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -235,7 +236,7 @@ class Supervisor:
                     self._look_if_ready()
                     if standstill.look() > self._stuck_after_s:
                         _kill_stuck(engine, self._stuck_after_s)
-                    ranks.kill_silent(engine)
+                    ranks.kill_hanging(engine)
             finally:
                 os.close(ended)
             self._look_if_ready()
@@ -256,10 +257,11 @@ class Supervisor:
         """
         place = place_of(os.environ, self._num_ranks)
         if place is None:
-            return RankProcesses(self._num_ranks)
+            return RankProcesses(self._num_ranks, self._stuck_after_s)
         if place.first:
             raise RendezvousError(f"rank {place.first} does not serve: run `slipstream rank` there")
-        return SpannedRanks(place, __version__, lambda: self._is_server_gone(0))
+        is_gone = partial(self._is_server_gone, 0)
+        return SpannedRanks(place, __version__, self._stuck_after_s, is_gone)
 
     def _look_if_ready(self) -> None:
         if self._runtime.socket.exists():

@@ -1,14 +1,18 @@
 """State, group and identity of other processes, from /proc; limits on processes of a model."""
 
+import contextlib
 import hashlib
 import os
+import re
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 MAX_INSTANCES = 8  # processes of one model; their shared files have a place for each
 _GROUP, _BEGAN = 5 - 3, 22 - 3  # proc(5) counts from 1, and `_fields` begin with the third
 _WORK = (10 - 3, 12 - 3, 14 - 3, 15 - 3)  # minor and major faults, ticks of user and of system
+_WAITS = re.compile(rb"^voluntary_ctxt_switches:\s*(\d+)", re.MULTILINE)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -52,6 +56,42 @@ def work_of(pid: int) -> object | None:
     return time.monotonic() if fields[0] == "D" else tuple(fields[at] for at in _WORK)
 
 
+def threads_of(pid: int) -> list[int]:
+    """Return the threads of a process, the first one, too; none: it has ended."""
+    try:
+        return [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
+
+
+def progress_of(pid: int, threads: Iterable[int]) -> object:
+    """Return what changes while one of these threads gets on.
+
+    That is what each has used and come to, as for `work_of`, and how often it has waited. A thread
+    that hangs in a call does nothing of that, whatever the call waits for.
+    """
+    done = []
+    for thread in threads:
+        try:
+            fields = _fields(pid, thread)
+            waits = _WAITS.search(Path(f"/proc/{pid}/task/{thread}/status").read_bytes())
+        except OSError:  # it has ended
+            continue
+        done.append((thread, waits and waits[1], *(fields[at] for at in _WORK)))
+    return done
+
+
+def could_run(pid: int, threads: Iterable[int]) -> bool:
+    """Return whether one of these threads runs, or waits for a processor or for a child process."""
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            if _fields(pid, thread)[0] == "R":
+                return True
+            if Path(f"/proc/{pid}/task/{thread}/children").read_bytes():
+                return True
+    return False
+
+
 def in_group(leader: int) -> list[int]:
     """Return the processes of a group: all that its leader started, unless they left the group.
 
@@ -87,7 +127,11 @@ def _group(pid: int) -> int:
     return 0 if fields[0] in "ZX" else int(fields[_GROUP])
 
 
-def _fields(pid: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` after the name, from field 3 on. Raises OSError."""
-    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+def _fields(pid: int, thread: int | None = None) -> list[str]:
+    """Return the fields of `/proc/PID/stat` after the name, from field 3 on. Raises OSError.
+
+    Of one thread, if it is given.
+    """
+    whose = f"{pid}" if thread is None else f"{pid}/task/{thread}"
+    text = Path(f"/proc/{whose}/stat").read_text(errors="replace")
     return text.rpartition(")")[2].split()

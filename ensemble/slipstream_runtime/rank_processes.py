@@ -10,11 +10,17 @@ from collections.abc import Callable
 
 from slipstream_runtime.processes import end, work_of
 from slipstream_runtime.ranks import RankMemory, Silence
+from slipstream_runtime.stalls import Stalls
 
 _log = logging.getLogger(__name__)
 SILENT_S = 3.0  # a rank that gives no sign of life for so long hangs
 WORDS_S = 10.0  # time for ranks to say why they refuse to start, once another has
 _SAY_S = 0.3  # time for a rank that hangs to write where it is
+
+
+def silence(seconds: float) -> str:
+    """Return what there is to say of a rank that has been silent for so long."""
+    return f"gave no sign of life for {seconds:.1f} s"
 
 
 class RankProcesses:
@@ -23,7 +29,7 @@ class RankProcesses:
     One rank alone shares nothing: then there is no process, and no rank is ever silent.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, stuck_after_s: float) -> None:
         self.size = size
         self.environment: dict[str, str] = {}  # of ranks, beside that of this process
         self._numbers = range(1, size)  # of the processes
@@ -31,9 +37,12 @@ class RankProcesses:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._descriptor = RankMemory.create(size) if size > 1 else -1
         self._silence: Silence | None = None
+        self._stalls: Stalls | None = None
         self._engine = 0  # process id
         if size > 1:
-            self._silence = Silence(RankMemory(self._descriptor, size), self._work)
+            memory = RankMemory(self._descriptor, size)
+            self._silence = Silence(memory, self._work)
+            self._stalls = Stalls(memory, self._pid, stuck_after_s)
 
     @property
     def descriptors(self) -> list[int]:
@@ -47,8 +56,13 @@ class RankProcesses:
 
     def _work(self, rank: int) -> object | None:
         """Return what a rank of this host has done, see `work_of`."""
+        pid = self._pid(rank)
+        return work_of(pid) if pid else None
+
+    def _pid(self, rank: int) -> int:
+        """Return the process of a rank of this host; 0: it is of another, or not there yet."""
         pids = [self._engine, *(process.pid for process in self._processes)]
-        return work_of(pids[rank]) if rank < len(pids) and pids[rank] else None
+        return pids[rank] if rank < len(pids) else 0
 
     def name(self, rank: int) -> str:
         """Return a rank, and its host if there are several."""
@@ -87,23 +101,23 @@ class RankProcesses:
                 return code
         return None
 
-    def kill_silent(self, engine: subprocess.Popen[bytes]) -> None:
-        """Kill a rank that has given no sign of life for `SILENT_S`; `engine` is rank 0."""
-        if self._silence is None:
+    def kill_hanging(self, engine: subprocess.Popen[bytes]) -> None:
+        """Kill a rank that is silent for `SILENT_S`, or stands still; `engine` is rank 0."""
+        if self._silence is None or self._stalls is None:
             return
         rank, seconds = self._silence.look()
-        if seconds < SILENT_S:
-            return
-        self._kill(rank, seconds, engine)
+        if seconds >= SILENT_S:
+            self._kill(rank, silence(seconds), engine)
+        elif (stall := self._stalls.look()) is not None:
+            self._kill(stall.rank, stall.reason, engine)
 
     def report(self, code: int) -> None:
         """Report to other hosts how rank 0 has ended; there are none."""
 
-    def _kill(self, rank: int, seconds: float, engine: subprocess.Popen[bytes]) -> None:
+    def _kill(self, rank: int, reason: str, engine: subprocess.Popen[bytes]) -> None:
         """Kill a rank of this host that hangs."""
         process = [engine, *self._processes][rank]
-        name = self.name(rank)
-        _log.error("%s (pid %d) gave no sign of life for %.1f s", name, process.pid, seconds)
+        _log.error("%s (pid %d) %s", self.name(rank), process.pid, reason)
         process.send_signal(signal.SIGUSR1)  # writes its stacks to the log, if it still can
         time.sleep(_SAY_S)
         process.kill()
@@ -118,5 +132,5 @@ class RankProcesses:
             os.close(descriptor)
         self.ended.clear()
         self._processes.clear()
-        self._silence = None  # it refers to this object: their memory would stay mapped
+        self._silence = self._stalls = None  # they refer to this object: memory would stay mapped
         self.size = 1

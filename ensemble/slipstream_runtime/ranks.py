@@ -5,7 +5,8 @@ they inherit: no name can collide, and nothing is left behind. Words have 32 bit
 line of its own, and one writer. A reader spins for some 20 us, then it sleeps on the word (futex).
 
     words      by rank: signs of life, messages read, meetings of all and of its stage come to,
-               states handed to the next stage, whether its start is over; messages sent, failure
+               states handed to the next stage, whether its start is over, the thread that gives
+               signs of life; messages sent, failure
     facts      by rank: what it says of itself at start
     messages   a ring of slots, from rank 0 to all others
     exchange   by rank two buffers that take turns, for sums and gathers
@@ -30,8 +31,8 @@ MAX_RANKS = 8
 EXCHANGE_BYTES = 1 << 20  # of one buffer
 BEAT_S = 0.25  # between two signs of life
 _LINE = 64
-_BEAT, _READ, _CAME, _MET, _HANDED, _STARTED = range(6)  # words of a rank
-_WORDS_OF_RANK = 6
+_BEAT, _READ, _CAME, _MET, _HANDED, _STARTED, _BEATING = range(7)  # words of a rank
+_WORDS_OF_RANK = 7
 _FACT_BYTES = 4096
 _SLOTS, _SLOT_BYTES = 8, 256 << 10
 _HEAD_BYTES = 8  # of a slot: bytes of this piece, and whether more of the message follow
@@ -176,6 +177,7 @@ class RankMemory:
         index = _word(self.rank, _BEAT)
 
         def beat() -> None:
+            self._words[_word(self.rank or 0, _BEATING)] = threading.get_native_id()
             while True:
                 value = self._words[index] = (self._words[index] + 1) & _MASK
                 with contextlib.suppress(OSError):  # whose end the agents see
@@ -187,6 +189,10 @@ class RankMemory:
     def beats(self) -> list[int]:
         """Return how many signs of life each rank has given."""
         return [self._words[_word(rank, _BEAT)] for rank in range(self.size)]
+
+    def beating(self, rank: int) -> int:
+        """Return the thread that gives a rank's signs of life, on its host; 0: none does yet."""
+        return self._words[_word(rank, _BEATING)]
 
     def serve(self) -> None:
         """Publish that the start of this rank is over: it gives signs of life without a pause."""

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 
 from slipstream_runtime.processes import end, work_of
-from slipstream_runtime.rank_processes import SILENT_S, WORDS_S, RankProcesses
+from slipstream_runtime.rank_processes import SILENT_S, WORDS_S, RankProcesses, silence
 from slipstream_runtime.ranks import RankMemory, Silence, close_quietly, num_bytes
 from slipstream_runtime.rendezvous import Gate, Member, Place, RendezvousError, connect, join
 from slipstream_runtime.span import Inlet, Peers, exported, names
+from slipstream_runtime.stalls import Stalls
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25
@@ -20,9 +21,11 @@ _LOOK_S = 0.25
 class SpannedRanks(RankProcesses):
     """The ranks of the host of rank 0, whose supervisor this is; see `RankProcesses`."""
 
-    def __init__(self, place: Place, version: str, is_over: Callable[[], bool]) -> None:
+    def __init__(
+        self, place: Place, version: str, stuck_after_s: float, is_over: Callable[[], bool]
+    ) -> None:
         """Wait for the other hosts, unless `is_over`. Raises `RendezvousError`, or OSError."""
-        super().__init__(place.size)
+        super().__init__(place.size, stuck_after_s)
         self._peers: Peers | None = None
         self._numbers = range(1, place.num)
         self._place = place
@@ -62,17 +65,19 @@ class SpannedRanks(RankProcesses):
             _log.error("%s", what)
         return found
 
-    def kill_silent(self, engine: subprocess.Popen[bytes]) -> None:
-        """Kill a rank that gives no sign of life; if it is elsewhere, rank 0, and so all."""
+    def kill_hanging(self, engine: subprocess.Popen[bytes]) -> None:
+        """Kill a rank that hangs; if it is elsewhere and silent, rank 0, and so all."""
         assert self._silence is not None
+        assert self._stalls is not None
         rank, seconds = self._silence.look()
         if seconds < SILENT_S:
+            if (stall := self._stalls.look()) is not None:
+                self._kill(stall.rank, stall.reason, engine)
             return
         if rank < self._place.num:
-            self._kill(rank, seconds, engine)
+            self._kill(rank, silence(seconds), engine)
             return
-        name = self.name(rank)
-        _log.error("%s gave no sign of life for %.1f s: all ranks are started again", name, seconds)
+        _log.error("%s %s: all ranks are started again", self.name(rank), silence(seconds))
         engine.kill()
 
     def report(self, code: int) -> None:
@@ -92,6 +97,7 @@ def serve_host(
     command: Callable[[int, int], list[str]],
     before: Callable[[], Callable[[], None]],
     limit_s: float,
+    stuck_after_s: float,
     quiet: int,
 ) -> int:
     """Run the ranks of another host once, until one ends or rank 0 does.
@@ -120,7 +126,7 @@ def serve_host(
                     pass_fds=[descriptor],
                 )
             )
-        code = _watch(member, memory, processes)
+        code = _watch(member, memory, processes, stuck_after_s)
         if code == quiet:
             _await_words(processes)
         return code
@@ -142,15 +148,21 @@ def _await_words(processes: list[subprocess.Popen[bytes]]) -> None:
             process.wait(max(0.0, end_s - time.monotonic()))
 
 
-def _watch(member: Member, memory: RankMemory, processes: list[subprocess.Popen[bytes]]) -> int:
+def _watch(
+    member: Member,
+    memory: RankMemory,
+    processes: list[subprocess.Popen[bytes]],
+    stuck_after_s: float,
+) -> int:
     """Return the exit code of the first rank of this host that ends, or of rank 0."""
     first = member.place.first
 
-    def work(rank: int) -> object | None:
+    def pid(rank: int) -> int:
         own = first <= rank < first + len(processes)
-        return work_of(processes[rank - first].pid) if own else None
+        return processes[rank - first].pid if own else 0
 
-    silence = Silence(memory, work)
+    silences = Silence(memory, lambda rank: work_of(pid(rank)) if pid(rank) else None)
+    stalls = Stalls(memory, pid, stuck_after_s)
     while True:
         for rank, process in enumerate(processes, start=first):
             if (code := process.poll()) is not None:
@@ -158,11 +170,15 @@ def _watch(member: Member, memory: RankMemory, processes: list[subprocess.Popen[
                 return code
         if (code := member.code(_LOOK_S)) is not None:
             return code
-        rank, seconds = silence.look()
-        if seconds < SILENT_S:
+        rank, seconds = silences.look()
+        if seconds >= SILENT_S:
+            reason = silence(seconds)
+        elif (stall := stalls.look()) is not None:
+            rank, reason = stall.rank, stall.reason
+        else:
             continue
-        _log.error("%s gave no sign of life for %.1f s", member.peers.name(rank), seconds)
-        if not first <= rank < first + len(processes):
+        _log.error("%s %s", member.peers.name(rank), reason)
+        if not pid(rank):
             return 1
         processes[rank - first].kill()
 

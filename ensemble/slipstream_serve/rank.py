@@ -69,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
         while True:
             try:
                 code = serve_host(
-                    place, __version__, command, die_with_parent, limit_s, quiet=CANNOT_START
+                    *(place, __version__, command, die_with_parent, limit_s),
+                    stuck_after_s=config.stuck_after_s,
+                    quiet=CANNOT_START,
                 )
             except OSError as error:
                 _log.warning("the hosts did not find each other: %s", error)

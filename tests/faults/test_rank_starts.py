@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from fixtures.bridge.launching import Server, is_alive, pids_of, wait_for
 from fixtures.bridge.replicated import Client
-from fixtures.faults.starting import MOMENTS, order, write_python
+from fixtures.faults.starting import HANG, MOMENTS, order, write_python
 from fixtures.models.checkpoints import make_model, save
 from slipstream.config import EngineConfig
 from slipstream.launch import SupervisorStarter
@@ -105,6 +105,36 @@ def test_a_fault_in_a_start(seed: int, tmp_path: Path, checkpoint: Path, orders:
         server.stop()
         wait_for(lambda: not server.supervisor and not any(pids_of(server)))
     assert not any(map(os.path.exists, shared))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_hangs_while_it_gives_signs_of_life(
+    rank: int, tmp_path: Path, checkpoint: Path, orders: Path
+) -> None:
+    """Its first thread waits for a pipe in the midst of a step; the one that gives signs does not.
+
+    A step may take 60 s here; what has hung is noticed by its standing still.
+    """
+    server = Server(tmp_path / "run", config_of(checkpoint, "tensor"))
+    client = Client(server)
+    try:
+        wait_for(lambda: engine_of(client))
+        before = engine_of(client)
+        file = order(orders, "first step", rank, HANG)
+        client.submit(1, PROMPT)
+        wait_for(lambda: not file.exists())
+        pids = pids_of(server)
+        said = re.compile(rf"rank {rank} \(pid {pids[rank]}\) stood still for ([\d.]+) s")
+        wait_for(lambda: said.search(server.runtime.log.read_text()))
+        found = said.search(server.runtime.log.read_text())
+        assert found is not None
+        assert float(found[1]) < 5.0
+        wait_for(lambda: engine_of(client) not in (0, before))
+        assert len(client.complete(2, PROMPT)) == 4
+    finally:
+        client.connection.close()
+        server.stop()
+        wait_for(lambda: not server.supervisor and not any(pids_of(server)))
 
 
 def test_a_rank_that_never_starts_is_given_up_by_name(

@@ -213,6 +213,6 @@ def test_ranks_of_a_host_have_time_to_say_why_they_refuse(gate, tmp_path, monkey
     thread.start()
     script = f"sleep 0.5; echo why >> {tmp_path / 'said'}; exit 2"
     command = lambda rank, descriptor: ["sh", "-c", script]  # noqa: E731
-    assert spanned.serve_host(place, "1", command, lambda: lambda: None, 60, quiet=2) == 2
+    assert spanned.serve_host(place, "1", command, lambda: lambda: None, 60, 60, quiet=2) == 2
     thread.join()
     assert (tmp_path / "said").read_text() == "why\n" * 2

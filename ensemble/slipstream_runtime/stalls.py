@@ -1,0 +1,66 @@
+"""Time how long a rank stands still although it gives signs of life.
+
+Signs of life come from a thread of their own, which goes on while the rank itself hangs in a call:
+a read from a file server that is gone, a write to a pipe that nobody reads, a lock. So progress is
+read from the threads that work. A rank that serves waits for others by short sleeps, for messages a
+second at most, and for its GPU by looking: its first thread never waits long for one thing. One
+that starts may, for a disk or a network, and others of its threads read weights meanwhile.
+"""
+
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from slipstream_runtime.processes import could_run, progress_of, threads_of
+from slipstream_runtime.ranks import RankMemory
+
+SERVING_S = 4.0  # without progress, a rank that serves hangs: noticed within 5 s
+_LOOK_S = 0.5
+_MAX_GAP_S = 2.0
+
+
+class Stall(NamedTuple):
+    """A rank that hangs, and for how long."""
+
+    rank: int
+    seconds: float
+
+    @property
+    def reason(self) -> str:
+        """Return what there is to say of it."""
+        return f"stood still for {self.seconds:.1f} s while it gave signs of life"
+
+
+class Stalls:
+    """The supervisor's side. Only time during which it looked counts.
+
+    Args:
+        memory: of the ranks.
+        pid_of: the process of a rank of this host; 0: it is of another, or not there.
+        starting_s: time without progress that a rank has while it starts.
+    """
+
+    def __init__(self, memory: RankMemory, pid_of: Callable[[int], int], starting_s: float) -> None:
+        self._memory, self._pid_of, self._starting_s = memory, pid_of, starting_s
+        self._last: list[object] = [None] * memory.size
+        self._seconds = [0.0] * memory.size
+        self._looked_s = time.monotonic()
+
+    def look(self) -> Stall | None:
+        """Return the first rank that hangs; None: there is none, or it is early to look again."""
+        now_s = time.monotonic()
+        if now_s - self._looked_s < _LOOK_S:
+            return None
+        elapsed_s, self._looked_s = min(now_s - self._looked_s, _MAX_GAP_S), now_s
+        for rank, serves in enumerate(self._memory.started()):
+            pid = self._pid_of(rank)
+            threads = [each for each in threads_of(pid) if each != self._memory.beating(rank)]
+            if pid not in threads:
+                continue
+            watched = [pid] if serves else threads
+            before, self._last[rank] = self._last[rank], (serves, progress_of(pid, watched))
+            is_still = self._last[rank] == before and not could_run(pid, threads)
+            self._seconds[rank] = self._seconds[rank] + elapsed_s if is_still else 0.0
+            if self._seconds[rank] >= (SERVING_S if serves else self._starting_s):
+                return Stall(rank, self._seconds[rank])
+        return None

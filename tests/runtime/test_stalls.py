@@ -1,0 +1,153 @@
+"""A rank that stands still is told from one that works or waits, by real processes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from slipstream_runtime import stalls
+from slipstream_runtime.processes import progress_of, threads_of
+from slipstream_runtime.stalls import SERVING_S, Stall, Stalls
+
+# `beat` sleeps shortly for ever, in a thread; each rank says which thread that is, and goes on.
+RANK = """
+import os, subprocess, sys, threading, time
+def nap():
+    while True:
+        time.sleep(0.02)
+def start():
+    thread = threading.Thread(target=nap, daemon=True)
+    thread.start()
+    return thread.native_id
+print(start(), flush=True)
+"""
+HANGS = "os.read(os.pipe()[0], 1)"
+NAPS = "nap()"
+COMPUTES = "while True: pass"
+READS_IN_A_THREAD = f"start(); {HANGS}"
+WAITS_FOR_A_CHILD = "subprocess.run(['sleep', '600'])"
+
+
+class Memory:
+    """What ranks show of themselves: here there is one."""
+
+    size = 1
+
+    def __init__(self, beating: int, serves: bool) -> None:
+        self._beating, self._serves = beating, serves
+
+    def started(self) -> list[bool]:
+        return [self._serves]
+
+    def beating(self, rank: int) -> int:
+        return self._beating
+
+
+@contextmanager
+def rank(code: str) -> Iterator[tuple[int, int]]:
+    """Start a process; return its id and that of the thread that gives signs of life."""
+    command = [sys.executable, "-c", RANK + code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
+        assert process.stdout is not None
+        try:
+            yield process.pid, int(process.stdout.readline())
+        finally:
+            os.killpg(process.pid, 9)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now_s = [10.0]
+    monkeypatch.setattr(stalls.time, "monotonic", lambda: now_s[0])
+    return now_s
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    while not condition():
+        pass
+
+
+def looks(found: Stalls, clock: list[float], before_each: Callable[[], None]) -> list[Stall | None]:
+    """Look twenty times, a second apart."""
+    seen = []
+    for _ in range(20):
+        before_each()
+        clock[0] += 1.0
+        seen.append(found.look())
+    return seen
+
+
+def stall_of(found: Stalls, clock: list[float], pid: int, beating: int) -> Stall:
+    """Look until a rank hangs, which it may not do yet; before each look it gives a sign."""
+    while True:
+        before = progress_of(pid, [beating])
+        wait_for(lambda before=before: progress_of(pid, [beating]) != before)
+        clock[0] += 1.0
+        if (stall := found.look()) is not None:
+            return stall
+
+
+@pytest.mark.parametrize("code", [HANGS, READS_IN_A_THREAD, "import fcntl, time; time.sleep(600)"])
+def test_a_rank_that_serves_and_hangs_in_a_call_is_found_in_time(
+    code: str, clock: list[float]
+) -> None:
+    with rank(code) as (pid, beating):
+        found = Stalls(Memory(beating, True), lambda rank: pid, 60)
+        assert stall_of(found, clock, pid, beating) == Stall(0, SERVING_S)
+        clock[0] += 500  # the supervisor slept, too
+        assert stall_of(found, clock, pid, beating).seconds == SERVING_S + 2
+
+
+@pytest.mark.parametrize("starting_s", [5, 30])
+def test_a_rank_that_starts_has_the_time_that_the_operator_gives(
+    starting_s: int, clock: list[float]
+) -> None:
+    with rank(HANGS) as (pid, beating):
+        found = Stalls(Memory(beating, False), lambda rank: pid, starting_s)
+        assert stall_of(found, clock, pid, beating) == Stall(0, starting_s)
+
+
+@pytest.mark.parametrize(("code", "serves"), [(NAPS, True), (NAPS, False), (COMPUTES, True)])
+def test_a_rank_that_gets_on_is_left_alone(code: str, serves: bool, clock: list[float]) -> None:
+    with rank(code) as (pid, beating):
+        found = Stalls(Memory(beating, serves), lambda rank: pid, 2)
+
+        def get_on() -> None:
+            before = progress_of(pid, [pid])
+            wait_for(lambda: progress_of(pid, [pid]) != before)
+
+        assert not any(looks(found, clock, get_on))
+
+
+def test_threads_that_read_weights_count_while_a_rank_starts(clock: list[float]) -> None:
+    with rank(READS_IN_A_THREAD) as (pid, beating):
+        wait_for(lambda: len(threads_of(pid)) == 3)
+        [other] = [each for each in threads_of(pid) if each not in (pid, beating)]
+
+        def get_on() -> None:
+            before = progress_of(pid, [other])
+            wait_for(lambda: progress_of(pid, [other]) != before)
+
+        found = Stalls(Memory(beating, False), lambda rank: pid, 2)
+        assert not any(looks(found, clock, get_on))
+
+
+def test_a_rank_that_waits_for_its_child_works(clock: list[float]) -> None:
+    with rank(WAITS_FOR_A_CHILD) as (pid, beating):
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        wait_for(children.read_text)
+        found = Stalls(Memory(beating, True), lambda rank: pid, 2)
+        assert not any(looks(found, clock, lambda: None))
+
+
+def test_ranks_of_other_hosts_and_those_that_have_ended_are_not_looked_at(
+    clock: list[float],
+) -> None:
+    with rank(HANGS) as (pid, beating):
+        pass
+    for each in (0, pid):
+        found = Stalls(Memory(beating, True), lambda rank, each=each: each, 2)
+        assert not any(looks(found, clock, lambda: None))
