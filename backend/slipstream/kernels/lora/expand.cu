@@ -132,7 +132,7 @@ template <int HALVES>
 struct alignas(16) Shared {
   float t[2][HALVES][ROWS * RANKS];  // of the first ranks of a group, and of the group before
   float more[ROWS * RANKS];
-  Found<HALVES> found;
+  Found<HALVES, HALVES == 2> found;
 };
 
 struct NoGate {
@@ -172,10 +172,14 @@ struct Expansion {
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) t.read(parts[half], terms[half], 0);
   }
-  DEVICE void read_y(Loaded<HALVES>& to, const int (&rows)[ROWS]) const {
+  // Rows that change: those with a term, before a gate all.
+  DEVICE i64 row_of(const int (&rows)[ROWS], const Term (&terms)[HALVES], int n) const {
+    return HALVES == 2 || terms[0].rank > 0 ? rows[threadIdx.x % 32 / 4 + 8 * n] : -1;
+  }
+  DEVICE void read_y(Loaded<HALVES>& to, const int (&rows)[ROWS], const Term (&terms)[HALVES]) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const i64 row = rows[threadIdx.x % 32 / 4 + 8 * n];
+      const i64 row = row_of(rows, terms, n);
       const T* from = y + row * stride + outputs.first + column();
 #pragma unroll
       for (int half = 0; half < HALVES; ++half)
@@ -210,10 +214,10 @@ struct Expansion {
         }
     }
   }
-  DEVICE void write(Loaded<HALVES>& own, const int (&rows)[ROWS]) const {
+  DEVICE void write(Loaded<HALVES>& own, const int (&rows)[ROWS], const Term (&terms)[HALVES]) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const i64 row = rows[threadIdx.x % 32 / 4 + 8 * n];
+      const i64 row = row_of(rows, terms, n);
       if (row < 0) continue;
       Pairs& pairs = own.y[0][n];
       if constexpr (HALVES == 1) {
@@ -230,7 +234,7 @@ struct Expansion {
   }
   DEVICE void run(const i64* groups, int num_groups, const int* list, i64 place) const {
     __shared__ Shared<HALVES> shared;
-    Found<HALVES>& found = shared.found;
+    auto& found = shared.found;
     Previous previous;
     for (int first = blockIdx.y; first < num_groups; first += found.MOST * gridDim.y) {
       found.find(groups, first, gridDim.y, num_groups, list, place, outputs.part, 1);
@@ -239,7 +243,7 @@ struct Expansion {
       read_b(own, found.terms[0]);
       previous.wait();
       read_t(parts, found.terms[0]);
-      read_y(own, found.rows[0]);
+      read_y(own, found.rows[0], found.terms[0]);
 #pragma unroll 1
       for (int slot = 0; found.has(slot); ++slot) {
         const int behind = slot + 1 < found.MOST ? slot + 1 : slot;
@@ -251,8 +255,8 @@ struct Expansion {
         if (slot + FAR < found.MOST) prefetch_b(found.terms[slot + FAR]);
         read_b(own, found.terms[behind]);
         read_t(parts, found.terms[behind]);
-        write(own, found.rows[slot]);
-        read_y(own, found.rows[behind]);
+        write(own, found.rows[slot], found.terms[slot]);
+        read_y(own, found.rows[behind], found.terms[behind]);
       }
     }
     previous.wait();

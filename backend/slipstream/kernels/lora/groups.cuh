@@ -18,8 +18,8 @@ struct Previous {
 };
 
 // The groups that a CTA comes to, every `distance`th, found by all warps at once: one after another they would cost two
-// answers of memory each.
-template <int NUM_PARTS>
+// answers of memory each. With `HAS_ALL` groups of rows without an adapter are among them.
+template <int NUM_PARTS, bool HAS_ALL = false>
 struct Found {
   static constexpr int MOST = 32, OF_WARP = MOST / WARPS;
   Term terms[MOST][NUM_PARTS];
@@ -34,6 +34,7 @@ struct Found {
     for (int i = 0; i < OF_WARP; ++i) {
       const int number = first + (warp + i * WARPS) * distance;
       of_warp[i] = number < num_groups ? Group::of(groups, number) : Group::none();
+      if (!HAS_ALL && of_warp[i].terms == nullptr) of_warp[i] = Group::none();
     }
     __syncthreads();
 #pragma unroll
