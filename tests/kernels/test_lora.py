@@ -11,6 +11,7 @@ from fixtures.kernels.recording import recorded
 from fixtures.tiers import quick_of
 from hypothesis import given
 from hypothesis import strategies as st
+from slipstream.kernels.gemm.sm90 import skinny
 from slipstream.kernels.lora import terms as lora
 from slipstream.kernels.runtime import jit
 from slipstream.runner.adapter_tables import most_groups, tabulate
@@ -62,6 +63,19 @@ def test_the_kernels_from_their_source(
     others = [n == 0 for n in numbers]
     assert torch.equal(found[others], y[others])
     assert not torch.equal(found, y)
+
+
+@pytest.mark.rest
+def test_kernels_find_room_beside_a_gemm_of_few_rows() -> None:
+    """In an 8B model's shapes of 32 rows: of 228 KB a multiprocessor, 1 KB of each CTA is lost."""
+    pytest.importorskip("cuda.bindings", reason="NVRTC comes with the extra nvrtc")
+    shapes = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    rings = [skinny.tiling(32, m, k // 64, 132).bytes for m, k in shapes]
+    for source in ("lora/shrink.cu", "lora/expand.cu"):
+        _, report = jit.compile_variant(jit.variant(source, torch.bfloat16), "sm_90a")
+        taken = [int(size) for size in re.findall(r"(\d+) bytes smem", report)]
+        assert taken, report
+        assert max(taken) + max(rings) + (2 << 10) <= 228 << 10
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1), st.integers(0, 3))

@@ -1,5 +1,6 @@
 // The groups of rows that a CTA of `shrink` or `expand` comes to. Tables and adapters lie in memory before a step's first
-// kernel starts, so they are read before `wait_for_previous`.
+// kernel starts, so they are read before `wait_for_previous`. Both kernels find room beside the ring of a GEMM of few rows
+// (gemm/sm90/skinny.py): it has its weights on their way while `shrink` runs, and `expand` its tables and B while it ends.
 // -D ELEMENT (T, 16 bits)
 #pragma once
 #include "lora/table.cuh"
@@ -21,7 +22,7 @@ struct Previous {
 // answers of memory each. With `HAS_ALL` groups of rows without an adapter are among them.
 template <int NUM_PARTS, bool HAS_ALL = false>
 struct Found {
-  static constexpr int MOST = 32, OF_WARP = MOST / WARPS;
+  static constexpr int MOST = 16, OF_WARP = MOST / WARPS;
   Term terms[MOST][NUM_PARTS];
   int rows[MOST][ROWS];  // -1: there is none
 

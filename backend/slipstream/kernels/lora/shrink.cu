@@ -57,33 +57,42 @@ DEVICE void multiply(float (&sums)[NUM][2][4], const T* const (&tiles)[TOGETHER]
   previous.wait();
 }
 
-// The warps' sums of a tile lie side by side, and are added in the order of warps.
-using Totals = float[TOGETHER][WARPS][ROWS * RANKS];
+// The warps' sums of a tile: those of the second half of them are added to those of the first half, then these.
+using Totals = float[WARPS / 2][ROWS * RANKS];
+
+// Returns a thread's own: of row `thread / 16` and rank `thread % 16`.
+DEVICE float add_warps(Totals& totals, const float (&sums)[2][4]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float(&own)[ROWS * RANKS] = totals[warp % (WARPS / 2)];
+  __syncthreads();
+#pragma unroll
+  for (int round = 1; round >= 0; --round) {
+    if (warp / (WARPS / 2) == round)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int row = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        float& total = own[row * RANKS + lane / 4 + i % 4 / 2 * 8];
+        total = sums[i / 4][i % 4] + (round == 1 ? 0.0f : total);
+      }
+    __syncthreads();
+  }
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < WARPS / 2; ++i) total += totals[i][threadIdx.x];
+  return total;
+}
 
 // Columns of t of tiles that follow each other, `[ROWS, width]` from `t` on.
 template <int NUM>
 DEVICE void shrink_tiles(Totals& totals, const T* const (&tiles)[TOGETHER], const T* const (&rows)[2], int count, int inputs,
                          int begin, int end, float* t, i64 width, Previous& previous) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float sums[NUM][2][4] = {};
   multiply<NUM>(sums, tiles, rows, inputs, begin, end, previous);
-  __syncthreads();
-#pragma unroll
-  for (int tile = 0; tile < NUM; ++tile)
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int row = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      totals[tile][warp][row * RANKS + lane / 4 + i % 4 / 2 * 8] = sums[tile][i / 4][i % 4];
-    }
-  __syncthreads();
-  const int row = threadIdx.x / RANKS;
-  if (row >= count) return;
 #pragma unroll
   for (int tile = 0; tile < NUM; ++tile) {
-    float total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < WARPS; ++i) total += totals[tile][i][threadIdx.x];
-    t[row * width + tile * RANKS + threadIdx.x % RANKS] = total;
+    const float total = add_warps(totals, sums[tile]);
+    const int row = threadIdx.x / RANKS;
+    if (row < count) t[row * width + tile * RANKS + threadIdx.x % RANKS] = total;
   }
 }
 
