@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fixtures.kernels import recording
 from fixtures.kernels.recording import recorded
 from slipstream.kernels.experts import down_add, router
 from slipstream.kernels.experts.grouped import tile_rows
@@ -10,7 +11,7 @@ from slipstream.kernels.experts.spec import Routing, Score
 from slipstream.kernels.runtime import jit
 from slipstream.layers.dims import ExpertsConfig
 from slipstream.layers.experts import Experts
-from slipstream.layers.norm import Norm
+from slipstream.layers.norm import LayerNorm, Norm, RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.models.fileless import SizeSource
 from slipstream.models.source import Weights
@@ -27,11 +28,13 @@ def launches(
     config: ExpertsConfig = CONFIG,
     hidden: int = HIDDEN,
     adapts: bool = False,
+    norm: RowNorm | None = None,
 ) -> list[tuple[str, str]]:
     """Names and arguments of a layer, by default of Qwen3-30B-A3B's shape."""
     with recorded() as notes:
         w = Weights(SizeSource(), META, torch.bfloat16, scheme, deterministic)
-        layer, norm = Experts(w.at("mlp"), config, hidden), Norm(w.at("norm"), hidden, 1e-6)
+        layer = Experts(w.at("mlp"), config, hidden)
+        norm = norm or Norm(w.at("norm"), hidden, 1e-6)
         if adapts:
             layer.adapt = lambda *_: None
         notes.clear()
@@ -125,6 +128,16 @@ def test_what_the_kernels_of_a_few_rows_leave_to_others() -> None:
         assert [name for name, _ in notes][-len(names) :] == names
     wide = launches(1, "none", config=ExpertsConfig(Routing(512, 8), 64), hidden=4608)
     assert [name for name, _ in wide][-3:] == ["route_once", "skinny", "down_add"]
+
+
+@pytest.mark.usefixtures("few")
+def test_other_norms_and_gpus_keep_the_router_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer norm; a GPU without clusters, where one CTA would read the whole router."""
+    w = Weights(SizeSource(), META, torch.bfloat16, "none", False)
+    notes = launches(1, "none", norm=LayerNorm(w.at("norm"), HIDDEN, 1e-6))
+    assert [name for name, _ in notes][-4:] == ["gemv", "route_once", "skinny", "down_add"]
+    monkeypatch.setattr(recording, "TEAM", 1)
+    assert launches(1, "none")[0][0] == "rms_norm"
 
 
 @pytest.mark.usefixtures("few")
