@@ -7,8 +7,14 @@
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int OUTPUTS = 16;
-constexpr int MAX_PARTS = 256;        // pairs times warps that share out one
-constexpr int AHEAD = FP8 ? 2 : 3;  // chunks of a warp that are on their way at once
+constexpr int MAX_PARTS = 256;  // pairs times warps that share out one
+
+// Chunks of a warp that are on their way at once, for which registers must do.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int AHEAD = 2;
+#else
+constexpr int AHEAD = FP8 ? 2 : 3;
+#endif
 
 struct Shared {
   float parts[MAX_PARTS][OUTPUTS + 1];  // of place * split + part
@@ -16,22 +22,24 @@ struct Shared {
   int places[MAX_PARTS];
 };
 
-// One warp's part of a tile.
+// One warp's part of a tile: chunks part, part + split, ... A lane walks its pieces of them by an address and a count
+// of pieces up to the end, so that little is computed between the wait and the first loads of x.
 struct Stream {
   const Task& task;
-  const int first, part, split;
-  const u8 *upper, *lower;
-  const int num_pieces;
+  const int part, split;
+  const u8* at;  // of the upper weight row
+  int to_lower;  // bytes from there
+  int left;
   WeightChunk ahead[AHEAD];
   float scale[2], bias[2];
 
-  DEVICE Stream(const Task& task, int first, int part, int split)
-      : task(task), first(first), part(part), split(split), num_pieces(task.width / PIECE) {
+  DEVICE Stream(const Task& task, int first, int part, int split) : task(task), part(part), split(split) {
     const int g = threadIdx.x % 32 / 4, rows[2] = {first + g, min(first + 8, task.outputs - 8) + g};
-    upper = task.weight_row(rows[0]);
-    lower = task.weight_row(rows[1]);
+    at = task.weight_row(rows[0]) + piece_of(part, 0) * 16;
+    to_lower = (rows[1] - rows[0]) * task.width * WEIGHT_BYTES;
+    left = task.width / PIECE - piece_of(part, 0);
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) ahead[i].load(upper, lower, part + i * split, num_pieces);
+    for (int i = 0; i < AHEAD; ++i) load(ahead[i]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       scale[i] = task.scale(rows[i]);
@@ -40,16 +48,17 @@ struct Stream {
   }
   DEVICE void finish(Shared& shared) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const T* row = g < task.count ? task.x_row(g) : nullptr;
+    const T* x = task.x_row(g) + piece_of(part, 0) * PIECE;
+    int x_left = g < task.count ? task.width / PIECE - piece_of(part, 0) : 0;
     float sums[4] = {};
-    for (int chunk = part; chunk * CHUNK < num_pieces; chunk += AHEAD * split) {
-      RowChunk x[AHEAD];
+    for (int chunk = part; chunk * CHUNK * PIECE < task.width; chunk += AHEAD * split) {
+      RowChunk rows[AHEAD];
 #pragma unroll
-      for (int i = 0; i < AHEAD; ++i) x[i].load(row, chunk + i * split, num_pieces);
+      for (int i = 0; i < AHEAD; ++i) load(rows[i], x, x_left);
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) {
-        multiply(sums, ahead[i], x[i]);
-        ahead[i].load(upper, lower, chunk + (AHEAD + i) * split, num_pieces);
+        multiply(sums, ahead[i], rows[i]);
+        load(ahead[i]);
       }
     }
 #pragma unroll
@@ -58,6 +67,30 @@ struct Stream {
       if (place < task.count)
         shared.parts[(task.first + place) * split + part][g + i / 2 * 8] = sums[i] * scale[i / 2] + bias[i / 2];
     }
+  }
+
+ private:
+  DEVICE void load(WeightChunk& chunk) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool real = half * 4 < left;
+      chunk.at[half][0] = real ? load_once(at + half * 64) : Bytes{};
+      chunk.at[half][1] = real ? load_once(at + to_lower + half * 64) : Bytes{};
+    }
+    at += split * CHUNK * 16;
+    left -= split * CHUNK;
+  }
+  DEVICE void load(RowChunk& chunk, const T*& x, int& x_left) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int i = 0; i < X_PIECES; ++i) {
+        chunk.at[half][i] = Bytes{};
+        if (half * 4 < x_left)
+          chunk.at[half][i] = load_fresh<4>(reinterpret_cast<const u32*>(x + half * 4 * PIECE + i * 8));
+      }
+    x += split * CHUNK * PIECE;
+    x_left -= split * CHUNK;
   }
 };
 
