@@ -9,14 +9,15 @@ from slipstream.kernels.experts.grouped import tile_rows
 from slipstream.kernels.experts.route import most_tiles
 from slipstream.kernels.experts.spec import Routing, Score
 from slipstream.kernels.runtime import jit
+from slipstream.layers import experts
 from slipstream.layers.dims import ExpertsConfig
 from slipstream.layers.experts import Experts
 from slipstream.layers.norm import LayerNorm, Norm, RowNorm
 from slipstream.layers.residual import Residual
-from slipstream.models.fileless import SizeSource
+from slipstream.models.fileless import RandomSource, SizeSource
 from slipstream.models.source import Weights
 
-META = torch.device("meta")
+META, CPU = torch.device("meta"), torch.device("cpu")
 HIDDEN, CONFIG = 2048, ExpertsConfig(Routing(128, 8, normalises=True), 768)
 ROUTES = {1: ["route_once"], 16: ["route_once"], 17: ["choose", "place"]}
 
@@ -154,3 +155,27 @@ def test_the_shared_expert_comes_before_the_products() -> None:
 def test_adapters_change_products_of_their_own() -> None:
     notes = launches(1, "none", adapts=True)
     assert [name for name, _ in notes] == ["route_rows", "skinny", "skinny", "combine"]
+
+
+@pytest.mark.parametrize("has_out_norm", [False, True])
+@pytest.mark.parametrize(
+    "shared", [{}, {"shared_size": 64}, {"shared_size": 64, "shared_gated": 1}]
+)
+def test_a_layer_is_the_same_by_either_kernels(
+    monkeypatch: pytest.MonkeyPatch, shared: dict[str, int], has_out_norm: bool
+) -> None:
+    """By the oracles of both: all that they are given is in its place."""
+    config = ExpertsConfig(Routing(12, 3, normalises=True, factor=50.0), 32, **shared)
+    w = Weights(RandomSource(CPU), CPU, torch.bfloat16, "none", False)
+    norm, out_norm = (Norm(w.at(name), 64, 1e-6, plus_one=True) for name in ("norm", "out_norm"))
+    layer = Experts(w.at("mlp"), config, 64, out_norm if has_out_norm else None)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = []
+    for is_few in (False, True):
+        monkeypatch.setattr(experts, "takes_router", lambda *_, is_few=is_few: is_few)
+        monkeypatch.setattr(experts, "takes_down", lambda *_, is_few=is_few: is_few)
+        found.append(x.clone())
+        layer(norm, Residual(found[-1]))
+    plain, few = found
+    torch.testing.assert_close(few, plain, rtol=2**-6, atol=2**-6)
+    assert (few - x).abs().max() > 0.2
