@@ -6,12 +6,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from fixtures.kernels.emulation import emulate
-from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair
+from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair, quantized
 from fixtures.tiers import quick_of
 from slipstream.kernels.gemm.op import Around, gemm
 from slipstream.kernels.gemm.sm90.packed_pipe import packed_pipe
 from slipstream.kernels.gemm.sm90.packed_stream import packed_stream
 from slipstream.kernels.runtime import jit
+from slipstream.quant.forms import make_packed_e4m3
 from torch import Tensor
 
 
@@ -23,6 +24,7 @@ class Case(NamedTuple):
     form: Form = FORMS[0]
     norm: str = "norm"
     gate: str = ""
+    for_e4m3: bool = False
 
 
 CASES = {
@@ -34,6 +36,9 @@ CASES = {
     "stream, without a norm": Case(packed_stream, 11, 48, 520, FORMS[2], ""),
     "stream, 8 bits": Case(packed_stream, 8, 176, 4104, FORMS[7]),
     "stream, floats": Case(packed_stream, 2, 48, 264, FLOATS[0], "norm plus one"),
+    "stream, codes for e4m3": Case(packed_stream, 1, 40, 272, norm="norm plus one", for_e4m3=True),
+    "stream, codes for e4m3, no norm": Case(packed_stream, 7, 64, 2096, norm="", for_e4m3=True),
+    "stream, codes for e4m3, gated": Case(packed_stream, 3, 128, 528, gate="silu", for_e4m3=True),
     "pipe, gated": Case(packed_pipe, 3, 288, 264, gate="silu"),
     "pipe, plus one": Case(packed_pipe, 16, 200, 520, FORMS[1], "norm plus one"),
     # More blocks than slots.
@@ -54,7 +59,9 @@ def test_norms(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def drawn(*sizes: int) -> Tensor:
         return torch.randn(sizes, generator=rng).bfloat16()
 
-    matrix, _ = packed_pair(case.form, case.outputs, case.inputs)
+    sizes = (case.form, case.outputs, case.inputs)
+    is_e4m3 = case.for_e4m3
+    matrix = make_packed_e4m3(quantized(*sizes)) if is_e4m3 else packed_pair(*sizes)[0]
     outputs = case.outputs // (2 if case.gate else 1)
     residual = None if case.gate else drawn(case.rows, outputs)
     x = drawn(case.rows, case.inputs) * 3 ** torch.arange(1, case.rows + 1)[:, None]

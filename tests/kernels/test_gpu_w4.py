@@ -44,6 +44,7 @@ ROWS_OF_ALL = (1, 8, 9, 16, 33, 64, 100, 128, 250)
 LARGE = [(6144, 4096), (28672, 4096), (4096, 14336)]
 DTYPES = (torch.bfloat16, torch.float16)
 EPS = 1e-5
+STREAM = "packed_stream"
 TAKES_NORMS = {packed_stream: streams.takes, packed_pipe: pipes.takes}
 
 
@@ -227,6 +228,26 @@ def test_rows_in_e4m3(group: int, scale: torch.dtype) -> None:
             name = f"{rows} x {shape}, {what}"
             expected = case.expected(torch.float64)
             judge.close(name, case.run(), expected, case.expected(torch.bfloat16))
+            judge.repeats(name, case.run)
+    judge.verdict()
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="no Hopper"
+)
+@pytest.mark.parametrize("group", [32, 128, 1 << 20])
+@pytest.mark.parametrize("scale", [torch.bfloat16, torch.float32], ids=short)
+def test_codes_for_e4m3_beside_few_rows_of_16_bits(group: int, scale: torch.dtype) -> None:
+    judge = Judge(f"few rows, packed for e4m3 by {group} {short(scale)}")
+    form = Form(group=group, scale=scale)
+    for shape, rows in itertools.product([*SHAPES_OF_ALL[1:3], (37, 160), *LARGE], (1, 2, 5, 8)):
+        for what, case in cases(rows, form, shape, torch.bfloat16).items():
+            if case.gated and shape[0] % 32:
+                continue
+            case.matrix = make_packed_e4m3(quantized(form, *shape, "cuda"))
+            assert gemm_linear.route_of(case.x, case.matrix, case.around).gemm.name == STREAM
+            name = f"{rows} x {shape}, {what}"
+            judge.close(name, case.run(), case.expected(torch.float64), case.expected(case.x.dtype))
             judge.repeats(name, case.run)
     judge.verdict()
 

@@ -1,5 +1,6 @@
 """Products of packed weights: how they are divided among CTAs, and which kernel takes which."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -107,7 +108,7 @@ def test_divisions_for_streams(
     tiles += tiles % 2 if gated else 0
     made = made._replace(outputs=tiles * TILE, inputs=blocks * BLOCK)
     found = packed_stream.tiling(rows, made, gated, sms)
-    if rows <= packed_stream.MAX_NORMED_ROWS:
+    if rows <= packed_stream.MAX_FEW_ROWS:
         normed = packed_stream.tiling(rows, made, gated, sms, has_norm=True)
         if normed is None:
             assert packed_stream.slot_bytes(made) > 32 << 10
@@ -252,12 +253,16 @@ def test_a_narrow_matrix_norms_few_rows_that_lie_as_its_codes() -> None:
 
 def test_routes_of_rows_in_e4m3() -> None:
     made, norm = PACKED_4._replace(for_e4m3=True), torch.empty(4096, device="meta").bfloat16()
-    for rows in (1, 16, 128, 5000):
+    wide = made._replace(outputs=28672)
+    for rows, kind in itertools.product((1, 8, 9, 16, 128, 5000), (made, wide)):
         for gate, more in (("", ""), ("silu", ""), ("gelu", " + behind")):
-            chosen = linear.choose(spec(rows, made=made, norm=norm, gate=gate))
-            assert f"{chosen.path} {chosen.gemm.name}" == f"quantise + GEMM{more} pipe_e4m3"
-    plus_one = linear.choose(spec(1, made=made, norm=norm, plus_one=True))
+            chosen = linear.choose(spec(rows, made=kind, norm=norm, gate=gate))
+            few, many = f"GEMM{more} packed_stream", f"quantise + GEMM{more} pipe_e4m3"
+            assert f"{chosen.path} {chosen.gemm.name}" == (few if rows <= 8 else many)
+    plus_one = linear.choose(spec(9, made=made, norm=norm, plus_one=True))
     assert str(plus_one.path) == "norm + quantise + GEMM"
+    ordered = linear.choose(spec(1, made=made, norm=norm)._replace(in_order=False))
+    assert str(ordered.path) == "quantise + GEMM"
     matrix = quantized(Form(group=128), 32, 256)
     meant = replace(matrix, for_e4m3=True)
     names = [

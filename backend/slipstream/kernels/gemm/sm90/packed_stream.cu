@@ -22,6 +22,7 @@ constexpr int PIECE_PARTS = WARPS * PARTS;
 constexpr int SLOT_BYTES = WARPS * CODE_BYTES + PIECE_PARTS * (SCALE_BYTES + ZERO_BYTES);
 constexpr bool LOADS_EARLY = COLUMNS == 8 || (BITS == 4 && PARTS == 1);  // or there are too few registers
 static_assert(TILES * COLUMNS * 16 <= THREADS, "a thread finishes one output");
+static_assert(!BY_FOURS || (COLUMNS == 8 && BITS == 4 && !FLOATS && !ZEROS && !IS_FP16<T>), "codes for rows of e4m3");
 static_assert(NORM == 0 || COLUMNS == 8, "a fragment of x is one of A, too");
 constexpr int NORM_ROWS = NORM == 0 ? 0 : 1;  // in a slot of x: behind its rows lies the norm's weight
 
@@ -156,6 +157,27 @@ DEVICE void release(u32 empty, u32 seen) {
   if (threadIdx.x % 32 == 0) barrier_arrive(empty);
 }
 
+#if BY_FOURS
+// A row of x, or the norm's weight, in a slot: four inputs of a step for each lane of a quad.
+struct Fours {
+  const u8* bytes;
+  DEVICE Fours(const Shared& shared, u32 slot, u32 row) : bytes(shared_bytes + (slot - shared.base) + row * X_PITCH) {}
+  DEVICE void load(u32 (&pairs)[2], int step) const {
+    const auto four = ::load<2>(reinterpret_cast<const u32*>(bytes + step * 32 + threadIdx.x % 4 * 8));
+    pairs[0] = four.at[0], pairs[1] = four.at[1];
+  }
+};
+DEVICE void load_by_fours(u32 (&b)[PIECES][STEPS][2], const Shared& shared, u32 slot, u32 num_rows) {
+  const u32 row = threadIdx.x % 32 / 4;
+  const Fours own(shared, slot, min(row, num_rows - 1));
+#pragma unroll
+  for (int s = 0; s < STEPS; ++s) {
+    own.load(b[0][s], s);
+    if (row >= num_rows) b[0][s][0] = b[0][s][1] = 0;
+  }
+}
+#endif
+
 // Inputs from `count` on are not there: what the slot holds behind them may be anything.
 DEVICE void clear_inputs(u32 (&b)[PIECES][STEPS][2], u32 count) {
 #pragma unroll
@@ -164,7 +186,7 @@ DEVICE void clear_inputs(u32 (&b)[PIECES][STEPS][2], u32 count) {
     for (int s = 0; s < STEPS; ++s)
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        if (s * 16 + j * 8 >= int(count)) b[p][s][j] = 0;
+        if (s * 16 + (BY_FOURS ? 0 : j * 8) >= int(count)) b[p][s][j] = 0;
 }
 
 // Of a row of x, from the squares of its warps; 1 if there is no norm.
@@ -237,11 +259,19 @@ struct Multiplier {
         multiply_add(squares, a, b[0][s][0], b[0][s][1], T{});
       }
     }
-    const u32 address = shared.x(next_x.slot) + task.num_rows * X_PITCH + warp * BLOCK_INPUTS * 2;
+    const u32 slot = shared.x(next_x.slot) + warp * BLOCK_INPUTS * 2;
 #pragma unroll
     for (int s = 0; s < STEPS; s += 2) {
       u32 weights[4];
-      load_matrices(weights, address + threadIdx.x % 32 / 8 * 16 + s * 32);
+#if BY_FOURS
+      const Fours norm(shared, slot, task.num_rows);
+      u32 pairs[2][2];
+      norm.load(pairs[0], s), norm.load(pairs[1], s + 1);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weights[i] = pairs[i / 2][i % 2];
+#else
+      load_matrices(weights, slot + task.num_rows * X_PITCH + threadIdx.x % 32 / 8 * 16 + s * 32);
+#endif
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         u32& pair = b[0][s + i / 2][i % 2];
@@ -257,7 +287,11 @@ struct Multiplier {
   DEVICE void take_x(u32 block, bool is_first) {
     const u32 full = shared.full(task.num_slots + next_x.slot);
     barrier_wait(full, next_x.parity);
+#if BY_FOURS
+    load_by_fours(b, shared, shared.x(next_x.slot) + warp * BLOCK_INPUTS * 2, task.num_rows);
+#else
     load_x<X_PITCH>(b, shared.x(next_x.slot) + warp * BLOCK_INPUTS * 2, shared.zeros(), task.num_rows);
+#endif
     const u32 begin = block * BLOCK_INPUTS;
 #if NORM
     if (begin + BLOCK_INPUTS > task.num_inputs) clear_inputs(b, max(task.num_inputs, begin) - begin);

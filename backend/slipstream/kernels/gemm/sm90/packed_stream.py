@@ -2,7 +2,7 @@
 
 One lane of a CTA streams codes through a ring in shared memory by bulk copies, another one rows of
 x; sixteen warps share out the inputs and multiply by mma.sync (sm_90a). Up to 8 rows may have an
-RMS norm.
+RMS norm, or codes that lie as rows of e4m3 take them.
 """
 
 import functools
@@ -18,6 +18,7 @@ from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.gemm.packed import (
     DTYPES,
     NORMS,
+    SCALES,
     defines,
     norm_refusal,
     packings,
@@ -27,7 +28,7 @@ from slipstream.kernels.gemm.packing import BLOCK, TILE, Packing, arranged
 from slipstream.kernels.runtime import jit
 
 MAX_ROWS = 16
-MAX_NORMED_ROWS = 8
+MAX_FEW_ROWS = 8  # that may have a norm, or codes for rows of e4m3
 TILES = {8: (1, 2, 3, 4), 16: (1, 2)}  # at a time, by rows of x that a launch takes
 WARPS = 16  # that multiply
 MEMORY = 226 << 10
@@ -97,11 +98,16 @@ def tiling(
 
 def takes(spec: Spec) -> str | None:
     """Say why the kernel is not built for a GEMM; None: it is."""
-    most = MAX_NORMED_ROWS if spec.norm else MAX_ROWS
-    why = norm_refusal(spec) or shared_refusal(spec._replace(norm=""), most)
+    if spec.packing is None:
+        return "takes packed weights"
+    by_fours = spec.packing.for_e4m3
+    if by_fours and (spec.x != torch.bfloat16 or spec.inputs % 16):
+        return "takes codes for rows of e4m3 beside rows of bf16, of multiples of 16 inputs"
+    plain = spec._replace(norm="", packing=spec.packing._replace(for_e4m3=False))
+    most = MAX_FEW_ROWS if spec.norm or by_fours else MAX_ROWS
+    why = norm_refusal(spec) or shared_refusal(plain, most)
     if why is not None:
         return why
-    assert spec.packing is not None, "it was not refused"
     sms = spec.target.multiprocessors
     if tiling(spec.rows, spec.packing, bool(spec.gate), sms, bool(spec.norm)) is None:
         return "finds no room in shared memory"
@@ -118,6 +124,7 @@ def _variant(
         COLUMNS=columns,
         TILES=tiles,
         **NORMS[norm],
+        **({"BY_FOURS": 1} if packing.for_e4m3 else {}),
     )
 
 
@@ -127,8 +134,12 @@ def variants() -> Iterator[jit.Variant]:
     for (dtype, packing), columns in itertools.product(kinds, TILES):
         for tiles in TILES[columns]:
             yield _variant(dtype, packing, columns, tiles)
-            if dtype == torch.bfloat16 and columns == MAX_NORMED_ROWS:
+            if dtype == torch.bfloat16 and columns == MAX_FEW_ROWS:
                 yield from (_variant(dtype, packing, columns, tiles, n) for n in NORMS if n)
+    for scale, group, tiles in itertools.product(SCALES, (32, 64, 128), TILES[MAX_FEW_ROWS]):
+        made = Packing(4, group, 4096, 4096, scale, False, for_e4m3=True)
+        for norm in NORMS:
+            yield _variant(torch.bfloat16, made, MAX_FEW_ROWS, tiles, norm)
 
 
 @gemm.implementation(
