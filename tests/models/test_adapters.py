@@ -38,7 +38,7 @@ TOLERANCE = 1e-4
 # A family for each way in which a checkpoint stores its matrices or a block has them.
 FAMILIES = (
     *("llama", "phi3", "gpt2", "gemma2", "codegen", "gpt_neox", "falcon"),
-    *("cohere", "gemma", "glm", "gptj", "opt", "starcoder2"),
+    *("cohere", "gemma", "glm", "gptj", "opt", "starcoder2", "apertus", "hunyuan_v1_dense"),
 )
 
 

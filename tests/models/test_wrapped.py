@@ -15,6 +15,7 @@ from fixtures.models.checkpoints import (
     save,
 )
 from fixtures.models.parity import check_against
+from fixtures.models.ranks import compare
 from safetensors.torch import load_file, save_file
 from slipstream.errors import CheckpointError
 from slipstream.models.check import check_tensors
@@ -167,3 +168,10 @@ def test_a_silent_config_has_the_values_of_the_whole(name: str, tmp_path: Path) 
     theta = max(each.theta for each in found.ropes)
     assert (d.eps, theta) == (text.rms_norm_eps, rope["rope_theta"])
     assert found.max_positions == text.max_position_embeddings
+
+
+@pytest.mark.parametrize(("name", "size", "num_stages"), [("gemma 3", 2, 1), ("qwen 3 vl", 1, 2)])
+def test_ranks_and_stages_read_their_part(
+    name: str, size: int, num_stages: int, tmp_path: Path
+) -> None:
+    compare(save(make_whole(name, ties=False), tmp_path), size, 211, num_stages)
