@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from lora import draw
 from safetensors.torch import save_file
@@ -68,13 +69,13 @@ class Bench:
         self._next = 0
 
     def draw(self, seed: int) -> AdapterWeights:
-        """An adapter in host memory."""
+        """An adapter in host memory, as reading one makes it."""
         cpu = self.plan.device.type == "cpu"
         made = draw(self.targets, self.args.rank, self.plan.dtype, self.plan.device, seed)
         if cpu:
-            return made
+            return self.runner.adapters.prepared(made)
         host = {place: tuple(t.to("cpu") for t in terms) for place, terms in made.terms.items()}
-        return AdapterWeights(host, made.digest, made.rank)
+        return self.runner.adapters.prepared(AdapterWeights(host, made.digest, made.rank))
 
     def submit(self, adapter: str, rng: random.Random, num_tokens: int) -> int:
         """Ask for so many tokens behind a random prompt; return the request's number."""
@@ -100,12 +101,20 @@ class Bench:
         return counts, ended
 
 
-def tokens_a_second(bench: Bench, choose: Callable[[], str], num_requests: int) -> float:
-    """Output tokens a second of users who send requests one after another."""
+class Rate(NamedTuple):
+    """Output tokens a second, and a second of processor time."""
+
+    wall: float
+    processor: float
+
+
+def rate(bench: Bench, choose: Callable[[], str], num_requests: int) -> Rate:
+    """Serve users who send requests one after another."""
     rng, args = random.Random(1), bench.args
     for _ in range(args.users):
         bench.submit(choose(), rng, args.output)
-    sent, total, begin = args.users, 0, time.perf_counter()
+    sent, total = args.users, 0
+    begin, own = time.perf_counter(), time.process_time()
     while bench.engine.has_work:
         counts, ended = bench.step()
         total += sum(counts.values())
@@ -113,7 +122,7 @@ def tokens_a_second(bench: Bench, choose: Callable[[], str], num_requests: int) 
             if sent < num_requests:
                 bench.submit(choose(), rng, args.output)
                 sent += 1
-    return total / (time.perf_counter() - begin)
+    return Rate(total / (time.perf_counter() - begin), total / (time.process_time() - own))
 
 
 def storm(bench: Bench) -> dict[str, object]:
@@ -131,24 +140,29 @@ def storm(bench: Bench) -> dict[str, object]:
     def of_many() -> str:
         return rng.choices(names, weights)[0]
 
-    found: dict[str, list[float]] = {"one": [], "many": []}
-    tokens_a_second(bench, of_many, 2 * args.users)  # warm
+    found: dict[str, list[Rate]] = {"one": [], "many": []}
+    rate(bench, of_many, 2 * args.users)  # warm
     before = room.num_loads, room.num_evictions
     for _ in range(args.rounds):  # by turns
-        found["one"].append(tokens_a_second(bench, lambda: names[0], args.requests))
-        found["many"].append(tokens_a_second(bench, of_many, args.requests))
-    one, many = (statistics.median(found[key]) for key in ("one", "many"))
+        found["one"].append(rate(bench, lambda: names[0], args.requests))
+        found["many"].append(rate(bench, of_many, args.requests))
+    one, many = (statistics.median(each.wall for each in found[key]) for key in ("one", "many"))
+    own, of_all = (
+        statistics.median(each.processor for each in found[key]) for key in ("one", "many")
+    )
     row = {
         "one_tokens_s": one,
         "many_tokens_s": many,
         "share": many / one,
+        "share_of_processor": of_all / own,
         "goal": GOALS["storm"],
         "loads": room.num_loads - before[0],
         "evictions": room.num_evictions - before[1],
     }
     print(
         f"storm: {args.adapters} adapters, room for {args.pool}, {args.users} users: "
-        f"{many:.0f} tokens/s, with one {one:.0f} ({many / one:.2f}; goal {GOALS['storm']}), "
+        f"{many:.0f} tokens/s, with one {one:.0f} ({many / one:.2f}, by processor time "
+        f"{of_all / own:.2f}; goal {GOALS['storm']}), "
         f"{row['loads']} loads in {args.rounds * args.requests} requests",
         flush=True,
     )

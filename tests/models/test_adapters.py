@@ -3,6 +3,7 @@
 import copy
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,7 +136,7 @@ def test_terms_by_tables_are_those_of_torch(case: str, tmp_path: Path) -> None:
     runner.adapters.by_tables = False
     wanted = generate(runner, [*numbers, *numbers[::-1]], 11)
     for number, each in runner.adapters.of(batch_of(numbers)).items():  # as torch reads pages
-        runner.adapters._loaded[number] = each._replace(own={})
+        runner.adapters._loaded[number] = replace(each, own={}, is_host=False)
     from_pages = generate(runner, [*numbers, *numbers[::-1]], 11)
     assert [each.tokens for each in from_pages] == [each.tokens for each in wanted]
     for ours, theirs in zip(found, wanted, strict=True):
@@ -146,6 +147,31 @@ def test_terms_by_tables_are_those_of_torch(case: str, tmp_path: Path) -> None:
         assert ours.tokens == theirs.tokens
         for one, other in zip(ours.logits, theirs.logits, strict=True):
             assert (one - other).abs().max() < 1e-3
+
+
+def test_what_is_read_lies_as_the_processors_kernels_take_it(tmp_path: Path) -> None:
+    """To load it, again too, copies nothing, and nothing else of it is kept."""
+    model = make_model("llama", **EVEN)
+    runner = make_runner(save(model, tmp_path / "base"))
+    adapters = runner.adapters
+    adapters.by_tables = True
+    pairs = draw_pairs(model, targets_of(model), 21)
+    read = adapters.read(str(write_adapter(tmp_path / "a", pairs, 21)))
+    low = draw_pairs(model, targets_of(model), 7)
+    assert adapters.read(str(write_adapter(tmp_path / "b", low, 7))).laid is None, "7 ranks of 16"
+    assert read.laid is not None
+    words, own = read.laid.words, {name: list(terms) for name, terms in read.terms.items()}
+    number = adapters.add(read)
+    assert not adapters._stored[number].terms
+    for _ in range(2):
+        assert adapters._loaded[number].laid.words is words
+        adapters.evict(number)
+        adapters.start_load(number)
+        adapters.settle(number)
+    for name, terms in adapters._loaded[number].terms.items():
+        given = own[name]
+        assert torch.equal(torch.cat([x.b for x in terms]), torch.cat([x.b for x in given]))
+        assert all(any(torch.equal(x.a, y.a) for y in given) for x in terms)
 
 
 def test_adapters_that_torch_alone_can_add_run_beside_others(tmp_path: Path) -> None:

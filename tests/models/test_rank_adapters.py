@@ -211,22 +211,14 @@ def test_a_stage_keeps_its_layers_alone_and_pages_are_those_of_the_stage_with_mo
     (_, begin), (_, end) = group.plan.model.stage_bounds
     number = adapters.add(adapters.read(str(directory)))
     wait_for(lambda: number in other._loaded or other._loads)
+    other.settle(number)
     layers = [
-        sorted({int(name.split(".")[2]) for name in each._stored[number].terms})
+        sorted({int(part.place.split(".")[2]) for part in each._loaded[number].laid.parts})
         for each in (adapters, other)
     ]
     assert layers == [[*range(1, begin)], [*range(end - begin)]]
-    other.settle(number)
-    laid = other._loaded[number].laid
-    assert laid is not None
-    pages = {
-        tensor.untyped_storage().data_ptr()
-        for part in laid.parts
-        for pair in part.tiles
-        for tensor in pair
-    }
-    own = adapters._pages_of(adapters._stored[number].terms)
-    assert adapters.pages_of(number) == len(pages) > own > 0
+    own, of_other = (each._own.num_pages(each._loaded[number].terms) for each in (adapters, other))
+    assert adapters.pages_of(number) == of_other > own > 0
     group.end()
     assert group.errors == []
 
@@ -241,8 +233,9 @@ def test_a_rank_keeps_its_part_alone(tmp_path: Path) -> None:
     number = adapters.add(adapters.read(str(directory)))
     assert not adapters._stored[number].others
     wait_for(lambda: other._loads or number in other._loaded)
+    other.settle(number)
     whole = make_runner(base).adapters.read(str(directory)).terms
-    parts = [each._stored[number].terms for each in (adapters, other)]
+    parts = [each._loaded[number].terms for each in (adapters, other)]
     for name, (term,) in whole.items():
         (first,), (second,) = (part[name] for part in parts)
         is_row = name.endswith("o_proj")

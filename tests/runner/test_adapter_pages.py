@@ -5,7 +5,16 @@ from itertools import pairwise
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.runner.adapter_pages import Tile, at, bytes_of, copy_pages, pack, page_bytes_of
+from slipstream.kernels.lora.terms import turned
+from slipstream.runner.adapter_pages import (
+    Tile,
+    at,
+    bytes_of,
+    copy_pages,
+    in_a_row,
+    pack,
+    page_bytes_of,
+)
 
 PAGE = 1 << 18
 SIZES = st.integers(1, PAGE // 256).map(lambda n: 256 * n)
@@ -27,19 +36,30 @@ def test_no_two_tiles_share_bytes_and_pages_are_half_full_or_more(sizes: list[in
 
 
 @given(st.lists(st.tuples(st.integers(1, 16), st.integers(1, 40)), min_size=1, max_size=9))
-def test_tiles_in_pages_are_what_they_were_and_zeros(
+def test_tiles_in_pages_and_in_a_row_are_what_they_were_and_zeros(
     shapes: list[tuple[int, int]],
 ) -> None:
+    """Tiles of A, and of B as it is and turned."""
     tiles = [Tile(torch.randn(rows, 8 * n), (16, 8 * n)) for rows, n in shapes]
+    for rank, n in shapes:
+        b = torch.randn(8 * n, rank + 3)[:, :rank]
+        tiles.append(Tile(b, (8 * n, 16)))
+        tiles.append(Tile(b, (-(-8 * n // 16) * 16, 16), is_turned=True))
+    sizes = [tile.num_bytes for tile in tiles]
     page_bytes = page_bytes_of(8 * 40, 4)
-    spots, num_pages = pack([tile.num_bytes for tile in tiles], page_bytes)
-    pages = copy_pages(tiles, spots, page_bytes, torch.device("cpu"))
-    assert len(pages) == num_pages
-    for tile, spot in zip(tiles, spots, strict=True):
-        found = at(pages[spot.page], spot.offset, tile.shape, torch.float32)
-        rows = len(tile.values)
-        assert torch.equal(found[:rows], tile.values)
-        assert not found[rows:].any()
+    spots, num_pages = pack(sizes, page_bytes)
+    row, row_bytes = in_a_row(sizes)
+    for own, size, count in ((spots, page_bytes, num_pages), (row, row_bytes, 1)):
+        pages = copy_pages(tiles, own, size, torch.device("cpu"))
+        assert len(pages) == count
+        for tile, spot in zip(tiles, own, strict=True):
+            found = at(pages[spot.page], spot.offset, tile.shape, torch.float32)
+            found = turned(found) if tile.is_turned else found  # twice is the tile itself
+            rows, columns = tile.values.shape
+            assert torch.equal(found[:rows, :columns], tile.values)
+            assert not found[rows:].any()
+            assert not found[:, columns:].any()
+    assert row_bytes == sum(sizes)
 
 
 def test_a_page_has_room_for_the_largest_tile() -> None:

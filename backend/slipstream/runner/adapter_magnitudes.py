@@ -8,7 +8,7 @@ from torch import Tensor
 from slipstream.fuse.adapt import AdaptedPlace
 from slipstream.layers.adapted import Term
 from slipstream.layers.magnitudes import Kind, folded, squares
-from slipstream.models.adapters.read import AdapterWeights, PlaceTerms
+from slipstream.models.adapters.read import AdapterWeights, PlaceTerms, are_finite
 from slipstream.runner.group import Group
 
 
@@ -48,7 +48,7 @@ class Fold:
             for name, terms in weights.terms.items()
         }
         tensors = [x for terms in made.values() for term in terms for x in (term.b, term.gain)]
-        is_finite = all(x is None or bool(x.isfinite().all()) for x in tensors)
+        is_finite = all(x is None or are_finite(x) for x in tensors)
         return made if self._ranks.agree(int(is_finite)) else None
 
     def _add_others(self, parts: Sequence[Tensor]) -> None:

@@ -7,6 +7,7 @@ first; what no tile fits into is lost, and counted as the adapter's.
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -82,11 +83,27 @@ def copy_pages(
     for number in range(len(of_page)):
         made = torch.zeros(page_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         for tile, offset in of_page[number]:
-            values = turned(tile.values) if tile.is_turned else tile.values
-            rows, columns = values.shape
-            at(made, offset, tile.shape, values.dtype)[:rows, :columns] = values
+            _put(tile, at(made, offset, tile.shape, tile.values.dtype))
         pages.append(made.to(device, non_blocking=True))
     return pages
+
+
+def in_a_row(sizes: Sequence[int]) -> tuple[list[Spot], int]:
+    """Return the spots of tiles one behind another, of one page, and its bytes."""
+    ends = list(accumulate(sizes, initial=0))
+    return [Spot(0, end) for end in ends[:-1]], ends[-1]
+
+
+def _put(tile: Tile, to: Tensor) -> None:
+    """Copy a tile to where it is filled up, which is zeros."""
+    values = tile.values
+    if tile.is_turned and values.shape == tile.shape:
+        to.view(-1, TILE, TILE).copy_(values.reshape(-1, TILE, TILE).transpose(1, 2))
+        return
+    if tile.is_turned:
+        values = turned(values)
+    rows, columns = values.shape
+    to[:rows, :columns] = values
 
 
 def at(page: Tensor, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -1,10 +1,14 @@
-"""Which adapter each token of a step has."""
+"""The adapters of a step, and which of them each token has."""
+
+from collections.abc import Mapping
 
 import numpy as np
 
 from slipstream.core.batch import Batch
+from slipstream.runner.adapter_forms import Loaded
 from slipstream.runner.step_arrays import Int64s, StepShape, gap_of
 
+Active = Mapping[int, Loaded]  # the adapters of a step, by number
 NONE: Int64s = np.empty(0, np.int64)  # of a step in which no row has any
 
 

@@ -17,7 +17,7 @@ from slipstream.kernels.lora.terms import TILE, Pair, Table
 from slipstream.kernels.lora.terms import tiles_of as cut
 from slipstream.layers.adapted import Term, Terms
 from slipstream.models.adapters.config import MAX_RANK
-from slipstream.runner.adapter_pages import Tile, at, copy_pages, pack, page_bytes_of
+from slipstream.runner.adapter_pages import Tile, at, copy_pages, in_a_row, pack, page_bytes_of
 from slipstream.runner.staging import Staging
 from slipstream.runner.step_arrays import Array, Int32s, Int64s, StepShape
 
@@ -132,14 +132,22 @@ class AdapterTables:
         self.staging = Staging(device, _ROW_BYTES * max_tokens + 4096)
         self._scratch = scratch_of(WIDEST, device) if device.type == "cuda" else None
 
-    def lay_out(self, terms: Terms) -> Laid | None:
-        """Copy an adapter of host memory into pages; None: the kernels do not take it."""
+    def lay_out(self, terms: Terms, most: int | None = None) -> Laid | None:
+        """Copy an adapter of host memory into pages; None: the kernels do not take it, or its tiles
+        have more bytes than `most`.
+        """
         described = self._layout.described(terms)
         if described is None:
             return None
         tiles = self._layout.tiles(described)
-        spots, _ = pack([tile.num_bytes for tile in tiles], self._page_bytes)
-        pages = copy_pages(tiles, spots, self._page_bytes, self._device)
+        sizes = [tile.num_bytes for tile in tiles]
+        if most is not None and sum(sizes) > most:
+            return None
+        spots, _ = pack(sizes, self._page_bytes)
+        page_bytes = self._page_bytes
+        if self._device.type == "cpu":  # whose memory has no pages to be handed out again
+            spots, page_bytes = in_a_row(sizes)
+        pages = copy_pages(tiles, spots, page_bytes, self._device)
         addresses = iter([pages[spot.page].data_ptr() + spot.offset for spot in spots])
 
         def of(pair: Pair | None) -> list[tuple[int, int]] | None:

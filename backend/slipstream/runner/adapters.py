@@ -12,7 +12,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,30 +35,18 @@ from slipstream.models.decoder import build_any
 from slipstream.models.fileless import SizeSource
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.source import Weights
+from slipstream.runner.adapter_forms import Loaded, ReadAdapter
 from slipstream.runner.adapter_magnitudes import Fold
 from slipstream.runner.adapter_pages import LEAST_PAGE
-from slipstream.runner.adapter_tables import WIDEST, AdapterTables, Laid, TileLayout, Uploaded
+from slipstream.runner.adapter_rows import Active
+from slipstream.runner.adapter_tables import WIDEST, AdapterTables, TileLayout, Uploaded
 from slipstream.runner.group import ALONE, AdapterOrder, Group
 from slipstream.runner.memory import default_pool
 from slipstream.runner.plan import Plan
 from slipstream.runner.step_arrays import Int64s, StepArrays, StepShape
 
 _log = logging.getLogger(__name__)
-
-
-class Loaded(NamedTuple):
-    """An adapter on the device."""
-
-    own: Terms  # in one piece each, if torch adds them or they are the host's
-    laid: Laid | None  # in pages, as kernels find it
-
-    @property
-    def terms(self) -> Terms:
-        """Return the terms for torch: copies of those in pages, beside an adapter that has none."""
-        return self.own if self.own or self.laid is None else self.laid.terms()
-
-
-Active = Mapping[int, Loaded]  # the adapters of a step, by number
+_MOST_FILLED = 2  # times its bytes that an adapter takes in host memory, whose ranks are filled up
 
 
 class Adapters:
@@ -120,21 +107,30 @@ class Adapters:
         if self.targets is None:
             raise ConfigError(self._refusal)
         with torch.inference_mode():
-            return read_adapter(Path(path), self.targets, self._dtype, root)
+            return self.prepared(read_adapter(Path(path), self.targets, self._dtype, root))
 
     def read_task(self, task: LoraTask) -> AdapterWeights:
         """Read and check weights of a request. Raises `CheckpointError` or `ConfigError`."""
         if self.targets is None:
             raise ConfigError(self._refusal)
         with torch.inference_mode():
-            return read_task(task, self.targets, self._dtype)
+            return self.prepared(read_task(task, self.targets, self._dtype))
 
     def read_table(self, table: PromptTable) -> AdapterWeights:
         """Read and check embeddings of a request. Raises `CheckpointError` or `ConfigError`."""
         if self.targets is None:
             raise ConfigError(self._refusal)
         with torch.inference_mode():
-            return read_table(table, self.targets, self._dtype)
+            return self.prepared(read_table(table, self.targets, self._dtype))
+
+    def prepared(self, weights: AdapterWeights) -> ReadAdapter:
+        """Make of an adapter what can be made in any thread."""
+        laid = None
+        if self.by_tables and self._device.type == "cpu":
+            laid = self._tables.lay_out(weights.terms, _MOST_FILLED * bytes_of(weights.terms))
+        own = weights.terms, weights.digest, weights.rank, weights.others
+        given = (*own, weights.has_magnitudes, weights.of_inputs)
+        return ReadAdapter(*given, self._pages_for(weights), laid)
 
     def reserve(self, left: int) -> int:
         """Give the pool its pages, of `left` bytes of the device; return what is left for others.
@@ -183,8 +179,11 @@ class Adapters:
 
     def keep(self, number: int, weights: AdapterWeights) -> None:
         """Keep what this rank has of an adapter in host memory, unless ranks find by magnitudes
-        that it cannot be.
+        that it cannot be. Of one that is laid out nothing else is kept.
         """
+        if isinstance(weights, ReadAdapter) and weights.laid is not None:
+            self._stored[number] = replace(weights, terms={}, others=())
+            return
         terms: PlaceTerms | None = weights.terms
         if weights.has_magnitudes:
             terms = self._fold(weights)
@@ -207,6 +206,8 @@ class Adapters:
         return self._pages[number]
 
     def _pages_for(self, weights: AdapterWeights) -> int:
+        if isinstance(weights, ReadAdapter):
+            return weights.num_pages
         of_stages = (weights.terms, *weights.others)[:: self._ranks_of_stage]
         return max(self._pages_of(terms) for terms in of_stages)
 
@@ -273,13 +274,17 @@ class Adapters:
             return loaded
 
     def _copy(self, weights: AdapterWeights) -> Loaded:
-        if self.by_tables and (laid := self._tables.lay_out(weights.terms)) is not None:
-            return Loaded(weights.terms if self._device.type == "cpu" else {}, laid)
+        is_host = self._device.type == "cpu"
+        laid = weights.laid if isinstance(weights, ReadAdapter) else None
+        if laid is None and self.by_tables:
+            laid = self._tables.lay_out(weights.terms)
+        if laid is not None:
+            return Loaded({}, laid, is_host)
         own: Terms = {
             place: tuple(term.to(self._device) for term in terms)
             for place, terms in weights.terms.items()
         }
-        return Loaded(own, None)
+        return Loaded(own, None, is_host)
 
     def settle(self, number: int) -> None:
         """Wait until an adapter that is being loaded has arrived. Raises why it does not."""

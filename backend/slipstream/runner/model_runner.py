@@ -18,8 +18,8 @@ from slipstream.layers.residual import Residual
 from slipstream.layers.streaming import Streaming
 from slipstream.models.decoder import build_any
 from slipstream.runner import idle_tuning
-from slipstream.runner.adapter_rows import NONE, adapters_of
-from slipstream.runner.adapters import Active, Adapters
+from slipstream.runner.adapter_rows import NONE, Active, adapters_of
+from slipstream.runner.adapters import Adapters
 from slipstream.runner.cache_dtype import log_scales
 from slipstream.runner.devices import available_on_host, free_on_gpu
 from slipstream.runner.draft_loading import load_drafter

@@ -21,8 +21,7 @@ from slipstream.kernels.comm.links import Links
 from slipstream.layers.decoder import Decoder
 from slipstream.layers.residual import Residual
 from slipstream.layers.stages import Inlet
-from slipstream.runner.adapter_rows import NONE, adapters_of
-from slipstream.runner.adapters import Active
+from slipstream.runner.adapter_rows import NONE, Active, adapters_of
 from slipstream.runner.graphs import Buckets, Captured
 from slipstream.runner.group import Finish, Frame, Joined, Message
 from slipstream.runner.launched import LaunchedStep

@@ -14,7 +14,7 @@ from slipstream_runtime.ranks import RankError
 
 from slipstream.core.batch import Batch, Sampled
 from slipstream.kvcache.host import Direction, Mover
-from slipstream.runner.adapters import Active
+from slipstream.runner.adapter_rows import Active
 from slipstream.runner.draft_loading import tap
 from slipstream.runner.graphs import Captured
 from slipstream.runner.group import (
