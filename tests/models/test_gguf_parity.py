@@ -108,6 +108,12 @@ CASES |= {
         {},
     ),
     "exaone4": ("exaone4", {"num_hidden_layers": 4, "sliding_window": 11}, {}),
+    "exaone-moe": (
+        "exaone_moe",
+        {"num_hidden_layers": 4, "sliding_window": 11, "head_dim": 64}
+        | {"num_experts": 12, "num_experts_per_tok": 4, "moe_intermediate_size": 64},
+        {},
+    ),
     "exaone4, no window": (
         "exaone4",
         {"sliding_window": None, "layer_types": ["full_attention"] * 2, "head_dim": 64}
