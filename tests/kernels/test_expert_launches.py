@@ -4,7 +4,6 @@ import pytest
 import torch
 from fixtures.kernels import recording
 from fixtures.kernels.recording import recorded
-from slipstream.kernels.experts import down_add, router
 from slipstream.kernels.experts.grouped import tile_rows
 from slipstream.kernels.experts.route import most_tiles
 from slipstream.kernels.experts.spec import Routing, Score
@@ -19,7 +18,7 @@ from slipstream.models.source import Weights
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 HIDDEN, CONFIG = 2048, ExpertsConfig(Routing(128, 8, normalises=True), 768)
-ROUTES = {1: ["route_once"], 16: ["route_once"], 17: ["choose", "place"]}
+ROUTES = {1: ["route_rows"], 16: ["route_once"], 17: ["choose", "place"]}
 
 
 def launches(
@@ -44,7 +43,7 @@ def launches(
 
 
 @pytest.mark.parametrize("scheme", ["none", "fp8"])
-@pytest.mark.parametrize("num_rows", [1, 16, 17, 128, 2048])
+@pytest.mark.parametrize("num_rows", [16, 17, 128, 2048])
 def test_six_or_seven_kernels_of_fixed_shapes(num_rows: int, scheme: str) -> None:
     notes = launches(num_rows, scheme)
     names = [name for name, _ in notes]
@@ -91,21 +90,13 @@ def test_groups_are_chosen_by_a_variant_of_the_same_kernels(num_rows: int) -> No
     config = ExpertsConfig(routing, 2048, shared_size=2048, corrected=True)
     notes = launches(num_rows, "fp8", config=config)
     names = [name for name, _ in notes]
-    routes = [name for name in names if name in ("route_once", "choose", "place")]
+    routes = [name for name in names if name in ("route_rows", "route_once", "choose", "place")]
     assert routes == ROUTES.get(num_rows, ROUTES[17])
     ours = [arguments for name, arguments in notes if name == routes[0]]
     assert all("VALUES=8" in each and "GROUPED=1" in each for each in ours)
     assert not any("GROUPED=1" in each for _, each in launches(num_rows, "fp8"))
 
 
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the kernels of a few rows, whether they have run or not."""
-    monkeypatch.setattr(router, "HAS_RUN", True)
-    monkeypatch.setattr(down_add, "HAS_RUN", True)
-
-
-@pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("scheme", ["none", "fp8"])
 def test_a_row_takes_three_kernels(scheme: str) -> None:
     """The norm and the router are one with the choice, the sum with the last GEMM."""
@@ -115,7 +106,6 @@ def test_a_row_takes_three_kernels(scheme: str) -> None:
     assert " (128,) 512 " in notes[2][1]
 
 
-@pytest.mark.usefixtures("few")
 def test_what_the_kernels_of_a_few_rows_leave_to_others() -> None:
     """Tiles of more rows, more rows, deterministic mode, a router of 4.5 MB."""
     larger = ExpertsConfig(Routing(512, 8), 64)
@@ -131,7 +121,6 @@ def test_what_the_kernels_of_a_few_rows_leave_to_others() -> None:
     assert [name for name, _ in wide][-3:] == ["route_once", "skinny", "down_add"]
 
 
-@pytest.mark.usefixtures("few")
 def test_other_norms_and_gpus_keep_the_router_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer norm; a GPU without clusters, where one CTA would read the whole router."""
     w = Weights(SizeSource(), META, torch.bfloat16, "none", False)
@@ -141,7 +130,6 @@ def test_other_norms_and_gpus_keep_the_router_apart(monkeypatch: pytest.MonkeyPa
     assert launches(1, "none")[0][0] == "rms_norm"
 
 
-@pytest.mark.usefixtures("few")
 def test_the_shared_expert_comes_before_the_products() -> None:
     """So the last kernel has its outputs and its gate, and no other comes behind."""
     config = ExpertsConfig(Routing(60, 4), 1408, shared_size=5632, shared_gated=True)
@@ -151,7 +139,6 @@ def test_the_shared_expert_comes_before_the_products() -> None:
     assert "combine" not in names
 
 
-@pytest.mark.usefixtures("few")
 def test_adapters_change_products_of_their_own() -> None:
     notes = launches(1, "none", adapts=True)
     assert [name for name, _ in notes] == ["route_rows", "skinny", "skinny", "combine"]

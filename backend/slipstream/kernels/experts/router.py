@@ -16,7 +16,6 @@ from slipstream.kernels.experts.spec import MAX_EXPERTS, Routing
 from slipstream.kernels.runtime import jit, team
 from slipstream.kernels.runtime.op import op
 
-HAS_RUN = False  # on a GPU
 MAX_ROWS = 8
 _MAX_COLUMNS = MAX_EXPERTS + MULTIPLE
 _MAX_WEIGHTS = 2 << 20  # that eight multiprocessors read as fast as others start
@@ -76,7 +75,7 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     sums have an order of their own: a step of deterministic mode has more rows.
     """
     num_rows, (columns, width) = len(x), weight.shape
-    if not HAS_RUN or x.device.type == "cpu" or x.dtype not in DTYPES or weight.dtype != x.dtype:
+    if x.device.type == "cpu" or x.dtype not in DTYPES or weight.dtype != x.dtype:
         return False
     fits = 0 < num_rows <= MAX_ROWS and _bytes(num_rows, width) <= _MAX_BYTES
     is_small = columns <= _MAX_COLUMNS and columns * width <= _MAX_WEIGHTS
