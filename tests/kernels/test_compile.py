@@ -55,7 +55,6 @@ WIDEST_OF_SOURCE = {
     "gemm/sm90/packed_stream.cu": {("8", "4"), ("16", "2")},
     "gemm/sm90/packed_pipe.cu": {("64", "2"), ("128", "1"), ("128", "2"), ("256", "1")},
 }
-WIDEST_NORMED = {("8", "4"), ("16", "2")}
 ADDITIONS = ("WINDOWED", "SINKS", "SHARES", "SPLITS", "LATE")
 REPORT = re.compile(
     r"entry function '(?P<entry>\w+)'.*?(?P<stack>\d+) bytes stack frame, "
@@ -102,8 +101,6 @@ def is_everyday(wanted: Variant) -> bool:
         is_usual = kind in PACKED_KINDS
         if defines.get("FP8") == "1":  # fewer registers than rows of 16 bits
             return is_usual and shape == ("128", "1")
-        if "NORM" in defines:
-            return is_usual and shape in WIDEST_NORMED
         widest = WIDEST_OF_SOURCE.get(wanted.source, WIDEST_PACKED)
         return is_one and is_usual and shape in widest
     if wanted.source == "gemm/sm90/skinny.cu":  # the same for every width of a tile

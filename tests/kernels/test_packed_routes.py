@@ -1,6 +1,5 @@
 """Products of packed weights: how they are divided among CTAs, and which kernel takes which."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -108,14 +107,6 @@ def test_divisions_for_streams(
     tiles += tiles % 2 if gated else 0
     made = made._replace(outputs=tiles * TILE, inputs=blocks * BLOCK)
     found = packed_stream.tiling(rows, made, gated, sms)
-    if rows <= packed_stream.MAX_FEW_ROWS:
-        normed = packed_stream.tiling(rows, made, gated, sms, has_norm=True)
-        if normed is None:
-            assert packed_stream.slot_bytes(made) > 32 << 10
-        else:
-            divided = (normed.columns, normed.tiles, normed.share)
-            assert divided == (found.columns, found.tiles, found.share)
-            assert normed.bytes <= packed_stream.MEMORY
     if found is None:
         assert rows > 8
         assert packed_stream.slot_bytes(made) > 32 << 10
@@ -194,8 +185,7 @@ def spec(rows: int, target: str = "sm_90a", made: Packing = PACKED_4, **around: 
 @pytest.mark.parametrize(
     ("target", "rows", "route"),
     [
-        ("sm_90a", 1, "GEMM packed_stream"),
-        ("sm_90a", 8, "GEMM packed_stream"),
+        ("sm_90a", 1, "norm + GEMM packed_stream"),
         ("sm_90a", 9, "norm + GEMM packed_pipe"),
         ("sm_90a", 64, "norm + GEMM packed_pipe"),
         ("sm_90a", 65, "norm + GEMM pipe_scaled"),
@@ -213,56 +203,14 @@ def test_routes(target: str, rows: int, route: str) -> None:
         assert f"{chosen.path} {chosen.gemm.name}" == route
 
 
-@pytest.mark.parametrize(
-    ("rows", "changes", "route"),
-    [
-        (1, {}, "GEMM packed_pipe"),
-        (16, {}, "GEMM packed_pipe"),
-        (16, {"norm": "norm plus one"}, "GEMM packed_pipe"),
-        (17, {}, "norm + GEMM packed_pipe"),
-        (1, {"norm": "layer norm"}, "norm + GEMM packed_pipe"),
-        (1, {"in_order": False}, "norm + GEMM packed_pipe"),
-        (1, {"norm_aligned": False}, "norm + GEMM packed_pipe"),
-        (1, {"x": torch.float16, "out": torch.float16}, "norm + GEMM packed_pipe"),
-        (1, {"gate": "gelu"}, "GEMM + behind packed_pipe"),
-    ],
-    ids=str,
-)
-def test_norms_of_a_wide_matrix(rows: int, changes: dict[str, object], route: str) -> None:
-    """Which kernel computes the norm of 28,672 outputs: the GEMM, or one of its own."""
-    made = PACKED_4._replace(outputs=28672)
-    norm = torch.empty(made.inputs, dtype=torch.bfloat16, device="meta")
-    chosen = linear.choose(spec(rows, made=made, norm=norm, gate="silu")._replace(**changes))
-    assert f"{chosen.path} {chosen.gemm.name}" == route
-
-
-def test_a_narrow_matrix_norms_few_rows_that_lie_as_its_codes() -> None:
-    """CTAs of a pipe share its inputs; other norms, and another order, are computed in front."""
-    norm = torch.empty(PACKED_4.inputs, dtype=torch.bfloat16, device="meta")
-    given, path = spec(8, norm=norm), "norm + GEMM packed_stream"
-    for changes in ({"norm": "layer norm"}, {"in_order": False}, {"x": torch.float16}):
-        changes |= {"out": changes.get("x", torch.bfloat16)}
-        chosen = linear.choose(given._replace(**changes))
-        assert f"{chosen.path} {chosen.gemm.name}" == path, changes
-    refusals = {
-        each.gemm.name: each.refusal for each in linear.answers(given) if not any(each.path)
-    }
-    assert refusals["packed_pipe"] == "norms rows where no CTAs share inputs"
-    assert refusals["packed"] == "has no norm"
-
-
 def test_routes_of_rows_in_e4m3() -> None:
     made, norm = PACKED_4._replace(for_e4m3=True), torch.empty(4096, device="meta").bfloat16()
-    wide = made._replace(outputs=28672)
-    for rows, kind in itertools.product((1, 8, 9, 16, 128, 5000), (made, wide)):
+    for rows in (1, 16, 128, 5000):
         for gate, more in (("", ""), ("silu", ""), ("gelu", " + behind")):
-            chosen = linear.choose(spec(rows, made=kind, norm=norm, gate=gate))
-            few, many = f"GEMM{more} packed_stream", f"quantise + GEMM{more} pipe_e4m3"
-            assert f"{chosen.path} {chosen.gemm.name}" == (few if rows <= 8 else many)
-    plus_one = linear.choose(spec(9, made=made, norm=norm, plus_one=True))
+            chosen = linear.choose(spec(rows, made=made, norm=norm, gate=gate))
+            assert f"{chosen.path} {chosen.gemm.name}" == f"quantise + GEMM{more} pipe_e4m3"
+    plus_one = linear.choose(spec(1, made=made, norm=norm, plus_one=True))
     assert str(plus_one.path) == "norm + quantise + GEMM"
-    ordered = linear.choose(spec(1, made=made, norm=norm)._replace(in_order=False))
-    assert str(ordered.path) == "quantise + GEMM"
     matrix = quantized(Form(group=128), 32, 256)
     meant = replace(matrix, for_e4m3=True)
     names = [

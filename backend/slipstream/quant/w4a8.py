@@ -1,7 +1,6 @@
 """Weights in 4 bits by 128 inputs, made of 16 bits as they are loaded; rows in e4m3.
 
-Where no GEMM takes rows so, they stay in 16 bits; the start says which. So do those of a step of up
-to 8 rows, where launches that quantise would cost more than they save.
+Where no GEMM takes rows so, they stay in 16 bits; the start says which.
 """
 
 from slipstream.quant.auto import AtLoad

@@ -2,14 +2,10 @@
 // order of A fragments of m16n8k16 (runtime/mma.cuh); `packing.py` says where each code is.
 // -D ELEMENT (T: Half or BFloat16), BITS (4, 8), FLOATS (whether codes are e2m1 rather than integers), SCALE (float, Half,
 // BFloat16; T of e2m1), PARTS (1, 2, 4, 8: pieces of a block's inputs that have a scale each), ZEROS (0, 1), SCALED (0, 1: scales,
-// which are T, multiply integers, each rounded once, rather than sums), BY_FOURS (0, 1: codes lie as rows of e4m3 take them,
-// and those of x are by fours, too: inputs 2t and 2t + 1, 2t + 8 and 2t + 9 of lane t are then 4t to 4t + 3)
+// which are T, multiply integers, each rounded once, rather than sums)
 #pragma once
 #ifndef SCALED
 #define SCALED 0
-#endif
-#ifndef BY_FOURS
-#define BY_FOURS 0
 #endif
 #include "runtime/copies.cuh"
 
@@ -69,13 +65,6 @@ DEVICE u32 scaled_floats(u32 word, int i, u32 scale) {
   return fma_pairs((word << (12 - 4 * i) & 0x80008000) | (digits & MASK), scale, 0x80008000, T{});
 }
 
-// Bytes of `low` and `high` by the nibbles of a selector.
-DEVICE u32 permute(u32 low, u32 high, u32 selector) {
-  u32 result;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
-  return result;
-}
-
 // The numbers of a k-step, an A fragment; `low` is of row g, `high` of row g + 8: what `Block::operand` gives.
 DEVICE void decode(u32 (&a)[4], const u32* words, u32 low, u32 high) {
 #pragma unroll
@@ -83,10 +72,6 @@ DEVICE void decode(u32 (&a)[4], const u32* words, u32 low, u32 high) {
     const u32 zero = i % 2 ? high : low;
     if constexpr (FLOATS) {
       a[i] = scaled_floats(words[0], i, zero);
-    } else if constexpr (BY_FOURS) {  // two codes a byte: of row g in the lower half of a word
-      const u32 byte = i % 2 * 2 + i / 2;
-      const u32 pair = permute(words[0], words[0] >> 4, byte * 0x1111 + 0x4400);
-      a[i] = add_pairs(masked_or(pair, 0x000f000f, 0x43004300), zero);
     } else if constexpr (BITS == 4) {
       constexpr u32 MAGIC = IS_FP16<T> ? 0x64006400 : 0x43004300;
       a[i] = add_pairs(masked_or(words[0] >> 4 * i, 0x000f000f, MAGIC), zero);
@@ -100,6 +85,12 @@ DEVICE void decode(u32 (&a)[4], const u32* words, u32 low, u32 high) {
   }
 }
 
+// Bytes of `low` and `high` by the nibbles of a selector.
+DEVICE u32 permute(u32 low, u32 high, u32 selector) {
+  u32 result;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
+  return result;
+}
 // Codes of 4 bits less 8 as e4m3, four of the lower half of a word and four of its upper half. Their lower three bits
 // choose among eight bytes, once below zero and once from there on; the highest bit of each, spread over a byte, says which
 // is meant.

@@ -118,7 +118,7 @@ def route_of(x: Operand, matrix: Matrix, around: Around = PLAIN) -> Route:
     key = (
         *(rows.shape, rows.stride(), rows.data_ptr() % ALIGNED, rows.dtype),
         *(values.shape, values.dtype, values.data_ptr() % ALIGNED, values.is_contiguous()),
-        None if matrix.groups is None else (matrix.groups.packing, matrix.groups.is_plain),
+        None if matrix.groups is None else matrix.groups.packing,
         *(norm is None or norm.data_ptr() % ALIGNED, around.plus_one, around.bias is None),
         *(around.is_centred, shift is None or shift.data_ptr() % ALIGNED),
         *(around.gate, residual is None or residual.dtype, target_of(rows.device)),

@@ -122,7 +122,6 @@ class Spec(NamedTuple):
     norm_aligned: bool
     target: Target
     packing: Packing | None = None  # of packed weights
-    in_order: bool = True  # codes are of inputs as they come: no order, no factors
 
 
 def spec_of(x: Tensor, weight: Tensor, around: Around) -> Spec:
@@ -149,7 +148,6 @@ def spec_of(x: Tensor, weight: Tensor, around: Around) -> Spec:
         norm_aligned=all(each.data_ptr() % ALIGNED == 0 for each in norms),
         target=target_of(x.device),
         packing=packing,
-        in_order=around.groups is None or around.groups.is_plain,
     )
 
 

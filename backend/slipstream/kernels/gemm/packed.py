@@ -23,8 +23,6 @@ SCALES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_ROWS = 128
 COLUMNS = (8, 16, 32)  # rows of x that a launch takes
 TILES = (1, 2, 3, 4, 6, 8)
-# By norms: the macros of kernels that compute them, as `Spec` names both.
-NORMS: dict[str, dict[str, int]] = {"": {}, "norm": {"NORM": 1}, "norm plus one": {"NORM": 2}}
 _MOST_TILES = {8: 8, 16: 4, 32: 4}  # at a time: what registers hold
 _WARPS = {8: 16, 16: 8, 32: 8}
 _MOST_SLOTS = 6
@@ -94,17 +92,6 @@ def type_refusal(spec: Spec) -> str | None:
     if spec.packing.is_float and spec.packing.scale != spec.x:
         return "takes floats whose scales are of the type of the rows"
     return "has no norm" if spec.norm else None
-
-
-def norm_refusal(spec: Spec) -> str | None:
-    """Say why no kernel computes the norm, too, of rows of packed weights; None: one may."""
-    if spec.norm not in NORMS:
-        return "has RMS norms alone"
-    if spec.norm and spec.x != torch.bfloat16:
-        return "norms rows of bf16: x times the norm's weight may be none of fp16's numbers"
-    if spec.norm and not (spec.in_order and spec.norm_aligned):
-        return "norms inputs as they come, by a weight that is aligned to 16 bytes"
-    return None
 
 
 def shared_refusal(spec: Spec, max_rows: int) -> str | None:

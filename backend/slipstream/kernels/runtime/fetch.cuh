@@ -9,12 +9,12 @@
 // earlier queues before memory, and what small kernels in front still read queues behind it.
 constexpr int BYTES_A_NS = 61;
 
-// By one thread, before `barrier_init_done`: a slot is full of what two lanes copy, or as many as arrive, and empty once
-// `readers` warps have released it.
+// By one thread, before `barrier_init_done`: a slot is full of what two lanes copy, and empty once `readers` warps have
+// released it.
 template <class Shared>
-DEVICE void init_slots(const Shared& shared, i64 num_slots, int readers, int arrivals = 2) {
+DEVICE void init_slots(const Shared& shared, i64 num_slots, int readers) {
   for (int i = 0; i < num_slots; ++i) {
-    barrier_init(shared.full(i), arrivals);
+    barrier_init(shared.full(i), 2);
     barrier_init(shared.empty(i), readers);
   }
 }

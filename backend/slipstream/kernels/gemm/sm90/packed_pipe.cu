@@ -9,20 +9,13 @@
 // Rows of e4m3 (FP8), which have a scale each, are multiplied twice as fast; codes, of 4 bits without zeros, lie otherwise
 // then (packing.py), and become e4m3 exactly by 90 instructions of the integer pipe.
 // -D ELEMENT (T: of `out`), BITS, FLOATS, SCALE, PARTS, ZEROS, SCALED (codes.cuh), FP8 (0, 1), COLUMNS (16, 32, 64, 128,
-// 256), TILES (1, 2), NORM (0, or of the rows of x: pipe_norm.cuh)
+// 256), TILES (1, 2)
 #ifndef FP8
 #define FP8 0
 #endif
-#ifndef NORM
-#define NORM 0
-#endif
 #include "gemm/codes.cuh"
 #include "runtime/fetch.cuh"
-#include "gemm/sm90/pipe_finish.cuh"
 #include "gemm/sm90/wgmma_fragments.cuh"
-#if NORM
-#include "gemm/sm90/pipe_norm.cuh"
-#endif
 
 constexpr int GROUPS = 2;  // warpgroups that multiply; a third one copies
 constexpr int THREADS = GROUPS * 128;
@@ -65,9 +58,6 @@ struct Task {
   u32 first;       // of the CTA's tiles of 16; of a gate's, where its ups come in the second half of the CTA's
   int begin, end;  // of the CTA's blocks
   int num_slots, copied;
-#if NORM
-  RowNorm norm;
-#endif
 
   DEVICE u32 first_of_half(int half) const {
     return first + (half == 0 ? 0 : gated ? num_tiles / 2 : u32(HALF_TILES));
@@ -78,20 +68,10 @@ struct Shared {
   const u32 base = shared_address(shared_bytes);
   const u32 barriers;
 
-  DEVICE explicit Shared(const Task& task) : barriers(base + task.num_slots * SLOT_BYTES) {
-#if NORM
-    num_slots = task.num_slots;
-#endif
-  }
+  DEVICE explicit Shared(const Task& task) : barriers(base + task.num_slots * SLOT_BYTES) {}
   DEVICE u32 x(int slot) const { return base + slot * SLOT_BYTES; }
   DEVICE u32 full(int slot) const { return barriers + slot * 16; }
   DEVICE u32 empty(int slot) const { return full(slot) + 8; }
-#if NORM
-  // Where x arrives first; behind the other barriers.
-  int num_slots;
-  DEVICE u32 came(int slot) const { return full(num_slots) + slot * 8; }
-  DEVICE u8* rows(int slot) const { return shared_bytes + slot * SLOT_BYTES; }
-#endif
 };
 
 // ---- the lanes that copy ----
@@ -114,15 +94,10 @@ DEVICE void copy_weights(const Task& task, const Shared& shared, const TensorMap
     copy_box(target + half * ZERO_PITCH, task.zeros, group * (ZERO_BYTES / 8), task.first_of_half(half), full, policy);
 }
 DEVICE void copy_x(const Task& task, const Shared& shared, const TensorMap* x, int block, int slot) {
-#if NORM
-  const u32 full = shared.came(slot);
-#else
-  const u32 full = shared.full(slot);
-#endif
-  barrier_expect(full, CHUNKS * task.copied * 128);
+  barrier_expect(shared.full(slot), CHUNKS * task.copied * 128);
 #pragma unroll
   for (int c = 0; c < CHUNKS; ++c)
-    copy_box(shared.x(slot) + c * CHUNK_BYTES, x, block * BLOCK_INPUTS + c * 64, task.first_row, full);
+    copy_box(shared.x(slot) + c * CHUNK_BYTES, x, block * BLOCK_INPUTS + c * 64, task.first_row, shared.full(slot));
 }
 
 // ---- the warpgroups that multiply ----
@@ -278,6 +253,69 @@ struct Multiplier {
 
 // ---- the end ----
 
+struct Eight {
+  float at[8];
+
+  DEVICE void load(const float* from) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      const auto four = ::load<4>(from + i);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) at[i + j] = four.at[j];
+    }
+  }
+  DEVICE void store(float* to) const {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) ::store<4>(to + i, Pack<float, 4>{{at[i], at[i + 1], at[i + 2], at[i + 3]}});
+  }
+};
+
+// What a row of x has of eight outputs, or of gates and their ups.
+struct Finish {
+  const float *row_scales, *factors;
+  const T* bias;
+  T* out;
+  i64 out_stride;
+  u32 num_outputs;  // of `out`
+  bool gated, adds, wide;
+
+  DEVICE void scale(Eight& values, float row_scale, u32 output) const {
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) {
+      if (output % num_outputs + i >= num_outputs) break;
+      values.at[i] *= row_scale;
+      if (factors != nullptr) values.at[i] *= factors[output + i];
+      if (bias != nullptr) values.at[i] += to_float(bias[output + i]);
+    }
+  }
+  DEVICE void store(u32 row, u32 output, Eight& values, Eight& ups) const {
+    const bool scales = row_scales != nullptr || factors != nullptr || bias != nullptr;
+    const float row_scale = row_scales != nullptr ? load_fresh<1>(row_scales + row).at[0] : 1.0f;
+    if (scales) scale(values, row_scale, output);
+    if (gated) {
+      if (scales) scale(ups, row_scale, num_outputs + output);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) values.at[i] = silu_fast(values.at[i]) * ups.at[i];
+    }
+    T* target = out + row * out_stride + output;
+    if (wide) {
+      Pack<T, 8> rounded;
+      if (adds) rounded = load_fresh<8>(target);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        rounded.at[i] = from_float<T>(adds ? values.at[i] + to_float(rounded.at[i]) : values.at[i]);
+      ::store<8>(target, rounded);
+      return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) {
+      if (output + i >= num_outputs) break;
+      const float before = adds ? to_float(load_fresh<1>(target + i).at[0]) : 0.0f;
+      target[i] = from_float<T>(adds ? values.at[i] + before : values.at[i]);
+    }
+  }
+};
+
 // Sums come by rows of x to where the ring was.
 DEVICE void put_sums(const float (&totals)[TILES][SUMS]) {
   float* places = reinterpret_cast<float*>(shared_bytes);
@@ -300,11 +338,6 @@ DEVICE void store_sums(const Task& task, u32 share) {
     Eight values, ups;
     values.load(places + place * PITCH + unit);
     if (task.gated) ups.load(places + place * PITCH + CTA_ROWS / 2 + unit);
-#if NORM
-    const float inverse = task.norm.inverse_rms(place);
-    values.multiply(inverse);
-    if (task.gated) ups.multiply(inverse);
-#endif
     if (task.parts == nullptr) {
       if (output < outputs) finish.store(row, output, values, ups);
       continue;
@@ -320,15 +353,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
                 const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap zeros,
                 const float* row_scales, const float* factors, const T* bias, T* out, float* parts, i64 out_stride,
                 i64 num_rows, i64 num_inputs, i64 num_outputs, i64 num_tiles, i64 num_groups, i64 group_factor,
-                i64 num_shares, i64 gated, i64 adds, i64 wide, i64 copied, i64 num_slots, i64 row_tiles
-#if NORM
-                ,
-                const T* norm, float eps, float inverse_width
-#endif
-    ) {
-#if NORM
-  __shared__ float squares[COLUMNS][NORM_WARPS];
-#endif
+                i64 num_shares, i64 gated, i64 adds, i64 wide, i64 copied, i64 num_slots, i64 row_tiles) {
   const u32 share = blockIdx.x % u32(num_shares), num_blocks = (num_inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
   const u32 tile = blockIdx.x / u32(num_shares), first_row = tile % u32(row_tiles) * COLUMNS;
   const Task task{{nullptr, nullptr, nullptr, num_blocks, u32(num_groups), u32(group_factor)},
@@ -336,21 +361,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
                   first_row, min(first_row + COLUMNS, u32(num_rows)), u32(num_rows), u32(num_outputs), u32(num_tiles),
                   gated != 0, adds != 0, wide != 0, tile / u32(row_tiles) * HALF_TILES * (gated != 0 ? 1 : 2),
                   int(share * num_blocks / u32(num_shares)), int((share + 1) * num_blocks / u32(num_shares)),
-                  int(num_slots), int(copied)
-#if NORM
-                      ,
-                  {norm, u32(num_inputs), eps, inverse_width, squares}
-#endif
-  };
+                  int(num_slots), int(copied)};
   const Shared shared(task);
   if (threadIdx.x == THREADS) {
     start_next();
-#if NORM
-    init_slots(shared, num_slots, THREADS / 32, 1 + NORM_WARPS);
-    for (int i = 0; i < num_slots; ++i) barrier_init(shared.came(i), 1);
-#else
     init_slots(shared, num_slots, THREADS / 32);
-#endif
     barrier_init_done();
   }
   __syncthreads();
@@ -368,9 +383,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == THREADS) fetch_weights(task, shared, &codes, SLOT_BYTES - X_BYTES);
     if (threadIdx.x == THREADS + 32) fetch_x(task, shared, &x);
-#if NORM
-    if (threadIdx.x >= THREADS + 64) normalise_rows(task, shared, task.norm, threadIdx.x / 32 - (THREADS / 32 + 2));
-#endif
   }
 }
 

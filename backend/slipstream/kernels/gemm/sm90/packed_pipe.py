@@ -2,8 +2,7 @@
 
 Weights are decoded into registers while the tensor cores multiply those before; rows of x are the
 other operand, in shared memory. CTAs share out the inputs of a matrix that is too small for all
-multiprocessors; a second kernel then adds up their sums, always in the same order. Where they do
-not, up to 16 rows may have an RMS norm: two warps apply it to what came of x, in shared memory.
+multiprocessors; a second kernel then adds up their sums, always in the same order.
 
 `packed_pipe` scales sums of groups in fp32. `pipe_scaled` scales each weight, and rounds it to 16
 bits once, as a matrix that is dequantised; so it has sums for twice as many rows. Of e2m1, whose
@@ -23,10 +22,8 @@ from slipstream.kernels.gemm import packed_routes
 from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Spec, gemm
 from slipstream.kernels.gemm.packed import (
     DTYPES,
-    NORMS,
     SCALES,
     defines,
-    norm_refusal,
     packings,
     shape_refusal,
     shared_refusal,
@@ -35,7 +32,6 @@ from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing, arrang
 from slipstream.kernels.runtime import jit, tensor_map
 
 MAX_ROWS, MAX_SCALED_ROWS, MAX_E4M3_ROWS = 128, 256, 1 << 16
-MAX_NORMED_ROWS = 16
 # Rows of x that a launch takes, with tiles of 64 weight rows of a warpgroup.
 SIZES = ((16, 1), (16, 2), (32, 1), (32, 2), (64, 1), (64, 2), (128, 1))
 E4M3_SIZES = SIZES
@@ -44,7 +40,7 @@ MEMORY = 226 << 10
 _GROUPS = 2  # warpgroups that multiply
 _MOST_SLOTS, _FEWEST_SLOTS = 12, 2
 _MOST_SHARES = 16
-_BARRIER_BYTES = {False: 16, True: 24}  # of a slot: without a norm, with one
+_BARRIER_BYTES = 16  # of a slot
 # What a multiprocessor does in a cycle, about: bytes from memory, and from the L2 cache. Beside the
 # GEMMs, a tile of 64 rows takes so many cycles of a block; a launch has so many beside its
 # blocks, and where sums are added up by another kernel, so many more. By measurements of an H200.
@@ -75,17 +71,17 @@ def slot_bytes(packing: Packing, columns: int, tiles: int) -> int:
     return -(-(x + 2 * (codes + scales + zeros)) // 1024) * 1024
 
 
-def num_slots(packing: Packing, columns: int, tiles: int, has_norm: bool = False) -> int:
+def num_slots(packing: Packing, columns: int, tiles: int) -> int:
     """Count the slots of the ring."""
-    fit = MEMORY // (slot_bytes(packing, columns, tiles) + _BARRIER_BYTES[has_norm])
+    fit = MEMORY // (slot_bytes(packing, columns, tiles) + _BARRIER_BYTES)
     return min(fit, _MOST_SLOTS)
 
 
-def num_bytes(packing: Packing, division: Tiling, has_norm: bool = False) -> int:
+def num_bytes(packing: Packing, division: Tiling) -> int:
     """Bytes of shared memory: the ring, and later sums in its place."""
     columns, tiles = division.columns, division.tiles
-    slots = num_slots(packing, columns, tiles, has_norm)
-    ring = slots * (slot_bytes(packing, columns, tiles) + _BARRIER_BYTES[has_norm])
+    slots = num_slots(packing, columns, tiles)
+    ring = slots * (slot_bytes(packing, columns, tiles) + _BARRIER_BYTES)
     return max(ring, columns * (division.rows + 4) * 4)
 
 
@@ -166,21 +162,16 @@ def takes_e4m3(spec: Spec) -> str | None:
 
 
 def _refusal(spec: Spec, most: int, scaled: bool) -> str | None:
-    if spec.norm and scaled:
-        return "has no norm"
-    most = MAX_NORMED_ROWS if spec.norm else most
-    why = norm_refusal(spec) or shared_refusal(spec._replace(norm=""), most)
-    if why is not None:
+    if (why := shared_refusal(spec, most)) is not None:
         return why
     assert spec.packing is not None, "it was not refused"
-    division = tiling(spec.rows, spec.packing, scaled, spec.target.multiprocessors)
-    if division is None:
+    if tiling(spec.rows, spec.packing, scaled, spec.target.multiprocessors) is None:
         return "finds no room in shared memory"
-    return "norms rows where no CTAs share inputs" if spec.norm and division.shares > 1 else None
+    return None
 
 
 def _variant(
-    dtype: torch.dtype, packing: Packing, size: tuple[int, int], scaled: bool, norm: str = ""
+    dtype: torch.dtype, packing: Packing, size: tuple[int, int], scaled: bool
 ) -> jit.Variant:
     return jit.variant(
         "gemm/sm90/packed_pipe.cu",
@@ -190,7 +181,6 @@ def _variant(
         TILES=size[1],
         **({"SCALED": 1} if scaled else {}),
         **({"FP8": 1} if packing.for_e4m3 else {}),
-        **NORMS[norm],
     )
 
 
@@ -207,15 +197,13 @@ def variants() -> Iterator[jit.Variant]:
         for size in _sizes(packing, scaled):
             if num_slots(packing, *size) >= _FEWEST_SLOTS:
                 yield _variant(dtype, packing, size, scaled)
-            if dtype == torch.bfloat16 and size[0] == MAX_NORMED_ROWS:
-                yield from (_variant(dtype, packing, size, scaled, n) for n in NORMS if n)
 
 
 @gemm.implementation(
     "packed_pipe", "cuda", "sm_90a", takes=takes, cost=packed_routes.cost("packed_pipe")
 )
 def packed_pipe(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
-    """`gemm` on the GPU, with norm, bias, gate and residual sum."""
+    """`gemm` on the GPU, with bias, gate and residual sum."""
     return _multiply(x, weight, around, scaled=False)
 
 
@@ -283,15 +271,12 @@ def _launch(
     groups = around.groups
     assert groups is not None, "weights are packed"
     packing, rows, outputs = groups.packing, len(x), y.shape[1]
-    has_norm = around.norm is not None
-    size = (division.columns, division.tiles)
-    variant = _variant(y.dtype, packing, size, scaled, around.norm_kind)
+    variant = _variant(y.dtype, packing, (division.columns, division.tiles), scaled)
     shares, copied = division.shares, min(-(-rows // 8) * 8, division.columns)
     row_tiles = -(-rows // division.columns)
     row_scales = 0 if around.rows is None else around.rows
-    jit.require(shares == 1 or not has_norm, "packed_pipe: CTAs that share inputs have no norm")
-    parts_size = (shares, rows, packing.tiles * TILE)
-    parts = torch.empty(parts_size, dtype=torch.float32, device=x.device) if shares > 1 else 0
+    size = (shares, rows, packing.tiles * TILE)
+    parts = torch.empty(size, dtype=torch.float32, device=x.device) if shares > 1 else 0
     factors = 0 if around.columns is None else around.columns
     bias = 0 if around.bias is None else around.bias
     is_wide = outputs % 8 == 0 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0
@@ -318,10 +303,9 @@ def _launch(
         packing.group_factor,
         *ends,
         copied,
-        num_slots(packing, *size, has_norm),
+        num_slots(packing, division.columns, division.tiles),
         row_tiles,
-        *((around.norm, around.eps, 1.0 / packing.inputs) if has_norm else ()),
-        shared_memory=num_bytes(packing, division, has_norm),
+        shared_memory=num_bytes(packing, division),
         overlaps=True,
     )
     if shares > 1:

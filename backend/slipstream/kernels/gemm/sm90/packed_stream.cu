@@ -5,14 +5,8 @@
 // the same order.
 // Every block takes a warp about 60 instructions of the integer pipe, which starts one every second cycle, and 60 others:
 // half of the time that memory takes to bring four blocks, one for each scheduler.
-// With a norm (NORM) numbers of x are multiplied by its weight in front of mma.sync, each rounded once; the sum of squares
-// of a row, which mma.sync makes of x by itself, scales the row's sums at the end.
-// -D ELEMENT (T), BITS, FLOATS, SCALE, PARTS, ZEROS (codes.cuh), COLUMNS (8, 16), TILES, NORM (0; 1: by RMS; 2: weights of
-// the norm are less 1)
+// -D ELEMENT (T), BITS, FLOATS, SCALE, PARTS, ZEROS (codes.cuh), COLUMNS (8, 16), TILES
 #define WARPS 16
-#ifndef NORM
-#define NORM 0
-#endif
 #include "gemm/packed_rows.cuh"
 #include "runtime/fetch.cuh"
 
@@ -22,9 +16,6 @@ constexpr int PIECE_PARTS = WARPS * PARTS;
 constexpr int SLOT_BYTES = WARPS * CODE_BYTES + PIECE_PARTS * (SCALE_BYTES + ZERO_BYTES);
 constexpr bool LOADS_EARLY = COLUMNS == 8 || (BITS == 4 && PARTS == 1);  // or there are too few registers
 static_assert(TILES * COLUMNS * 16 <= THREADS, "a thread finishes one output");
-static_assert(!BY_FOURS || (COLUMNS == 8 && BITS == 4 && !FLOATS && !ZEROS && !IS_FP16<T>), "codes for rows of e4m3");
-static_assert(NORM == 0 || COLUMNS == 8, "a fragment of x is one of A, too");
-constexpr int NORM_ROWS = NORM == 0 ? 0 : 1;  // in a slot of x: behind its rows lies the norm's weight
 
 extern __shared__ __align__(128) u8 shared_bytes[];
 
@@ -39,11 +30,6 @@ struct Task {
   bool adds;   // to `out`
   int num_slots, num_x_slots;
   u32 begin, end;  // this CTA's tiles, or pairs
-#if NORM
-  const T* norm;
-  float eps, inverse_width;
-  float* squares;  // of a row of x, by the inputs of each warp
-#endif
 
   DEVICE u32 at_once() const { return gated ? TILES / 2 : TILES; }
   // Of those that a CTA has at once, from `first` on.
@@ -63,7 +49,7 @@ struct Shared {
   const int num_slots;
 
   DEVICE explicit Shared(const Task& task)
-      : x_bytes((task.num_rows + NORM_ROWS) * X_PITCH), x_ring(base + task.num_slots * SLOT_BYTES),
+      : x_bytes(task.num_rows * X_PITCH), x_ring(base + task.num_slots * SLOT_BYTES),
         barriers(x_ring + task.num_x_slots * x_bytes), num_slots(task.num_slots + task.num_x_slots) {}
   DEVICE u32 slot(int i) const { return base + i * SLOT_BYTES; }
   DEVICE const u8* bytes(int i) const { return shared_bytes + i * SLOT_BYTES; }
@@ -110,23 +96,8 @@ DEVICE void stream_weights(const Task& task, const Shared& shared) {
       }
 }
 
-#if NORM
-// What a slot of x will be full of; it gets the norm's weight.
-DEVICE void open_x(const Task& task, const Shared& shared, u32 piece, int slot) {
-  const u32 input = piece * WARPS * BLOCK_INPUTS, bytes = min(u32(WARPS * BLOCK_INPUTS), task.num_inputs - input) * 2;
-  const u32 full = shared.full(task.num_slots + slot);
-  barrier_expect(full, (task.num_rows + 1) * bytes);
-  copy_bulk(shared.x(slot) + task.num_rows * X_PITCH, task.norm + input, bytes, full);
-}
-#endif
-
-// Once where there is room for all of x, else for all tiles of a time again. A norm's weight fills the first slots while
-// the previous kernel runs.
+// Once where there is room for all of x, else for all tiles of a time again.
 DEVICE void stream_x(const Task& task, const Shared& shared) {
-#if NORM
-  const u32 num_early = min(u32(task.num_x_slots), task.num_pieces());
-  for (u32 piece = 0; piece < num_early; ++piece) open_x(task, shared, piece, int(piece));
-#endif
   wait_for_previous();
   RingPosition next;
   for (u32 first = task.begin; first < task.end; first += task.at_once()) {
@@ -134,11 +105,7 @@ DEVICE void stream_x(const Task& task, const Shared& shared) {
       const u32 input = piece * WARPS * BLOCK_INPUTS, count = min(u32(WARPS * BLOCK_INPUTS), task.num_inputs - input);
       const u32 full = shared.full(task.num_slots + next.slot);
       barrier_wait(full + 8, next.parity ^ 1);
-#if NORM
-      if (first != task.begin || piece >= num_early) open_x(task, shared, piece, next.slot);
-#else
       barrier_expect(full, task.num_rows * count * 2);
-#endif
       for (u32 row = 0; row < task.num_rows; ++row)
         copy_bulk(shared.x(next.slot) + row * X_PITCH, task.x + row * task.x_stride + input, count * 2, full);
       next.advance(task.num_x_slots);
@@ -157,27 +124,6 @@ DEVICE void release(u32 empty, u32 seen) {
   if (threadIdx.x % 32 == 0) barrier_arrive(empty);
 }
 
-#if BY_FOURS
-// A row of x, or the norm's weight, in a slot: four inputs of a step for each lane of a quad.
-struct Fours {
-  const u8* bytes;
-  DEVICE Fours(const Shared& shared, u32 slot, u32 row) : bytes(shared_bytes + (slot - shared.base) + row * X_PITCH) {}
-  DEVICE void load(u32 (&pairs)[2], int step) const {
-    const auto four = ::load<2>(reinterpret_cast<const u32*>(bytes + step * 32 + threadIdx.x % 4 * 8));
-    pairs[0] = four.at[0], pairs[1] = four.at[1];
-  }
-};
-DEVICE void load_by_fours(u32 (&b)[PIECES][STEPS][2], const Shared& shared, u32 slot, u32 num_rows) {
-  const u32 row = threadIdx.x % 32 / 4;
-  const Fours own(shared, slot, min(row, num_rows - 1));
-#pragma unroll
-  for (int s = 0; s < STEPS; ++s) {
-    own.load(b[0][s], s);
-    if (row >= num_rows) b[0][s][0] = b[0][s][1] = 0;
-  }
-}
-#endif
-
 // Inputs from `count` on are not there: what the slot holds behind them may be anything.
 DEVICE void clear_inputs(u32 (&b)[PIECES][STEPS][2], u32 count) {
 #pragma unroll
@@ -186,22 +132,7 @@ DEVICE void clear_inputs(u32 (&b)[PIECES][STEPS][2], u32 count) {
     for (int s = 0; s < STEPS; ++s)
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        if (s * 16 + (BY_FOURS ? 0 : j * 8) >= int(count)) b[p][s][j] = 0;
-}
-
-// Of a row of x, from the squares of its warps; 1 if there is no norm.
-DEVICE float inverse_rms(const Task& task, u32 row) {
-#if NORM
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < WARPS; i += 4) {
-    const auto four = load<4>(task.squares + row * WARPS + i);
-    sum += four.at[0] + four.at[1] + (four.at[2] + four.at[3]);
-  }
-  return rsqrtf(sum * task.inverse_width + task.eps);
-#else
-  return 1.0f;
-#endif
+        if (s * 16 + j * 8 >= int(count)) b[p][s][j] = 0;
 }
 
 // The one output that a thread finishes of those that a CTA has at once.
@@ -228,10 +159,9 @@ struct Output {
   }
   DEVICE void write(const Task& task, float* places) const {
     if (!is_real) return;
-    const float by = inverse_rms(task, column);
-    float value = total(places, tile, column, row) * (by * factors[0]) + biases[0];
+    float value = total(places, tile, column, row) * factors[0] + biases[0];
     if (task.gated)
-      value = silu_fast(value) * (total(places, tile + TILES / 2, column, row) * (by * factors[1]) + biases[1]);
+      value = silu_fast(value) * (total(places, tile + TILES / 2, column, row) * factors[1] + biases[1]);
     task.out[column * task.out_stride + output] = from_float<T>(value + before);
   }
 };
@@ -244,63 +174,17 @@ struct Multiplier {
   const u32 warp = threadIdx.x / 32;
   RingPosition next, next_x;
   u32 b[PIECES][STEPS][2];
-#if NORM
-  float squares[4] = {};  // of x by itself: those of a row with itself, in one lane, are its sum of squares
-#endif
 
   DEVICE Multiplier(const Task& task, const Shared& shared) : task(task), shared(shared) {}
-#if NORM
-  // Each row's fragment of B is one of A, too. A lane has the norm's weight where it has x.
-  DEVICE void normalise(bool is_first) {
-    if (is_first) {
-#pragma unroll
-      for (int s = 0; s < STEPS; ++s) {
-        const u32 a[4] = {b[0][s][0], 0, b[0][s][1], 0};
-        multiply_add(squares, a, b[0][s][0], b[0][s][1], T{});
-      }
-    }
-    const u32 slot = shared.x(next_x.slot) + warp * BLOCK_INPUTS * 2;
-#pragma unroll
-    for (int s = 0; s < STEPS; s += 2) {
-      u32 weights[4];
-#if BY_FOURS
-      const Fours norm(shared, slot, task.num_rows);
-      u32 pairs[2][2];
-      norm.load(pairs[0], s), norm.load(pairs[1], s + 1);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) weights[i] = pairs[i / 2][i % 2];
-#else
-      load_matrices(weights, slot + task.num_rows * X_PITCH + threadIdx.x % 32 / 8 * 16 + s * 32);
-#endif
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        u32& pair = b[0][s + i / 2][i % 2];
-        pair = fma_pairs(pair, weights[i], NORM == 2 ? pair : 0x80008000, T{});
-      }
-    }
-  }
-  DEVICE void leave_squares() const {
-    const u32 lane = threadIdx.x % 32, row = lane / 4;
-    if (lane % 4 == row / 2) task.squares[row * WARPS + warp] = squares[row % 2];
-  }
-#endif
-  DEVICE void take_x(u32 block, bool is_first) {
+  DEVICE void take_x(u32 block) {
     const u32 full = shared.full(task.num_slots + next_x.slot);
     barrier_wait(full, next_x.parity);
-#if BY_FOURS
-    load_by_fours(b, shared, shared.x(next_x.slot) + warp * BLOCK_INPUTS * 2, task.num_rows);
-#else
     load_x<X_PITCH>(b, shared.x(next_x.slot) + warp * BLOCK_INPUTS * 2, shared.zeros(), task.num_rows);
-#endif
-    const u32 begin = block * BLOCK_INPUTS;
-#if NORM
-    if (begin + BLOCK_INPUTS > task.num_inputs) clear_inputs(b, max(task.num_inputs, begin) - begin);
-    normalise(is_first);
-#endif
     u32 seen = 0;
 #pragma unroll
     for (int p = 0; p < PIECES; ++p) seen ^= b[p][STEPS - 1][1];
     if (!task.keeps_x()) release(full + 8, seen);
+    const u32 begin = block * BLOCK_INPUTS;
     if (begin + BLOCK_INPUTS > task.num_inputs) clear_inputs(b, max(task.num_inputs, begin) - begin);
     if (task.keeps_x() && next_x.slot + 1 == int(task.num_pieces()))
       next_x.slot = 0;  // where it stays, in its first phase
@@ -327,15 +211,12 @@ struct Multiplier {
 #pragma unroll 1
     for (u32 piece = 0; piece < task.num_pieces(); ++piece) {
       const u32 block = piece * WARPS + warp, first_group = task.weights.group(piece * WARPS, 0);
-      take_x(block, first == task.begin);
+      take_x(block);
 #pragma unroll
       for (int t = 0; t < TILES; ++t)
         if (task.exists(first, t)) multiply_tile(sums[t], block, first_group);
     }
     if (!LOADS_EARLY) output.load(task);
-#if NORM
-    if (first == task.begin) leave_squares();
-#endif
     float* places = shared.places();
     if (warp >= HALF) put_sums(places, warp - HALF, sums, false);
     sync_warps();
@@ -349,26 +230,13 @@ struct Multiplier {
 extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
     packed_stream(const u8* codes, const u8* scales, const u8* zeros, const float* factors, const T* x, const T* bias,
                   T* out, i64 x_stride, i64 out_stride, i64 num_rows, i64 num_inputs, i64 num_outputs, i64 num_tiles,
-                  i64 num_groups, i64 group_factor, i64 share, i64 num_slots, i64 num_x_slots, i64 gated, i64 adds
-#if NORM
-                  ,
-                  const T* norm, float eps, float inverse_width
-#endif
-    ) {
-#if NORM
-  __shared__ __align__(16) float squares[COLUMNS * WARPS];
-#endif
+                  i64 num_groups, i64 group_factor, i64 share, i64 num_slots, i64 num_x_slots, i64 gated, i64 adds) {
   const u32 units = gated != 0 ? num_tiles / 2 : num_tiles, begin = blockIdx.x * u32(share);
   const u32 num_blocks = (num_inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
   const Task task{{codes, scales, zeros, num_blocks, u32(num_groups), u32(group_factor)},
                   factors, x, bias, out, x_stride, out_stride, u32(num_rows), u32(num_inputs), u32(num_outputs),
                   u32(num_tiles), gated != 0, adds != 0, int(num_slots), int(num_x_slots), begin,
-                  min(begin + u32(share), units)
-#if NORM
-                      ,
-                  norm, eps, inverse_width, squares
-#endif
-  };
+                  min(begin + u32(share), units)};
   const Shared shared(task);
   if (threadIdx.x == THREADS) {
     start_next();
