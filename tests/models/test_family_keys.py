@@ -138,3 +138,17 @@ def test_capped_scores_are_refused_in_endless_sequences(tmp_path: Path) -> None:
     spec = attention_spec(config, model, torch.device("cpu"), torch.bfloat16, torch.bfloat16)
     said = "attention_window = 8: Gemma2ForCausalLM has capped scores"
     assert said in str(backend_for(spec))
+
+
+@pytest.mark.parametrize(
+    ("inner", "beside", "every"), [(64, 9, 9), (64, None, 64), (None, None, 256)]
+)
+def test_queries_grow_by_the_context_before_it_was_stretched(
+    inner: int | None, beside: int | None, every: int, tmp_path: Path
+) -> None:
+    """What stands beside the rotation wins, as in transformers; without either it is the whole."""
+    rope = YARN | {"llama_4_scaling_beta": 0.4, "original_max_position_embeddings": inner}
+    keys = {"rope_scaling": rope, "original_max_position_embeddings": beside}
+    config = read_config(files("ministral3", tmp_path, "rope_parameters", **keys))
+    assert config.axes.query_growth == (0.4, every)
+    assert config.rope.original_max_positions == every

@@ -8,6 +8,7 @@ from slipstream.models.gguf_form import MAGNITUDE, GgufForm, GgufKeys
 from slipstream.models.reader import Reader
 
 BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
+STRETCHED = ("llama3", "yarn", "longrope")
 _ROPE = {
     "rope_type": "yarn",
     "rope_theta": 1e6,
@@ -30,8 +31,16 @@ def derived(config: Reader) -> Mapping[str, object]:
     if BETA not in rope.data:
         raise rope.refusal(BETA, "is no number: queries have no factor")
     kept = {name: value for name, value in rope.data.items() if name != BETA}
-    growth = None if rope.data[BETA] == 0 else (rope.positive(BETA), rope.whole(ORIGINAL))
+    growth = None if rope.data[BETA] == 0 else (rope.positive(BETA), _every(config, rope))
     return {key: kept, BETA: growth}
+
+
+def _every(config: Reader, rope: Reader) -> int:
+    """Return after how many positions queries grow: the context before it was stretched."""
+    if (rope.get("rope_type") or rope.get("type")) not in STRETCHED:
+        return rope.whole(ORIGINAL)
+    most = config.whole("max_position_embeddings")
+    return config.whole(ORIGINAL, rope.whole(ORIGINAL, most))
 
 
 def gguf_rope(keys: GgufKeys) -> dict[str, object]:
