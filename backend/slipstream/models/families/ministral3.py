@@ -9,17 +9,8 @@ from slipstream.models.reader import Reader
 
 BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 STRETCHED = ("llama3", "yarn", "longrope")
-_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    ORIGINAL: 16384,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale_all_dim": 1.0,
-    "mscale": 1.0,
-    BETA: 0.1,
-}
+_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, ORIGINAL: 16384, BETA: 0.1}
+_ROPE |= {"mscale_all_dim": 1.0, "mscale": 1.0}
 
 
 def derived(config: Reader) -> Mapping[str, object]:
