@@ -8,6 +8,7 @@ tokens are numerous and cannot form cycles, so the garbage collector skips them 
 """
 
 from array import array
+from collections.abc import Mapping
 from enum import StrEnum
 
 import msgspec
@@ -259,9 +260,17 @@ class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Adapters(ToBridge, frozen=True):
-    """All adapters: sent to all bridges when they change, and after `Welcome` if there are any."""
+    """Adapters: all after `Welcome`, if there are any, and to all bridges what has changed."""
 
-    adapters: list[AdapterInfo]
+    adapters: list[AdapterInfo]  # new, or of names that point to others now
+    removed: list[str] = []  # names
+
+    def onto(self, before: Mapping[str, AdapterInfo]) -> dict[str, AdapterInfo]:
+        """Return the adapters by name, of those before; other threads may read these."""
+        found = {**before, **{info.name: info for info in self.adapters}}
+        for name in self.removed:
+            found.pop(name, None)
+        return found
 
 
 class Prefixes(ToBridge, frozen=True):

@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,13 +101,13 @@ class Model:
         return tuple(dict.fromkeys(own if welcome is None else (welcome.model, *own)))
 
     @property
-    def adapters(self) -> tuple[wire.AdapterInfo, ...]:
-        """The adapters that its engine has."""
+    def adapters(self) -> Mapping[str, wire.AdapterInfo]:
+        """The adapters that its engine has, by name."""
         return self.engine.connection.adapters
 
     def adapter_of(self, name: object) -> str:
         """Return the adapter that a request's `model` names; empty: the model itself."""
-        is_adapter = name not in self.names and any(name == each.name for each in self.adapters)
+        is_adapter = isinstance(name, str) and name not in self.names and name in self.adapters
         return str(name) if is_adapter else ""
 
     @property
@@ -214,7 +215,7 @@ class Models:
             for model, name in pairs
             if name == model.deployment.name or (count[name] == 1 and name not in own)
         ]
-        adapters = [(model, each.name) for model in self.all for each in model.adapters]
+        adapters = [(model, name) for model in self.all for name in sorted(model.adapters)]
         named = Counter(name for _, name in adapters)
         return shown + [
             (model, name) for model, name in adapters if named[name] == 1 and name not in count

@@ -234,7 +234,7 @@ def _token_ids(body: Mapping[str, Any], text: ModelText) -> list[int]:
 
 def _card(model: Model, name: str) -> dict[str, object]:
     """Return a model, or an adapter of it, as `/v1/models` lists it."""
-    adapter = next((each for each in model.adapters if each.name == model.adapter_of(name)), None)
+    adapter = model.adapters.get(model.adapter_of(name))
     return {
         "id": name,
         "object": "model",

@@ -63,7 +63,7 @@ def test_names_and_paths(name: str, path: str, house: House, root: Path) -> None
     """What is loaded lies below the root; nothing else is left by what is refused."""
     connection = house._bridge.connection
     is_refused = refused(lambda: connection.load_adapter(name, path, 60))
-    found = [each for each in connection.adapters if each.name == name]
+    found = [each for each in connection.adapters.values() if each.name == name]
     assert bool(found) == (not is_refused)
     if found:
         real = os.path.realpath(found[0].path)
@@ -112,7 +112,7 @@ def test_races_of_twenty_clients(house: House, root: Path) -> None:
     digests = set()
     for name in ("one", "two"):
         connection.load_adapter(name, name, 60)
-        digests |= {each.digest for each in connection.adapters}
+        digests |= {each.digest for each in connection.adapters.values()}
         connection.unload_adapter(name, 60)
     write(root / "moving", 0)
     is_over = threading.Event()
@@ -136,7 +136,7 @@ def test_races_of_twenty_clients(house: House, root: Path) -> None:
                 ]
             )
             count += not refused(act)
-            assert {each.digest for each in connection.adapters} <= digests
+            assert {each.digest for each in connection.adapters.values()} <= digests
         return count
 
     swapping = threading.Thread(target=swap)
@@ -150,7 +150,7 @@ def test_races_of_twenty_clients(house: House, root: Path) -> None:
     finally:
         is_over.set()
         swapping.join()
-    for each in list(connection.adapters):
+    for each in list(connection.adapters.values()):
         connection.unload_adapter(each.name, 60)
     assert text_of(house, None) == base
     house._loop._engine.check_integrity()

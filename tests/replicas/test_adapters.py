@@ -30,7 +30,7 @@ def settings(root):
 
 
 def names(client: Client) -> list[str]:
-    return [info.name for info in client.connection.adapters]
+    return sorted(client.connection.adapters)
 
 
 def is_back(client: Client, number: int, pid: int) -> bool:

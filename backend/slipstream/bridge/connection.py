@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Protocol
 
 import msgspec
@@ -91,7 +91,7 @@ class Connection:
         self._take_prefixes = take_prefixes
         self.status: wire.Status | None = None  # the latest
         self.heard_s = -math.inf  # when the last message came, by time.monotonic()
-        self.adapters: tuple[wire.AdapterInfo, ...] = ()  # of the engine
+        self.adapters: Mapping[str, wire.AdapterInfo] = {}  # of the engine, by name
         self.num_dropped = 0  # frames that were not messages
         self._address = address
         self._hello = wire.Hello(wire.PROTOCOL, __version__, bridge, os.getpid(), keeps_engine)
@@ -302,7 +302,7 @@ class Connection:
                 self._compare(socket, message)
                 self._answer(message)
             case wire.Adapters():
-                self.adapters = tuple(message.adapters)
+                self.adapters = message.onto(self.adapters)
             case wire.Answered():
                 self._answer(message)
             case wire.Prefixes():
@@ -355,7 +355,7 @@ class Connection:
             was_welcome, self._welcome = self._welcome is not None, None
             self._socket = None
             unanswered = self._ledger.unanswered()
-        self.status, self.adapters = None, ()
+        self.status, self.adapters = None, {}
         if was_welcome:
             self._kept = [] if self._is_closing else unanswered
             self._kept_until_s = time.monotonic() + _KEEP_S

@@ -23,6 +23,7 @@ from slipstream_contract.prompt_table import TABLE, PromptTable
 from slipstream.core.adapter import Adapter, with_virtual
 from slipstream.engine.adapter_directory import AdapterDirectory
 from slipstream.engine.adapter_room import AdapterRoom, Pool
+from slipstream.engine.served import Changed
 from slipstream.errors import CheckpointError, StartError
 from slipstream.wire import AdapterInfo, Submit
 
@@ -113,7 +114,7 @@ class AdapterStore:
         self._loading: list[_Loading] = []
         self._threads: ThreadPoolExecutor | None = None
         self._directory: AdapterDirectory | None = None
-        self.when_changed: Callable[[], None] = lambda: None  # called when names have changed
+        self.when_changed: Changed = lambda changed, removed: None
 
     @property
     def is_loading(self) -> bool:
@@ -242,10 +243,11 @@ class AdapterStore:
 
     def infos(self) -> list[AdapterInfo]:
         """Return what there is, by name."""
-        return [
-            AdapterInfo(name, self._paths[name], found.rank, found.num_bytes, found.digest.hex())
-            for name, found in sorted(self._names.items())
-        ]
+        return [self._info(name) for name in sorted(self._names)]
+
+    def _info(self, name: str) -> AdapterInfo:
+        found = self._names[name]
+        return AdapterInfo(name, self._paths[name], found.rank, found.num_bytes, found.digest.hex())
 
     def acquire(self, adapter: Adapter | None) -> None:
         """Keep an adapter for a request."""
@@ -331,7 +333,7 @@ class AdapterStore:
             raise ContractError("the adapter's name is empty")
         del self._names[name], self._paths[name]
         self._drop(adapter)
-        self.when_changed()
+        self.when_changed([], [name])
 
     def check_integrity(self) -> None:
         """Assert that counts agree, and that nothing is kept that has no use."""
@@ -391,7 +393,7 @@ class AdapterStore:
         adapter.num_names += 1
         before, self._names[name], self._paths[name] = self._names.get(name), adapter, path
         self._drop(before)
-        self.when_changed()
+        self.when_changed([self._info(name)], [])
 
     def _adopt(self, weights: ReadWeights, what: str) -> Adapter:
         """Return the adapter of some weights, which is new if none has their digest.

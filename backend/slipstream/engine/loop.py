@@ -236,9 +236,9 @@ class EngineLoop:
             return
         reply(None)
 
-    def _publish_adapters(self) -> None:
-        """Send all bridges the adapters that there are."""
-        message = wire.Adapters(self._engine.adapters.infos())
+    def _publish_adapters(self, changed: list[wire.AdapterInfo], removed: list[str]) -> None:
+        """Send all bridges the adapters that have changed."""
+        message = wire.Adapters(changed, removed)
         for bridge in list(self._bridges):
             self._send(bridge, message)
 

@@ -17,11 +17,13 @@ from slipstream.wire import (
     Tokens,
 )
 
+Changed = Callable[[list[AdapterInfo], list[str]], None]  # new or changed ones; removed names
+
 
 class Adapters(Protocol):
     """The adapters that requests may name; see `engine/adapters.py`."""
 
-    when_changed: Callable[[], None]
+    when_changed: Changed
 
     @property
     def is_loading(self) -> bool:

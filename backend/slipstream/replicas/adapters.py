@@ -8,6 +8,7 @@ from functools import partial
 from slipstream_contract.errors import ContractError
 
 from slipstream.bridge.connection import Connection
+from slipstream.engine.served import Changed
 from slipstream.replicas.replica import Replica
 from slipstream.wire import AdapterInfo
 
@@ -22,7 +23,7 @@ class RoutedAdapters:
     """See `engine/served.py`. The loop's thread calls it, but for `catch_up`."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
-        self.when_changed: Callable[[], None] = lambda: None
+        self.when_changed: Changed = lambda changed, removed: None
         self._replicas = replicas
         self._pool = ThreadPoolExecutor(2 * len(replicas), "adapters")
         self._loading: list[tuple[list[Future[ContractError | None]], str, str, Reply]] = []
@@ -37,7 +38,9 @@ class RoutedAdapters:
 
     def infos(self) -> list[AdapterInfo]:
         """Return the adapters that any replica has, by name: requests go to those that have it."""
-        found = {info.name: info for each in self._replicas for info in each.connection.adapters}
+        found = dict[str, AdapterInfo]()
+        for each in self._replicas:
+            found.update(each.connection.adapters)
         return [found[name] for name in sorted(found)]
 
     def start_load(self, name: str, path: str, reply: Reply) -> None:
@@ -63,9 +66,12 @@ class RoutedAdapters:
     def take_watched(self) -> None:
         """Publish what has changed since the last call."""
         now = self.infos()
-        if now != self._published:
-            self._published = now
-            self.when_changed()
+        if now == self._published:
+            return
+        before = {info.name: info for info in self._published}
+        changed = [info for info in now if before.pop(info.name, None) != info]
+        self._published = now
+        self.when_changed(changed, list(before))
 
     def unload(self, name: str) -> None:
         """Have all replicas discard a name. Raises ContractError."""

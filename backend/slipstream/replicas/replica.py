@@ -169,10 +169,8 @@ class Replica:
 
     def adapter_digest(self, name: str) -> bytes | None:
         """Return the digest of an adapter that it has; None: it has none of that name."""
-        for info in self.connection.adapters:
-            if info.name == name:
-                return bytes.fromhex(info.digest)
-        return None
+        info = self.connection.adapters.get(name)
+        return None if info is None else bytes.fromhex(info.digest)
 
     def change_adapters(self, change: Callable[[Connection], None]) -> ContractError | None:
         """Load or unload an adapter there; return what went wrong."""
