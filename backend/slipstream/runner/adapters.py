@@ -69,6 +69,7 @@ class Adapters:
         self._stored: dict[int, AdapterWeights] = {}  # in host memory
         self._loaded: dict[int, Loaded] = {}  # on the device
         self._loads: dict[int, Future[Loaded]] = {}
+        self._late: list[int] = []  # loads that wait until other ranks have their parts
         self._thread: ThreadPoolExecutor | None = None
         self.page_bytes, self.num_pages = LEAST_PAGE, 0
         self._numbers = itertools.count(1)
@@ -194,6 +195,7 @@ class Adapters:
     def add(self, weights: AdapterWeights) -> int:
         """Store an adapter, and copy it to the device at once; return its number."""
         number = self.store(weights)
+        self._ranks.give_all(number)
         self.start_load(number)
         wait([self._loads[number]])
         for _, error in self.take_loaded():
@@ -216,7 +218,13 @@ class Adapters:
         return -(-bytes_of(terms) // self.page_bytes) if count is None else count
 
     def start_load(self, number: int) -> None:
-        """Start to copy an adapter to the device; `take_loaded` says when it is there."""
+        """Start to copy an adapter to the device; `take_loaded` says when it is there.
+
+        Other ranks get their parts first, with steps or in `take_loaded`.
+        """
+        if self._ranks.is_giving(number):
+            self._late.append(number)
+            return
         self._ranks.order(AdapterOrder.LOAD, number)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "adapter-loads")
@@ -231,6 +239,8 @@ class Adapters:
 
         An error is one of memory, or of the device.
         """
+        if self._late:
+            self._start_late(has_time=bool(seconds))
         if seconds and self._loads:
             wait(self._loads.values(), seconds, FIRST_COMPLETED)
         found: list[tuple[int, Exception | None]] = []
@@ -246,6 +256,16 @@ class Adapters:
             else:
                 found.append((number, None))
         return found
+
+    def _start_late(self, has_time: bool) -> None:
+        """Start loads whose parts other ranks have got by now; no step runs if there is time."""
+        late, self._late = self._late, []
+        for number in late:
+            if has_time:
+                self._ranks.give_all(number)
+            else:
+                self._ranks.give_some()
+            self.start_load(number)
 
     def evict(self, number: int) -> None:
         """Give up an adapter's memory on the device; steps launched with it keep it to their end.

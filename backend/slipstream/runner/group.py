@@ -6,6 +6,7 @@ bytes, the very ones that rank 0 copies to its device, and run the same layers o
 that the scheduler decides can differ: chunks, drafts, beams, tables, copies of blocks.
 """
 
+from collections.abc import Iterator
 from enum import Enum
 from typing import Protocol
 
@@ -20,7 +21,7 @@ from slipstream.kernels.comm.ranks import Ranks
 from slipstream.kvcache.host import Direction
 from slipstream.layers.adapted import Term
 from slipstream.layers.decoder import StepDecoder
-from slipstream.models.adapters.read import AdapterWeights, PlaceTerms
+from slipstream.models.adapters.read import AdapterWeights
 from slipstream.models.sharding import share
 from slipstream.runner.adapter_rows import adapters_of
 from slipstream.runner.step_arrays import StepArrays, StepShape
@@ -51,13 +52,14 @@ class Move(msgspec.Struct, frozen=True, array_like=True, tag="move", gc=False):
 
 
 class AdapterPart(msgspec.Struct, frozen=True, array_like=True, tag="adapter", gc=False):
-    """What a rank keeps of an adapter in host memory."""
+    """A piece of what a rank keeps of an adapter in host memory."""
 
     number: int
-    rank: int  # others skip it
+    rank: int  # others skip its terms
     largest: int  # rank of a term
     of_inputs: list[str] | None  # see `AdapterWeights`; None: it has no magnitudes
     terms: msgspec.Raw  # `list[SentTerm]`
+    has_more: bool  # pieces follow, of some rank
     ended: tuple[int, ...]  # see `Frame`
 
 
@@ -108,15 +110,12 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
+_STEP_BYTES = 512 << 10  # of adapters, that are sent before a step
 _terms: msgspec.msgpack.Decoder[list[SentTerm]] = msgspec.msgpack.Decoder(list[SentTerm])
 
 
-def _sent(terms: PlaceTerms) -> list[SentTerm]:
-    return [
-        SentTerm(place, term.first, (_packed(term.a), _packed(term.b), _packed(term.gain)))
-        for place, found in terms.items()
-        for term in found
-    ]
+def _sent(place: str, term: Term) -> SentTerm:
+    return SentTerm(place, term.first, (_packed(term.a), _packed(term.b), _packed(term.gain)))
 
 
 def _packed(x: Tensor | None) -> SentTensor | None:
@@ -131,6 +130,9 @@ def _tensor(sent: SentTensor | None) -> Tensor | None:
         return None
     flat = torch.frombuffer(bytearray(sent.memory), dtype=torch.uint8)
     return flat.view(getattr(torch, sent.dtype)).view(sent.shape)
+
+
+PartTerms = dict[str, list[Term]]  # by place
 
 
 class Group(Protocol):
@@ -152,7 +154,16 @@ class Group(Protocol):
         """Take the tokens of a step from rank 0, where those lie that the last one sampled."""
 
     def give_adapter(self, number: int, weights: AdapterWeights) -> None:
-        """Have each other rank keep its part of an adapter."""
+        """Start to have each other rank keep its part of an adapter, piece by piece."""
+
+    def give_some(self) -> None:
+        """Send pieces of adapters, as many as may delay a step."""
+
+    def give_all(self, number: int) -> None:
+        """Send all pieces of an adapter that are left."""
+
+    def is_giving(self, number: int) -> bool:
+        """Return whether pieces of an adapter are left."""
 
     def order(self, order: AdapterOrder, number: int) -> None:
         """Have the other ranks do with an adapter what rank 0 does."""
@@ -180,6 +191,16 @@ class Alone:
 
     def give_adapter(self, number: int, weights: AdapterWeights) -> None:
         """No other rank is there."""
+
+    def give_some(self) -> None:
+        """Nothing is left."""
+
+    def give_all(self, number: int) -> None:
+        """Nothing is left."""
+
+    def is_giving(self, number: int) -> bool:
+        """Return that nothing is left."""
+        return False
 
     def order(self, order: AdapterOrder, number: int) -> None:
         """No other rank is there."""
@@ -213,6 +234,8 @@ class Joined:
         self._memory, self._ranks = memory, ranks
         self._itemsize, self._has_sources = itemsize, has_sources
         self._vocab_size = 0
+        self._giving: dict[int, Iterator[AdapterPart]] = {}  # by rank 0, in the order of numbers
+        self._parts: dict[int, PartTerms] = {}  # of this rank, which has not got all of them
 
     def share(self, model: StepDecoder, vocab_size: int) -> None:
         """Join the layers; see `models/sharding.py`."""
@@ -229,7 +252,8 @@ class Joined:
         return x if self._ranks.size == 1 else self._ranks.sum(x)
 
     def announce(self, batch: Batch, shape: StepShape, arrays: StepArrays) -> None:
-        """Send the step, from rank 0."""
+        """Send the step, from rank 0, behind some of what adapters wait for."""
+        self.give_some()
         pieces = None
         if has_prompts(batch):
             found = pieces_of(batch, piece_rows(self._vocab_size, self._itemsize))
@@ -245,27 +269,77 @@ class Joined:
         self.num_steps += 1
 
     def give_adapter(self, number: int, weights: AdapterWeights) -> None:
-        """Send the parts of an adapter, from rank 0."""
+        """Start to send the parts of an adapter, from rank 0: with steps, as far as none is late.
+
+        Magnitudes are folded by all ranks at once: such parts are sent now.
+        """
+        self._giving[number] = self._pieces(number, weights)
+        if weights.has_magnitudes:
+            self.give_all(number)
+
+    def _pieces(self, number: int, weights: AdapterWeights) -> Iterator[AdapterPart]:
+        """Make the messages of an adapter, one of each term of each rank, and one that ends them.
+
+        Ranks keep their parts behind the last: those that fold them wait for all others then, and
+        read no message meanwhile.
+        """
         of_inputs = sorted(weights.of_inputs) if weights.has_magnitudes else None
+
+        def piece(rank: int, terms: list[SentTerm], has_more: bool) -> AdapterPart:
+            sent, ended = msgspec.Raw(_encoder.encode(terms)), tuple(self.ended)
+            return AdapterPart(number, rank, weights.rank, of_inputs, sent, has_more, ended)
+
         for rank, terms in enumerate(weights.others, start=1):
-            sent = msgspec.Raw(_encoder.encode(_sent(terms)))
-            part = AdapterPart(number, rank, weights.rank, of_inputs, sent, tuple(self.ended))
-            self.send(part)
+            for place, found in terms.items():
+                for term in found:
+                    yield piece(rank, [_sent(place, term)], True)
+        yield piece(0, [], False)
+
+    def give_some(self) -> None:
+        """Send at most `_STEP_BYTES` of adapters, or one piece that is larger."""
+        left = _STEP_BYTES
+        while self._giving and left > 0:
+            left -= self._give_piece()
+
+    def give_all(self, number: int) -> None:
+        """Send all pieces of an adapter that are left, behind those of adapters before it."""
+        while number in self._giving:
+            self._give_piece()
+
+    def is_giving(self, number: int) -> bool:
+        """Return whether pieces of an adapter are left."""
+        return number in self._giving
+
+    def _give_piece(self) -> int:
+        """Send the next piece; return its bytes."""
+        number, pieces = next(iter(self._giving.items()))
+        piece = next(pieces, None)
+        if piece is None:
+            del self._giving[number]
+            return 0
+        self.send(piece)
+        return memoryview(piece.terms).nbytes
 
     def order(self, order: AdapterOrder, number: int) -> None:
         """Send an order, from rank 0; other ranks obey it."""
         if self._memory.rank == 0:
+            self.give_all(number)
             self.send(AdapterDo(order, number, tuple(self.ended)))
 
     def part_of(self, message: AdapterPart) -> AdapterWeights | None:
-        """Return this rank's part of an adapter; None: the message has another's."""
-        if message.rank != self._memory.rank:
+        """Take a piece of an adapter; return this rank's part of it, which is whole then, or None.
+
+        Pieces of other ranks pass by.
+        """
+        terms = self._parts.setdefault(message.number, {})
+        if message.rank == self._memory.rank:
+            for sent in _terms.decode(message.terms):
+                a, b, gain = map(_tensor, sent.tensors)
+                assert b is not None, "it always has that"
+                terms.setdefault(sent.place, []).append(Term(sent.first, a, b, gain))
+        if message.has_more:
             return None
-        terms: dict[str, list[Term]] = {}
-        for sent in _terms.decode(message.terms):
-            a, b, gain = map(_tensor, sent.tensors)
-            assert b is not None, "it always has that"
-            terms.setdefault(sent.place, []).append(Term(sent.first, a, b, gain))
+        del self._parts[message.number]
         made = {place: tuple(found) for place, found in terms.items()}
         has = message.of_inputs is not None, frozenset(message.of_inputs or ())
         return AdapterWeights(made, b"", message.largest, (), *has)
