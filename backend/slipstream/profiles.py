@@ -4,10 +4,10 @@ Times are modelled, not measured: the least time in which a step's weights and c
 its GEMMs computed, plus what launches take and the part of the GEMMs that no read hides. Of experts
 a step reads those that its rows choose, if all are as likely, and no read hides their GEMMs. The
 constants are fitted to recorded rows (`benchmarks/results`: an 8B shape on H100 and H200, three
-other families, two mixtures and GEMMs of 4 bits on an H200), which the model meets within 15 %.
-What ranks exchange is taken from published figures: no such step was measured here. The cache has
-what the engine gives it beside the weights and 2 GB for the largest step, its graphs and the CUDA
-context.
+other families, two mixtures, weights of 4 and 8 bits on an H200), which the model meets within
+15 %. What ranks exchange is taken from published figures; steps of two ranks were recorded, and are
+met. The cache has what the engine gives it beside the weights and 2 GB for the largest step, its
+graphs and the CUDA context.
 """
 
 from collections.abc import Sequence
@@ -33,10 +33,11 @@ _WORKSPACE = 2_000_000_000  # bytes
 _LAUNCH_S = 10e-6  # of each layer
 _FP8_S = 8e-6  # more of a layer whose rows are put into fp8
 _UNHIDDEN = 0.65  # of the time of the GEMMs
-_PACKED_READ = 0.55  # of the rate of other weights, in 4 bits
+_PACKED_S = 8e-6  # more of a layer of packed matrices
+_PACKED_READ = {4: 0.55, 8: 0.74}  # of the rate of other weights, by bits
 _EXPERTS_S = 27e-6  # more of a layer of experts: its router, and rows in their order
 _EXPERTS_READ = 0.92  # of the rate of other weights
-_EXPERTS_RATE = 0.25  # of operations in 16 bits
+_EXPERTS_RATE = 0.6  # of operations in 16 bits
 _SUM_S = 5e-6  # of a sum over ranks, of which a layer has two
 _SUM_RATE = 300e9  # bytes a second of it
 _HOP_S = 30e-6  # from stage to stage
@@ -171,12 +172,15 @@ class StepModel:
         self._card = card
         self._layers = dims.num_layers
         embedding = 0 if model.ties_embeddings else head * plan.dtype.itemsize
-        self._read = weights.num_bytes - weights.expert_bytes - weights.packed_bytes - embedding
+        self._packed_bytes = sum(each.num_bytes for each in weights.packed)
+        self._read = weights.num_bytes - weights.expert_bytes - self._packed_bytes - embedding
         is_fp8 = plan.config.quantization == "fp8" and card.fp8 > 0
         self._rate = card.fp8 if is_fp8 else card.bf16
-        others = weights.expert_elements + weights.packed_elements
+        packed = sum(each.num_elements for each in weights.packed)
+        others = weights.expert_elements + packed
         self._elements, self._head = plan.block_elements - others, head
-        self._launches_s = dims.num_layers * (_LAUNCH_S + is_fp8 * _FP8_S)
+        more_s = _FP8_S if is_fp8 else _PACKED_S if packed else 0.0
+        self._launches_s = dims.num_layers * (_LAUNCH_S + more_s)
         self._launches_s += weights.num_expert_layers * _EXPERTS_S
         self._weights, self._chosen = weights, 0.0
         if (experts := model.axes.experts) is not None:
@@ -187,21 +191,24 @@ class StepModel:
         """Return what a step reads: weights and cache, and weights of experts."""
         read = 1 - (1 - self._chosen) ** rows  # of all experts, by so many rows
         return (
-            self._read + self._weights.packed_bytes + rows * context * self.token_bytes,
+            self._read + self._packed_bytes + rows * context * self.token_bytes,
             read * self._weights.expert_bytes,
         )
 
     def packed_s(self, rows: int) -> float:
-        """Return the time of GEMMs of 4 bits: their few rows wait for weights to be unpacked."""
-        gemms_s = 2 * rows * self._weights.packed_elements / self._card.bf16
-        read_s = self._weights.packed_bytes / (_PACKED_READ * self._card.read)
-        return max(read_s + gemms_s, (1 + _UNHIDDEN) * gemms_s)
+        """Return the time of GEMMs of packed weights: few rows wait for these to be unpacked."""
+        seconds = 0.0
+        for bits, num_bytes, num_elements in self._weights.packed:
+            gemms_s = 2 * rows * num_elements / self._card.bf16
+            read_s = num_bytes / (_PACKED_READ[bits] * self._card.read)
+            seconds += max(read_s + gemms_s, (1 + _UNHIDDEN) * gemms_s)
+        return seconds
 
     def step_ms(self, rows: int, context: int) -> float:
         """Return the time of a step that gives `rows` sequences of `context` tokens one each."""
         card = self._card
         others, experts = self.read_bytes(rows, context)
-        read_s = (others - self._weights.packed_bytes + experts / _EXPERTS_READ) / card.read
+        read_s = (others - self._packed_bytes + experts / _EXPERTS_READ) / card.read
         gemms_s = 2 * rows * (self._elements / self._rate + self._head / card.bf16)
         unhidden_s = self._launches_s + _UNHIDDEN * gemms_s + self.packed_s(rows)
         chosen = self._chosen * self._weights.expert_elements

@@ -87,7 +87,7 @@ def split_table(found: Sequence[Profile], count: int, goal: str) -> list[str]:
         return []
     lines = [
         "",
-        f"{count} GPUs, by {goal}; times of exchanges are published ones, none was measured:",
+        f"{count} GPUs, by {goal}; times of exchanges are published ones:",
         f"{'GPUs':34}{'weights':8}{'cache':7}{'GB a GPU':>9}{'1: ms':>8}{'most':>6}{'ms':>8}"
         f"{'tokens/s':>10}",
     ]

@@ -97,12 +97,36 @@ def test_a_step_of_a_mixture_reads_the_experts_that_its_rows_choose(tmp_path, sh
     quantization = "fp8" if rows[0][1] == "fp8" else "auto"
     config = msgspec.structs.replace(shape_of(shape, tmp_path), quantization=quantization)
     model = step_model(config, CARDS["H200"])
-    for _, _, count, dense, experts, cache, _, ms, _ in rows:
+    for _, _, count, dense, experts, cache, *_, ms, _ in rows:
         context = 128 + 128 // 2
         read = model.read_bytes(int(count), context)
         assert read[0] == pytest.approx(1e9 * (float(dense) + float(cache)), rel=0.03)
         assert read[1] == pytest.approx(1e9 * float(experts), rel=0.01)
         assert model.step_ms(int(count), context) == pytest.approx(float(ms), rel=0.15)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
+def test_a_step_of_fewer_bits_is_within_15_percent_of_the_recorded_one(
+    recorded_shape, quantization
+):
+    model = step_model(
+        msgspec.structs.replace(recorded_shape, quantization=quantization), CARDS["H200"]
+    )
+    [row] = [row for row in columns("2026-11-29-schemes-h200.txt", 4) if row[0] == quantization]
+    for count, ms in zip((1, 16, 64, 128), row[1:5], strict=True):  # 256 tokens behind 128
+        assert model.step_ms(count, 256) == pytest.approx(float(ms), rel=0.15), count
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_of_ranks_is_within_15_percent_of_the_recorded_one(recorded_shape, ranks):
+    config = msgspec.structs.replace(recorded_shape, tensor_parallel=ranks)
+    model = step_model(config, CARDS["H200"])
+    table = (RESULTS / "2026-11-29-ranks-2-h200.txt").read_text().partition("\nrows ")[2]
+    rows = re.findall(r"^ +(\d+) +([\d.]+) +([\d.]+) +0\.\d+ ", table, re.MULTILINE)
+    assert [row[0] for row in rows] == ["1", "32", "128"]
+    for count, of_two, of_one in rows:  # 128 tokens behind 128
+        ms = float(of_two if ranks == 2 else of_one)
+        assert model.step_ms(int(count), 192) == pytest.approx(ms, rel=0.15), count
 
 
 def test_gemms_of_4_bits_are_within_15_percent_of_recorded_ones(recorded_shape):

@@ -6,6 +6,7 @@ A model is built of tensors without data, in the place of those of a device that
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -104,16 +105,23 @@ def tensors_of(decoder: Decoder, dtype: torch.dtype) -> dict[Weight, list[Tensor
     return found
 
 
+class PackedPart(NamedTuple):
+    """Matrices that are packed in so many bits."""
+
+    bits: int
+    num_bytes: int
+    num_elements: int
+
+
 @dataclass(frozen=True, slots=True)
 class WeightParts:
-    """Bytes of all weights as a target keeps them, and what of them experts and 4 bits are."""
+    """Bytes of all weights as a target keeps them, and what of them is experts' and packed."""
 
     num_bytes: int
     expert_bytes: int = 0
     expert_elements: int = 0
     num_expert_layers: int = 0
-    packed_bytes: int = 0  # of matrices packed in 4 bits
-    packed_elements: int = 0
+    packed: tuple[PackedPart, ...] = ()
 
 
 def weight_bytes(
@@ -133,15 +141,21 @@ def weight_parts(
     packed = [
         (each, each.groups.packing)
         for each in found
-        if isinstance(each, Matrix) and each.groups is not None and each.groups.packing.bits == 4
+        if isinstance(each, Matrix) and each.groups is not None
     ]
     return WeightParts(
         _num_bytes(found),
         _num_bytes(_objects(matrices)),
         sum(matrix.values.numel() for matrix in matrices),
         len(layers),
-        _num_bytes(_objects([matrix for matrix, _ in packed])),
-        sum(packing.outputs * packing.inputs for _, packing in packed),
+        tuple(
+            PackedPart(
+                bits,
+                _num_bytes(_objects([matrix for matrix, each in packed if each.bits == bits])),
+                sum(each.outputs * each.inputs for _, each in packed if each.bits == bits),
+            )
+            for bits in sorted({packing.bits for _, packing in packed})
+        ),
     )
 
 
