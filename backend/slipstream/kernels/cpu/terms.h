@@ -62,15 +62,17 @@ void shrink_tile(const float *a, const float *next, const float *x, int64_t pitc
     if constexpr (R > 1) shrink_tile<R / 2>(a, next, x, pitch, inputs, t, width, row, count);
 }
 
-// The tile of A that is read behind one of a group of those before `last`; null: there is none.
+// The tile of A that is read behind one of a group of those before `last`; itself if there is none.
 const float *following(const Terms &of, int64_t group, int64_t last, int part, int64_t tile) {
+    const Members here(of, group);
+    const float *own = here.tile(here.terms(of.place)[part], tile, 0);
     for (++tile; group < last; ++group, part = 0) {
-        const Members own(of, group);
-        if (!own.words) continue;
-        for (const Words *terms = own.terms(of.place); part < STACKED; ++part, tile = 0)
-            if (tile < terms[part].rank / TILE) return own.tile(terms[part], tile, 0);
+        const Members each(of, group);
+        if (!each.words) continue;
+        for (const Words *terms = each.terms(of.place); part < STACKED; ++part, tile = 0)
+            if (tile < terms[part].rank / TILE) return each.tile(terms[part], tile, 0);
     }
-    return nullptr;
+    return own;
 }
 
 void shrink(const Terms &of, const Product &norm, const float *x, int64_t x_stride, int threads) {
