@@ -94,6 +94,13 @@ def generated(runner: ModelRunner, directories: list[Path], by_tables: bool) -> 
     return rows
 
 
+def check_same(wanted: list[Generation], found: list[Generation]) -> None:
+    for one, other in zip(wanted, found, strict=True):
+        assert one.outputs == other.outputs
+        for a, b in zip(one.logits, other.logits, strict=True):
+            assert (a - b).abs().max() < TOLERANCE * max(1, a.abs().max())
+
+
 def compare(
     base: Path,
     directories: list[Path],
@@ -112,10 +119,7 @@ def compare(
     found = generated(group.leader, directories, by_tables)
     group.end()
     assert group.errors == []
-    for one, other in zip(wanted, found, strict=True):
-        assert one.outputs == other.outputs
-        for a, b in zip(one.logits, other.logits, strict=True):
-            assert (a - b).abs().max() < TOLERANCE * max(1, a.abs().max())
+    check_same(wanted, found)
     plain = {tuple(row.outputs) for row in wanted}
     assert len(plain) > len(directories) / 2, "adapters change what comes"
 
@@ -298,6 +302,21 @@ def test_ranks_find_together_how_long_rows_are(case: str, tmp_path: Path) -> Non
         directories.append(with_magnitudes(model, pairs, tmp_path / str(rank)))
     directories.append(write_adapter(tmp_path / "plain", draw_pairs(model, names[:2], 4), 4))
     compare(save(model, tmp_path / "base"), directories, size, num_stages=num_stages)
+
+
+def test_magnitudes_behind_the_first_stage_alone_are_folded_by_all(tmp_path: Path) -> None:
+    """Rank 0 has nothing of them, but meets the others."""
+    model = make_model("llama", intermediate_size=192)
+    last = f".layers.{len(model.model.layers) - 1}."
+    drawn = draw_pairs(model, targets_of(model), 4, size=0.1)
+    own = {name: pair for name, pair in drawn.items() if last in name}
+    directories = [with_magnitudes(model, own, tmp_path / "a")]
+    base = save(model, tmp_path / "base")
+    wanted = generated(make_runner(base), directories, by_tables=False)
+    with ranks_of(base, 1, 2) as leader:
+        assert leader.adapters.by_tables, "on a processor, of which rank 0 lays adapters out"
+        found = generated(leader, directories, by_tables=False)
+    check_same(wanted, found)
 
 
 @pytest.mark.parametrize("name", quick_of(BASES, {"bnb-nf4"}))

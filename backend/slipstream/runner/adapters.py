@@ -127,7 +127,8 @@ class Adapters:
     def prepared(self, weights: AdapterWeights) -> ReadAdapter:
         """Make of an adapter what can be made in any thread."""
         laid = None
-        if self.by_tables and self._device.type == "cpu":
+        # Magnitudes are folded by all ranks together, those without any of its terms included.
+        if self.by_tables and self._device.type == "cpu" and not weights.has_magnitudes:
             laid = self._tables.lay_out(weights.terms, _MOST_FILLED * bytes_of(weights.terms))
         own = weights.terms, weights.digest, weights.rank, weights.others
         given = (*own, weights.has_magnitudes, weights.of_inputs)
