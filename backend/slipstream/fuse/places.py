@@ -69,7 +69,7 @@ class FusedNormLinear(NormLinear):
         return y.finish(x.dtype), None
 
     def norms_apart(self, norm: RowNorm, residual: Residual) -> bool:
-        """Answer as `NormLinear` does: GEMMs and what quantises may compute the norm, too."""
+        """Answer as `NormLinear` does: a GEMM, or the kernel that quantises, may fuse the norm."""
         matrix = self.linear.matrix
         if matrix is None:
             return True

@@ -32,9 +32,9 @@ from slipstream.layers.residual import Residual
 class Term(NamedTuple):
     """A low-rank term of some outputs of a linear layer, or what takes their place.
 
-    With a `gain` the product itself is added so many times more (DoRA's magnitudes). Before these
-    are folded (`magnitudes.py`) it has themselves, and `b` is f32. Without `a`, `b` is a whole
-    matrix that takes the place of the layer's (`modules_to_save`).
+    With a `gain` the layer's own result is added so many times more (DoRA). Until magnitudes are
+    folded (`magnitudes.py`) `gain` holds them, and `b` is f32. Without `a`, `b` is a whole matrix
+    that takes the place of the layer's (`modules_to_save`).
     """
 
     first: int  # output

@@ -112,7 +112,7 @@ class NormLinear:
         return self.linear(norm(residual.values)), None
 
     def norms_apart(self, norm: RowNorm, residual: Residual) -> bool:
-        """Whether the norm is computed as `norm` does, and then multiplied."""
+        """Whether the norm has a kernel of its own, in front of the GEMM."""
         return True
 
     def adapted(self, norm: RowNorm, residual: Residual, terms: TermTable) -> Tensor | None:

@@ -1,7 +1,7 @@
 """Magnitudes of adapters (DoRA, Liu et al., 2024): each row of a changed matrix has a given length.
 
-A row of `W + b a` is divided by its own length. Of a matrix whose inputs several ranks share, that
-is the root of what they have of its square.
+A row of `W + b a` is divided by its length. Where ranks share a matrix's inputs, each has the sum
+of squares of its own, and the length is the root of all sums together.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ _TILED = (cpu_packing.LAYOUT, cpu_packing.ROWS)
 
 
 class Kind(NamedTuple):
-    """What rows that layers multiply are."""
+    """The dtype and device of rows that layers multiply."""
 
     dtype: torch.dtype
     device: torch.device
@@ -53,9 +53,9 @@ def squares(linear: Linear, first: int, a: Tensor, b: Tensor, kind: Kind) -> Ten
 
 
 def _dense(linear: Linear) -> Tensor | None:
-    """Return a matrix in host memory as numbers, `[outputs, inputs]`; None: rows of ones say it.
+    """Return a matrix in host memory, `[outputs, inputs]` f32; None: unit rows must be multiplied.
 
-    So do those of a GPU, which has no room for a whole matrix of 32 bits.
+    On a GPU they always are, as it may have no room for a whole matrix of 32 bits.
     """
     matrix = linear.matrix
     if matrix is None or matrix.values.device.type != "cpu":
@@ -71,7 +71,7 @@ def _dense(linear: Linear) -> Tensor | None:
 def folded(b: Tensor, magnitudes: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """Return B `[outputs, r]` f32 of a term with magnitudes, and the gain of its layer's product.
 
-    `total` are the sums of squares of rows, over all their inputs.
+    `magnitudes` and `total`, the sums of squares over all inputs, are `[outputs]`.
     """
     lengths = total.sqrt().float()
     # Rows that fill up a rank's part are zeros, with magnitudes of zero.

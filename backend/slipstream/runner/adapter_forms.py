@@ -30,9 +30,9 @@ class Loaded:
 class ReadAdapter(AdapterWeights):
     """An adapter that has been read, and what is made of it in the thread that read it.
 
-    On a processor it lies at once as kernels take it, so that there is nothing to load, unless that
-    is much more than it has.
+    On a CPU it is laid out for the kernels then, so a load copies nothing, unless tiles that are
+    filled up would take more than twice its bytes.
     """
 
-    num_pages: int = 0
-    laid: Laid | None = None
+    num_pages: int = 0  # of the pool, on the stage where it takes most
+    laid: Laid | None = None  # None: each load lays it out

@@ -6,7 +6,7 @@ which changes no token, as only those with the bits of cuBLASLt's guess are; the
 slower one are captured anew. Packed matrices are left to `slipstream tune`: their GEMMs of many
 rows read a copy in 16 bits, which there is no room for.
 
-Engines of one machine, such as replicas, share the work: a product is measured by the one that has
+Engines of one machine, such as replicas, share the work: a GEMM is measured by the one that has
 claimed it, and the others take its choices from the file.
 """
 
@@ -188,7 +188,7 @@ class IdleTuning:
     def _shared(
         self, machine: Machine, place: Place, rows: Sequence[int]
     ) -> Generator[None, None, list[Choice]]:
-        """Return choices for a product that is ours: others' that are on disk by now, and new."""
+        """Return choices for a GEMM that this engine has claimed: those on disk by now, and new."""
         stored = [choice for choice in tuning.load(machine) if choice.product == place.product]
         known = {choice.rows for choice in stored}
         wanted = set(rows)
@@ -253,7 +253,7 @@ class IdleTuning:
 
 
 def is_long(choice: Choice) -> bool:
-    """Whether a product takes too long to be measured with as many rows, or more."""
+    """Whether a GEMM takes too long to be measured with as many rows, or more."""
     return choice.default_microseconds > _LONGEST_S * 1e6
 
 

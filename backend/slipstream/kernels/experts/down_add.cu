@@ -1,5 +1,5 @@
 // Outputs of all experts of up to eight rows, added to the residual sum with what is shared: one launch in the place of
-// a GEMM and of `combine`. A CTA has 16 outputs and every expert of the batch; SPLIT warps share out an expert's
+// a GEMM and of `combine`. A CTA has 16 outputs and every expert of the batch; `split` warps share out an expert's
 // width. Weights are on their way before the kernel waits for x, as the choice is known by then. The parts of a sum
 // are added in the order of warps, a row's experts in the order of ranks, in fp32, and all is rounded once.
 // -D ELEMENT, FP8, GATED=0 (see pieces.cuh), WARPS (of a CTA)

@@ -1,8 +1,8 @@
 """GEMMs of rows with the weights of their experts: gates and ups, then outputs of pairs.
 
-Where experts have up to eight rows each, their weights are read straight into registers
-(`skinny.cu`); else by tiles (`tiled.cu`, on Hopper `sm90/piped.cu`), whose sums have one order
-whatever the number of rows.
+Where experts have few rows, tiles are of eight and weights are read straight into registers
+(`skinny.cu`). Larger tiles are `tiled.cu`'s, whose sums have one order whatever the tile is; on
+Hopper those of 32 rows and more are `sm90/piped.cu`'s, whose sums may have another.
 """
 
 import itertools

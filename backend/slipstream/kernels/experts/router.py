@@ -18,7 +18,7 @@ from slipstream.kernels.runtime.op import op
 
 MAX_ROWS = 8
 _MAX_COLUMNS = MAX_EXPERTS + MULTIPLE
-_MAX_WEIGHTS = 2 << 20  # that eight multiprocessors read as fast as others start
+_MAX_WEIGHTS = 2 << 20  # elements, 4 MB: more is read faster by more than eight CTAs
 _PAD = 32  # elements behind a row in shared memory
 _MAX_BYTES = 76 << 10  # of rows there
 _STATIC_BYTES = 27 << 10

@@ -81,7 +81,7 @@ def describe(
 
     Args:
         places: of each its parts' tiles.
-        is_turned: whether tiles of B are, as the processor's kernels have them; see `turned`.
+        is_turned: whether tiles of B are turned, as the CPU kernels have them; see `turned`.
     """
     words = [[0] * WORDS for _ in range(len(places) * PARTS)]
     tiles: list[int] = []
