@@ -27,6 +27,7 @@ print(start(), flush=True)
 HANGS = "os.read(os.pipe()[0], 1)"
 NAPS = "nap()"
 COMPUTES = "while True: pass"
+ALONE = "print(0, flush=True)\n"  # no thread gives signs of life, with which it would take turns
 READS_IN_A_THREAD = f"start(); {HANGS}"
 WAITS_FOR_A_CHILD = "subprocess.run(['sleep', '600'])"
 
@@ -47,9 +48,9 @@ class Memory:
 
 
 @contextmanager
-def rank(code: str) -> Iterator[tuple[int, int]]:
+def rank(code: str, start: str = RANK) -> Iterator[tuple[int, int]]:
     """Start a process; return its id and that of the thread that gives signs of life."""
-    command = [sys.executable, "-c", RANK + code]
+    command = [sys.executable, "-c", start + code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0) as process:
         assert process.stdout is not None
         try:
@@ -120,6 +121,19 @@ def test_a_rank_that_gets_on_is_left_alone(code: str, serves: bool, clock: list[
             wait_for(lambda: progress_of(pid, [pid]) != before)
 
         assert not any(looks(found, clock, get_on))
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_a_rank_that_gets_no_processor_is_left_alone(
+    serves: bool, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It computes nothing, as on a machine that has others to run: what it has done is no sign."""
+    monkeypatch.setattr(stalls, "progress_of", lambda pid, threads: "what it had done before")
+    with rank(COMPUTES, ALONE) as (pid, beating):
+        stat = Path(f"/proc/{pid}/stat")
+        wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "R")
+        found = Stalls(Memory(beating, serves), lambda rank: pid, 2)
+        assert not any(looks(found, clock, lambda: None))
 
 
 def test_threads_that_read_weights_count_while_a_rank_starts(clock: list[float]) -> None:
