@@ -202,7 +202,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     stuck_after_s: Annotated[
         int,
         _field(
-            "seconds after which a step, or a rank that does nothing while it starts, counts as "
+            "seconds after which a step, or one call in which a rank that starts hangs, counts as "
             "hanging: the engine is killed and started again; "
             f"at least {MIN_STUCK_AFTER_S}"
         ),
