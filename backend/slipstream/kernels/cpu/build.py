@@ -4,7 +4,6 @@ It needs a C++ compiler (`CXX`, else g++ or clang++) and half a minute, once: th
 with other files that can be made again, by a digest of sources, flags and compiler.
 """
 
-import fcntl
 import functools
 import hashlib
 import os
@@ -15,6 +14,8 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from slipstream_runtime.locking import locked
 
 from slipstream.kernels.runtime import disk_cache
 
@@ -77,12 +78,11 @@ def built(flags: tuple[str, ...] = ()) -> Path:
         return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (path.parent / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one process builds, the others wait for it
+        with locked(path.parent / "lock"):  # one process builds, the others wait for it
             if not path.is_file():
                 _build(command, flags, path)
     except OSError as error:
-        raise BuildError(f"{path}: {error.strerror}") from error
+        raise BuildError(f"{path}: {error.strerror or error}") from error
     return path
 
 
