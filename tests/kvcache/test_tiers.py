@@ -95,6 +95,7 @@ class Tiers(Machine):
         self.mover = self.runner.transfers
         limits = Limits(num_seqs, num_tokens, 8, 200, max_num_rows=num_seqs + 8)
         self.store = AdapterStore(self.runner.held)
+        self.store.when_changed = self._publish
         options = {"clock": lambda: self.now_ns, "speculation": self.drafts}
         self.engine = Engine(limits, self.runner, Words(), **options, adapters=self.store)
         self.client = Client(self.engine)
