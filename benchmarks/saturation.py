@@ -151,10 +151,10 @@ def measure(engine: Engine, row: Row, ages: Sequence[int], seconds: float) -> di
     full = Full(engine, row, ages, seed=row.num_input + row.num_output)
     while not full.has_started:
         full.step()
-    counts, begin = [], time.perf_counter()
-    while (now := time.perf_counter()) < begin + seconds:
+    counts, begin = list[int](), time.perf_counter()
+    while not counts or time.perf_counter() < begin + seconds:  # one, however long it took to begin
         counts.append(full.step())
-    elapsed = now - begin
+    elapsed = time.perf_counter() - begin
     full.drain()
     return {
         "sequences": len(ages),

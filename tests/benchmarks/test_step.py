@@ -374,6 +374,7 @@ def test_a_full_engine_is_counted_in_its_steady_part(bench) -> None:
     engine.check_integrity()
     assert not engine.has_work
     assert bench.saturation.measure(engine, row, ages, 0.05)["output_tok_s"] > 0
+    assert bench.saturation.measure(engine, row, ages, 0.0)["of_thirds"], "no step, no figure"
     fit = bench.saturation.sequences_that_fit
     assert fit(bench.saturation.ROWS["1000-1000"], 15_010, 64, 8192) == 10
     assert fit(bench.saturation.ROWS["2048-128"], 10**9, 1024, 8192) == 481  # 128 steps of prompts
