@@ -430,6 +430,8 @@ def main(arguments: list[str] | None = None, make: Make = load) -> int:
     gc.collect()
     gc.freeze()  # weights and modules stay: keep them out of collections
     gc.enable()
+    if ranks is not None:
+        ranks.serve()  # behind all that may wait for a disk, or hold the interpreter
     code = loop.run()
     if code:  # skip destructors: on a broken device they could hang
         logging.shutdown()

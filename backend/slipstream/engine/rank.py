@@ -37,6 +37,7 @@ def follow(config: EngineConfig, memory: RankMemory) -> None:
     assert isinstance(runner, Follower), "rank 0 is the engine"
     gc.collect()
     gc.freeze()
+    memory.serve()
     _log.info("rank %d of %d is ready", memory.rank, memory.size)
     runner.follow()
 

@@ -76,7 +76,6 @@ def start(plan: Plan, memory: RankMemory) -> Started:
         runner = Follower(plan, group) if plan.rank else Leader(plan, group)
     memory.meet()
     group.start(plan.config.stuck_after_s)
-    memory.serve()
     return Started(runner, plan)
 
 
