@@ -111,7 +111,7 @@ def test_a_fault_in_a_start(seed: int, tmp_path: Path, checkpoint: Path, orders:
 def test_a_rank_that_hangs_while_it_gives_signs_of_life(
     rank: int, tmp_path: Path, checkpoint: Path, orders: Path
 ) -> None:
-    """Its first thread waits for a pipe in the midst of a step; the one that gives signs does not.
+    """The first thread hangs on a pipe in the midst of a step; the thread that gives signs goes on.
 
     A step may take 60 s here; what has hung is noticed by its standing still.
     """

@@ -63,7 +63,7 @@ def test_few_rows_take_one_launch_a_place(num_rows: int, scheme: str) -> None:
 
 
 def test_more_rows_take_a_gemm_and_two_launches_beside_the_norm() -> None:
-    """One norm is for both, unless what quantises computes it; a gate is the last launch's."""
+    """GEMM and `shrink` share a norm, unless a quantiser computes it; `expand` applies gates."""
     assert launches(3, "none") == {
         "qkv": ["rms_norm", "shrink", "skinny", "expand"],
         "gated": ["rms_norm", "shrink", "skinny", "expand_silu"],

@@ -300,7 +300,7 @@ def test_a_few_rows_are_added(dtype: torch.dtype, fp8: bool) -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
 def test_layers_of_a_few_rows_in_a_graph(num_rows: int) -> None:
-    """One starts before another has ended, in the memory of one before; as if each had waited."""
+    """Launches overlap and memory is used again; results are as if each had waited."""
     sizes, dtype = Sizes(64, 8, 2048, 768), torch.bfloat16
     cases = [make_case(num_rows, sizes, dtype, device="cuda", seed=seed) for seed in range(3)]
     routing = Routing(sizes.experts, sizes.top_k, normalises=True)

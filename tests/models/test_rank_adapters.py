@@ -358,7 +358,7 @@ def test_a_matrix_in_memory_has_the_rows_that_it_multiplies_by(
 def test_magnitudes_of_a_row_of_zeros_are_refused_on_all_ranks(
     num_stages: int, tmp_path: Path
 ) -> None:
-    """Of the last layer, on a rank that is not the first: nothing of the adapter stays."""
+    """The row is in the last layer, on a later rank: no rank keeps anything of the adapter."""
     model = make_model("llama")
     with torch.no_grad():
         model.model.layers[-1].self_attn.q_proj.weight[-1] = 0

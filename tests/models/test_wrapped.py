@@ -110,7 +110,7 @@ def test_what_is_not_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_matrices_in_fp8_as_they_are_published(tmp_path: Path) -> None:
-    """One scale for each matrix of the text model; towers stay as they are."""
+    """Each matrix of the text model has one scale; towers are not quantised."""
     save(make_whole("ministral 3", ties=True), tmp_path)
     path, found = tmp_path / "model.safetensors", {}
     for name, x in load_file(path).items():

@@ -127,7 +127,7 @@ def test_a_rank_that_gets_on_is_left_alone(code: str, serves: bool, clock: list[
 def test_a_rank_that_gets_no_processor_is_left_alone(
     serves: bool, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It computes nothing, as on a machine that has others to run: what it has done is no sign."""
+    """A rank that waits for a processor makes no progress, and is not killed."""
     monkeypatch.setattr(stalls, "progress_of", lambda pid, threads: "what it had done before")
     with rank(COMPUTES, ALONE) as (pid, beating):
         stat = Path(f"/proc/{pid}/stat")

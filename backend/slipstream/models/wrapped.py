@@ -12,7 +12,7 @@ from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader, words
 
 _TEXT = "text_config"
-# Of the whole checkpoint, wherever config.json says them.
+# Keys of the whole checkpoint, which config.json may have in either place.
 _SHARED = words("dtype torch_dtype eos_token_id quantization_config tie_word_embeddings")
 _OWN = words(f"architectures model_type transformers_version {_TEXT}")
 _ROPES = ("rope_parameters", "rope_scaling")

@@ -23,7 +23,6 @@ _MAX_PACKS = 4  # of a row and thread
 # Ranks -> bytes up to which packs are faster: each rank sends them whole to every other, and of two
 # ranks no way sends less. Of more ranks by the bytes that pass through a link, not measured.
 _ONE_SHOT = {2: 1 << 62, 4: 1 << 20, 8: 512 << 10}
-_NCCL_FROM = ROOM_BYTES + 1
 
 
 def total(parts: Sequence[Tensor], before: Tensor | None = None) -> Tensor:
@@ -43,7 +42,7 @@ def way_of(num_bytes: int, size: int, has_nccl: bool) -> str:
     """Return the way of a sum, in pieces if it is large: `one_shot`, `two_shot` or `nccl`."""
     if num_bytes <= _ONE_SHOT[most_of(size)]:
         return "one_shot"
-    return "nccl" if has_nccl and num_bytes >= _NCCL_FROM else "two_shot"
+    return "nccl" if has_nccl and num_bytes > ROOM_BYTES else "two_shot"
 
 
 class Peers(NamedTuple):

@@ -28,7 +28,7 @@ struct Plan {
   int tile_rows;
 };
 
-// Of the same order as the numbers, above zero; of both zeros the same; NaN is above all.
+// A key above zero that sorts as the number does; both zeros have the same, NaN has the largest.
 DEVICE u32 ordered(float value) {
   if (value != value) return 0xffffffffu;
   const u32 bits = value == 0.0f ? 0 : __float_as_uint(value);
@@ -102,7 +102,7 @@ struct Row {
     return expert;
   }
 
-  // Of a sparse mixer, whose best of what was left has been taken: its weight among what is near it.
+  // The weight that a sparse mixer gives the best of what was left, among all that is near it.
   DEVICE float weight_near(float best, float reach) const {
     float sum = 0.0f;
 #pragma unroll
@@ -136,7 +136,7 @@ struct Row {
     for (int i = 0; i < VALUES; ++i)
       if (key[i] != 0 && !(kept >> (lane + 32 * i) / size & 1)) key[i] = ordered(-INFINITE);
   }
-  // Of the experts from `begin` on; the same in every lane.
+  // The score of the group of `size` experts that begins at `begin`; the same in every lane.
   DEVICE u32 score_of(u32 lane, u32 begin, u32 size, bool by_two) const {
     u32 first = 0, second = 0;
 #pragma unroll

@@ -22,7 +22,7 @@ struct Shared {
   int places[MAX_PARTS];
 };
 
-// One warp's part of a tile: chunks part, part + split, ... A lane walks its pieces of them by an address and a count
+// A warp's part of a tile: chunks part, part + split, ... A lane walks its pieces of them by an address and a count
 // of pieces up to the end, so that little is computed between the wait and the first loads of x.
 struct Stream {
   const Task& task;

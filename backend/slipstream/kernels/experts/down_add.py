@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.kernels.elementwise.fp8 import E4M3
 from slipstream.kernels.experts.combine import combine
-from slipstream.kernels.experts.grouped import DTYPES, MULTIPLE, SKINNY_ROWS, ExpertMatrix, down
+from slipstream.kernels.experts.grouped import DTYPES, SKINNY_ROWS, ExpertMatrix, check, down
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
@@ -92,13 +92,7 @@ def _down_add(
 ) -> Tensor:
     num_rows, outputs = residual.shape
     width, is_fp8 = x.shape[1], values.dtype == E4M3
-    multiple = MULTIPLE * (2 if is_fp8 else 1)
-    jit.require(x.dtype in DTYPES, "down_add: kernels are for 16 bits, not {}", x.dtype)
-    jit.require(is_fp8 or values.dtype == x.dtype, "down_add: weights are {}", values.dtype)
-    jit.require(values.is_contiguous(), "down_add: weights must be contiguous")
-    jit.require(width % multiple == 0, "down_add: width {}: no multiple of {}", width, multiple)
-    jit.require(outputs % MULTIPLE == 0, "down_add: {} outputs: no multiple of 8", outputs)
-    jit.require(jit.vector_width(width, x) == 16 // x.itemsize, "down_add: x is not aligned")
+    check("down_add", x, values, outputs)
     jit.require(residual.stride(1) == 1, "down_add: rows must be contiguous")
     jit.require(shared is None or shared.is_contiguous(), "down_add: shared must be contiguous")
     jit.require(routed.tile_rows == SKINNY_ROWS, "down_add: tiles of {}", routed.tile_rows)

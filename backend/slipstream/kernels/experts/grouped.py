@@ -198,6 +198,19 @@ def _down(
     return _launch("down", x, matrix, routed, None, deterministic)
 
 
+def check(name: str, x: Tensor, values: Tensor, outputs: int) -> None:
+    """Raise `KernelError` unless kernels of experts multiply rows `x` by weights `[e, m, k]`."""
+    width, is_fp8 = x.shape[1], values.dtype == E4M3
+    multiple = MULTIPLE * (2 if is_fp8 else 1)
+    require: Callable[..., None] = jit.require
+    require(x.dtype in DTYPES, "{}: experts have kernels for 16 bits, not {}", name, x.dtype)
+    require(is_fp8 or values.dtype == x.dtype, "{}: weights are {}", name, values.dtype)
+    require(values.is_contiguous(), "{}: weights must be contiguous", name)
+    require(width % multiple == 0, "{}: width {} is not a multiple of {}", name, width, multiple)
+    require(outputs % MULTIPLE == 0, "{}: {} outputs: no multiple of 8", name, outputs)
+    require(jit.vector_width(width, x) == 16 // x.itemsize, "{}: rows are not aligned", name)
+
+
 def _launch(
     name: str,
     x: Tensor,
@@ -209,14 +222,7 @@ def _launch(
     values, width, streams = matrix.values, x.shape[1], 1 if gate is None else 2
     outputs = values.shape[1] // streams
     is_fp8 = values.dtype == E4M3
-    require: Callable[..., None] = jit.require
-    require(x.dtype in DTYPES, "{}: experts have kernels for 16 bits, not {}", name, x.dtype)
-    require(is_fp8 or values.dtype == x.dtype, "{}: weights are {}", name, values.dtype)
-    require(values.is_contiguous(), "{}: weights must be contiguous", name)
-    multiple = MULTIPLE * (2 if is_fp8 else 1)
-    require(width % multiple == 0, "{}: width {} is not a multiple of {}", name, width, multiple)
-    require(outputs % MULTIPLE == 0, "{}: {} outputs: no multiple of 8", name, outputs)
-    require(jit.vector_width(width, x) == 16 // x.itemsize, "{}: rows are not aligned", name)
+    check(name, x, values, outputs)
     out = torch.empty((len(routed.order), outputs), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out

@@ -9,7 +9,7 @@
 constexpr int COLUMNS = 16;       // at once
 constexpr int MAX_COLUMNS = 520;  // experts, a gate, and what fills up to eight
 constexpr int AHEAD = 2;          // chunks of a warp that are on their way at once
-// Of a multiprocessor: with so few registers a CTA may start beside those of the kernel before.
+// CTAs a multiprocessor: with room for two, one may start beside the kernel before.
 #if __CUDA_ARCH__ >= 1000
 constexpr int CTAS = 1;
 #else

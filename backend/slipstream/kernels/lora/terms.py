@@ -20,7 +20,7 @@ from slipstream.kernels.runtime.op import op
 
 TILE = 16  # rows of a group at most; ranks are filled up to a multiple of it
 PARTS = 3  # matrices that a place may have stacked
-# Of a term: where its tiles' addresses are, if B is turned, rank, first column of t, and the
+# A term has: where its tiles' addresses are, if B is turned, rank, first column of t, and the
 # addresses of the first tiles of A and of B.
 WORDS = 6
 _SHARE, _SPLITS = 512, 8  # inputs of a split at least; splits at most, as `expand.cu` has it
