@@ -5,20 +5,30 @@ import torch
 from fixtures.kernels import recording
 from fixtures.kernels.recording import recorded
 from slipstream.kernels.experts.grouped import tile_rows
-from slipstream.kernels.experts.route import most_tiles
+from slipstream.kernels.experts.route import Routed, most_tiles
 from slipstream.kernels.experts.spec import Routing, Score
 from slipstream.kernels.runtime import jit
 from slipstream.layers import experts
+from slipstream.layers.adapted import Group, StepGroups, Term
+from slipstream.layers.adapted_experts import ExpertTerms
 from slipstream.layers.dims import ExpertsConfig
 from slipstream.layers.experts import Experts
 from slipstream.layers.norm import LayerNorm, Norm, RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.models.fileless import RandomSource, SizeSource
 from slipstream.models.source import Weights
+from torch import Tensor
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 HIDDEN, CONFIG = 2048, ExpertsConfig(Routing(128, 8, normalises=True), 768)
 ROUTES = {1: ["route_rows"], 16: ["route_once"], 17: ["choose", "place"]}
+
+
+class _NoPairs(ExpertTerms):
+    """Terms of experts that nobody has chosen: choices have no numbers here."""
+
+    def __call__(self, x: Tensor, routed: Routed, products: Tensor) -> None:
+        """Change nothing."""
 
 
 def launches(
@@ -27,7 +37,7 @@ def launches(
     deterministic: bool = False,
     config: ExpertsConfig = CONFIG,
     hidden: int = HIDDEN,
-    adapts: bool = False,
+    groups: StepGroups | None = None,
     norm: RowNorm | None = None,
 ) -> list[tuple[str, str]]:
     """Names and arguments of a layer, by default of Qwen3-30B-A3B's shape."""
@@ -35,8 +45,8 @@ def launches(
         w = Weights(SizeSource(), META, torch.bfloat16, scheme, deterministic)
         layer = Experts(w.at("mlp"), config, hidden)
         norm = norm or Norm(w.at("norm"), hidden, 1e-6)
-        if adapts:
-            layer.adapt = lambda *_: None
+        if groups is not None:
+            layer.adapt = _NoPairs(layer, "mlp", groups, "tokens")
         notes.clear()
         layer(norm, Residual(torch.empty(num_rows, hidden, dtype=torch.bfloat16, device=META)))
     return notes
@@ -139,9 +149,16 @@ def test_the_shared_expert_comes_before_the_products() -> None:
     assert "combine" not in names
 
 
-def test_adapters_change_products_of_their_own() -> None:
-    notes = launches(1, "none", adapts=True)
-    assert [name for name, _ in notes] == ["route_rows", "skinny", "skinny", "combine"]
+@pytest.mark.parametrize("place", ["", "attention.q_proj", "mlp.experts.down"])
+def test_products_stay_apart_only_where_an_adapter_changes_them(place: str) -> None:
+    """A layer is ready for adapters whether or not a step has any."""
+    groups = StepGroups()
+    if place:
+        term = Term(0, torch.empty(4, 768, device=META), torch.empty(HIDDEN, 4, device=META))
+        groups.tokens = [Group({place: [term]}, torch.empty(1, device=META))]
+    names = [name for name, _ in launches(1, "none", groups=groups)]
+    apart, whole = ["skinny", "skinny", "combine"], ["skinny", "down_add"]
+    assert names == ["route_rows", *(apart if "experts" in place else whole)]
 
 
 @pytest.mark.parametrize("has_out_norm", [False, True])

@@ -34,11 +34,20 @@ class ExpertTerms:
         self._places = f"{prefix}.{GATE_UP}", f"{prefix}.{DOWN}"
         self._groups, self._which = groups, which
 
+    @property
+    def _found(self) -> Sequence[Group]:
+        found: Sequence[Group] = getattr(self._groups, self._which)
+        return found
+
+    @property
+    def in_step(self) -> bool:
+        """Whether an adapter of the step that runs has terms for the layer's experts."""
+        return any(group.terms.get(place) for group in self._found for place in self._places)
+
     def __call__(self, x: Tensor, routed: Routed, products: Tensor) -> None:
         """Change the experts' outputs, `[n * k, hidden]`, of rows `x [n, hidden]`, in place."""
-        found: Sequence[Group] = getattr(self._groups, self._which)
         pairs = products.view(len(x), routed.top_k, products.shape[-1])
-        for group in found:
+        for group in self._found:
             ups, downs = (group.terms.get(place, ()) for place in self._places)
             if not ups and not downs:
                 continue

@@ -6,7 +6,7 @@ Everything happens on the device, with launches whose shapes depend on the numbe
 that CUDA graphs hold them. Weights of all experts are one tensor, `[e, 2i, h]` and `[e, h, i]`.
 """
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,17 @@ from slipstream.quant.rounding import rounded_e4m3
 
 SCHEMES = ("auto", "none", "fp8")  # that experts can be kept in
 _ALIGNED = 8  # outputs of the router
+
+
+class PairTerms(Protocol):
+    """What adapters make of the outputs of a layer's experts."""
+
+    @property
+    def in_step(self) -> bool:
+        """Whether an adapter of the step that runs has terms for them."""
+
+    def __call__(self, x: Tensor, routed: Routed, products: Tensor) -> None:
+        """Change the outputs of experts `[n * k, h]` of rows `[n, h]`, in place."""
 
 
 class SharedExpert:
@@ -70,8 +81,7 @@ class Experts:
             self.correction = w.tensor(name, config.routing.num_experts).float()
         self.gate_up = _matrix(w, ("gate_proj", "up_proj"), config, config.inner_size, hidden)
         self.down = _matrix(w, ("down_proj",), config, hidden, config.inner_size)
-        # What changes outputs of experts `[n * k, h]` of rows `[n, h]`, in place.
-        self.adapt: Callable[[Tensor, Routed, Tensor], None] | None = None
+        self.adapt: PairTerms | None = None
         self.shared: SharedExpert | None = None
         if config.shared_size:
             self.shared = SharedExpert(w.at("shared_expert"), hidden, config.shared_size)
@@ -114,12 +124,13 @@ class Experts:
     ) -> Tensor:
         """Add the outputs of rows' experts, and what is shared, to `residual`; return it."""
         fixed, up, last = self.is_fixed, self.gate_up, self.down
+        adapt = self.adapt if self.adapt is not None and self.adapt.in_step else None
         inner = gate_up(x, up.values, up, routed, self.config.gate, fixed)
-        if self.adapt is None and takes_down(routed, x.device):
+        if adapt is None and takes_down(routed, x.device):
             return down_add(inner, last.values, residual, last, routed, shared, shared_gate)
         products = down(inner, last.values, last, routed, fixed)
-        if self.adapt is not None:
-            self.adapt(x, routed, products)
+        if adapt is not None:
+            adapt(x, routed, products)
         return combine(residual, products, shared, shared_gate)
 
     def _tile_rows(self, x: Tensor) -> int:
