@@ -1,5 +1,6 @@
 """Text models of checkpoints that see images, too: the logits of the whole, given texts."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -59,9 +60,8 @@ def make_whole(name: str, ties: bool) -> torch.nn.Module:
     begin, own = CASES[name]
     config_class = getattr(transformers, f"{begin}Config")
     model_class = getattr(transformers, f"{begin}ForConditionalGeneration")
-    text = SIZES | own | ({} if "VL" in begin else {"tie_word_embeddings": ties})
     tower = TOWER | TOWERS.get(begin, {})
-    config = config_class(text_config=text, vision_config=tower, tie_word_embeddings=ties)
+    config = config_class(text_config=SIZES | own, vision_config=tower, tie_word_embeddings=ties)
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = model_class(config)
@@ -74,8 +74,11 @@ def make_whole(name: str, ties: bool) -> torch.nn.Module:
 @pytest.mark.parametrize("ties", [False, True], ids=["", "tied"])
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_the_whole(name: str, ties: bool, tmp_path: Path) -> None:
+    """Given a config.json that does not say of embeddings what is the default of the whole."""
     model = make_whole(name, ties)
     save(model, tmp_path)
+    if type(model.config)().tie_word_embeddings == ties:
+        edit_config(tmp_path, "tie_word_embeddings")
     check_tensors(tmp_path)
     config = read_config(tmp_path)
     assert config.eos_ids == (7,)
@@ -85,6 +88,41 @@ def test_logits_are_those_of_the_whole(name: str, ties: bool, tmp_path: Path) ->
     Driver(make_runner(tmp_path), keep_logits=True).finish(generations, chunk=13)
     for generation in generations:
         check_against(model, generation, 1e-4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_embeddings_are_tied_where_the_class_of_the_whole_has_them_tied(
+    name: str, tmp_path: Path
+) -> None:
+    """Which hears the text model's own keys or does not."""
+    begin, own = CASES[name]
+    key = "tie_word_embeddings"
+    said: list[dict[str, object]] = [{}, {key: False}, {key: True}]
+    for whole, text in itertools.product(said, repeat=2):
+        keys = {"architectures": [f"{begin}ForConditionalGeneration"], **whole}
+        keys["text_config"] = SIZES | own | text
+        (tmp_path / "config.json").write_text(json.dumps(keys))
+        theirs = getattr(transformers, f"{begin}Config").from_pretrained(tmp_path)
+        ours = read_config(tmp_path)
+        assert ours.ties_embeddings == theirs.tie_word_embeddings, (whole, text)
+        is_ignored = text.get(key, ours.ties_embeddings) != ours.ties_embeddings
+        assert (f"text_config.{key}" in ours.ignored) == is_ignored
+    edit_config(tmp_path, tie_word_embeddings="yes")
+    with pytest.raises(CheckpointError, match=r"json: tie_word_embeddings = 'yes' is neither"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mistral small", "gemma 3"])
+def test_a_head_of_its_own_is_used_where_embeddings_are_tied_by_default(
+    name: str, tmp_path: Path
+) -> None:
+    """As in transformers: Mistral Small 3.1 is published so."""
+    model = make_whole(name, ties=False)
+    save(model, tmp_path)
+    edit_config(tmp_path, "tie_word_embeddings")
+    generation = Generation(random_prompts([9], 211)[0], 3)
+    Driver(make_runner(tmp_path), keep_logits=True).finish([generation])
+    check_against(model, generation, 1e-4)
 
 
 def test_what_is_not_read_is_refused(tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ def embedding_and_head(
     below, above = w.at("model.embed_tokens"), w.at("lm_head")
     if is_tied and w.is_quantised("lm_head"):
         raise CheckpointError(
-            "config.json: tie_word_embeddings = true, but lm_head has quantised tensors of its own"
+            "config.json: tie_word_embeddings = true, said or by default, but lm_head has "
+            "quantised tensors of its own"
         )
     is_one = is_tied and not (below.has("weight") and above.has("weight"))
     source = above if is_one and above.has("weight") else below
@@ -193,8 +194,8 @@ def embedding_and_head(
         return embedding, _head(w, table, bias, ends, matrix, out_of)
     if is_tied:
         _log.warning(
-            "config.json says tie_word_embeddings = true, but lm_head.weight differs from "
-            "model.embed_tokens.weight: each is used as it is"
+            "config.json: tie_word_embeddings = true, said or by default, but lm_head.weight "
+            "differs from model.embed_tokens.weight: each is used as it is"
         )
     return embedding, _head(w, Table(weight), bias, ends, matrix, out_of)
 

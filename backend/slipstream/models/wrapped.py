@@ -13,7 +13,8 @@ from slipstream.models.reader import Reader, words
 
 _TEXT = "text_config"
 # Keys of the whole checkpoint, which config.json may have in either place.
-_SHARED = words("dtype torch_dtype eos_token_id quantization_config tie_word_embeddings")
+_SHARED = words("dtype torch_dtype eos_token_id quantization_config")
+_TIES = "tie_word_embeddings"
 _OWN = words(f"architectures model_type transformers_version {_TEXT}")
 _ROPES = ("rope_parameters", "rope_scaling")
 _AXES = words("mrope_section mrope_interleaved")  # of a rotation by time, height and width
@@ -29,6 +30,8 @@ class Whole:
     others: begins of names of tensors that are not read.
     is_flat: whether keys of the text model may stand beside those of the whole.
     defaults: keys of the text model's class that differ from those of its architecture's.
+    ties: whether embeddings are tied where the whole's own keys do not say.
+    text_ties: whether they are, too, where `text_config` alone says so; else it is not asked.
     """
 
     model_type: str
@@ -38,6 +41,8 @@ class Whole:
     others: tuple[str, ...] = ("vision_tower.", "multi_modal_projector.", "image_newline")
     is_flat: bool = False
     defaults: Mapping[str, object] = field(default_factory=dict)
+    ties: bool = False
+    text_ties: bool = False
 
 
 _WHOLES: dict[str, Whole] = {}
@@ -68,12 +73,23 @@ def text_of(config: Reader, own: Whole) -> Reader:
             raise text.refusal("model_type", f"is not implemented; {' or '.join(own.texts)} is")
         shared = {key: config.data[key] for key in _SHARED if config.data.get(key) is not None}
         data = {**text.data, **shared}
-        for key in sorted(config.data.keys() - _SHARED - _OWN):
+        for key in sorted(config.data.keys() - _SHARED - _OWN - {_TIES}):
             config.ignore(key)
     data = {**_defaults(own, data), **data, "architectures": [own.texts[str(kind)]]}
+    data[_TIES] = _ties(own, config, text)
     text.data = {key: _rotation(x) if key in _ROPES else x for key, x in data.items()}
     text.data.pop("model_type", None)  # which is that of the text in the whole
     return text
+
+
+def _ties(own: Whole, config: Reader, text: Reader) -> bool:
+    """Return whether embeddings are tied, as transformers' class of the whole decides."""
+    ties = config.flag(_TIES, default=False) if _TIES in config.data else own.ties
+    if own.text_ties:
+        ties = ties or text.flag(_TIES, default=False)
+    if text.data.get(_TIES, ties) != ties:
+        text.ignore(_TIES)
+    return ties
 
 
 def _defaults(own: Whole, data: Mapping[str, object]) -> Mapping[str, object]:

@@ -17,7 +17,10 @@ NAMES = {
 }
 
 # From 4B on, as published: with a tower for images.
-wraps("Gemma3ForConditionalGeneration", Whole("gemma3", {"gemma3_text": "Gemma3ForCausalLM"}))
+wraps(
+    "Gemma3ForConditionalGeneration",
+    Whole("gemma3", {"gemma3_text": "Gemma3ForCausalLM"}, ties=True),
+)
 _EVERY = 6  # so many layers, one has full attention
 _LAYERS_OF_27B = 62  # the one size whose queries are scaled by another number than that of a head
 

@@ -8,5 +8,5 @@ TEXTS = {
     "qwen2": "Qwen2ForCausalLM",
 }
 
-wraps("LlavaForConditionalGeneration", Whole("llava", TEXTS))
+wraps("LlavaForConditionalGeneration", Whole("llava", TEXTS, text_ties=True))
 wraps("LlavaNextForConditionalGeneration", Whole("llava_next", TEXTS))

@@ -4,4 +4,4 @@ from slipstream.models.wrapped import Whole, wraps
 
 TEXTS = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
 
-wraps("Mistral3ForConditionalGeneration", Whole("mistral3", TEXTS))
+wraps("Mistral3ForConditionalGeneration", Whole("mistral3", TEXTS, ties=True))

@@ -28,6 +28,7 @@ def _qwen2(model_type: str) -> Whole:
         others=("visual.",),
         is_flat=True,
         defaults=_OF_72B,
+        text_ties=True,
     )
 
 
