@@ -146,7 +146,8 @@ class DeviceLinks:
 
     def __init__(self, memory: RankMemory, ring: Ring, device: torch.device) -> None:
         assert memory.rank is not None
-        rank, self._told, self._device = memory.rank, _Told(memory, ring), device
+        self._rank = rank = memory.rank
+        self._told, self._device = _Told(memory, ring), device
         ids = memory.gather(Nccl.new_id(rank))  # of the pair in which each rank sends
 
         def link(sender: int, receiver: int) -> Nccl:
@@ -156,6 +157,21 @@ class DeviceLinks:
         self._out, self._in = made[rank, ring.after], made[ring.before, rank]
         self._sending = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._receiving = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._connect(ring.edges(rank))
+
+    def _connect(self, edges: Sequence[tuple[int, int]]) -> None:
+        """Pass a value over each link, in one order on all ranks.
+
+        NCCL connects a pair in its first send and receive, and the host of one waits there until
+        the other's has come: so both must come at once, not behind a count of what is sent.
+        """
+        value = torch.zeros(1, dtype=torch.float32, device=self._device)
+        for edge in edges:
+            if edge[0] == self._rank:
+                self._out.send(value, 1)
+            else:
+                self._in.receive(value, 0)
+        torch.cuda.current_stream(self._device).synchronize()
 
     def send(self, states: Tensor) -> None:
         """Send a copy; see `Links`."""
