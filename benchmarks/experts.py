@@ -29,7 +29,7 @@ from slipstream.kernels.experts.grouped import (
     tile_rows,
 )
 from slipstream.kernels.experts.route import Routed, route
-from slipstream.kernels.experts.router import Chosen, choose_rows
+from slipstream.kernels.experts.router import Chosen, RouterStages, choose_rows
 from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Gate, Routing
 from slipstream.kernels.gemm.linear import linear
@@ -114,7 +114,7 @@ class Layer:
 
     def choose(self, x: torch.Tensor, size: int) -> Chosen:
         """Normalise a few rows and choose experts."""
-        return choose_rows(x, self.router, self.norm, 1e-6, self.routing, size)
+        return choose_rows(x, self.router, self.norm, RouterStages(1e-6, self.routing, size))
 
     def add(self, inner: torch.Tensor, residual: torch.Tensor, routed: Routed) -> torch.Tensor:
         """Add the outputs of a few rows' experts."""

@@ -7,9 +7,10 @@ from fixtures.kernels.expert_cases import Sizes, grouped_routing, make_case
 from fixtures.tiers import quick_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from slipstream.kernels.experts.combine import Shared
 from slipstream.kernels.experts.down_add import down_add, warps_of_tile
 from slipstream.kernels.experts.route import choose, placed
-from slipstream.kernels.experts.router import choose_rows
+from slipstream.kernels.experts.router import RouterStages, choose_rows
 from slipstream.kernels.experts.spec import Routing, Score
 from slipstream.kernels.runtime import jit
 from torch import Tensor
@@ -43,10 +44,11 @@ def check_choice(
     norm = (1 + random(width) * 0.1).to(dtype)
     bias = random(columns).to(dtype) if biased else None
     correction = random(experts) * 0.2 if corrected else None
-    how = (weight, norm, 1e-5, routing, 8, bias, correction, plus_one)
-    found = choose_rows.launcher(x, *how, keeps_outputs=True)
-    assert choose_rows.launcher(x, *how).outputs is None
-    expected = choose_rows.oracle(x.float(), weight.float(), norm.float(), *how[2:], True)
+    stages = RouterStages(1e-5, routing, 8, bias, correction, plus_one)
+    assert choose_rows.launcher(x, weight, norm, stages).outputs is None
+    stages = stages._replace(keeps_outputs=True)
+    found = choose_rows.launcher(x, weight, norm, stages)
+    expected = choose_rows.oracle(x.float(), weight.float(), norm.float(), stages)
     bound = ROUNDING[dtype]
     torch.testing.assert_close(found.x.float(), expected.x, rtol=bound, atol=1e-6)
     exact = found.x.float() @ weight.float().T + (0 if bias is None else bias.float())
@@ -106,8 +108,8 @@ def check_sums(num_rows: int, sizes: Sizes, fp8: bool, seed: int, dtype: torch.d
     inner = make_case(num_rows * sizes.top_k, Sizes(1, 1, sizes.inner, 8), dtype).x
     shared, residual = case.x.flip(1).contiguous(), (case.x * 2).to(dtype)
     gate = make_case(num_rows, Sizes(1, 1, 9, 8), dtype).x[:, 8:]
-    for beside in ((), (shared,), (shared, gate)):
-        how = (case.down, routed, *beside)
+    for beside in (None, Shared(shared), Shared(shared, gate)):
+        how = (case.down, routed, beside)
         out = residual.clone()
         assert down_add.launcher(inner, case.down.values, out, *how) is out
         expected = down_add.oracle(inner, case.down.values, residual.float(), *how)

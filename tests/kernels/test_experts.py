@@ -6,7 +6,7 @@ from fixtures.kernels.checking import Judge, same_bits
 from fixtures.kernels.expert_cases import Sizes, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.kernels.experts.combine import combine
+from slipstream.kernels.experts.combine import Shared, combine
 from slipstream.kernels.experts.grouped import SKINNY_ROWS, TILE_ROWS, gate_up, tile_rows
 from slipstream.kernels.experts.route import Routed, choose, most_tiles, route
 from slipstream.kernels.experts.spec import Gate, Routing, Score
@@ -147,7 +147,7 @@ def test_the_sum_of_a_rows_experts(
 def test_the_shared_expert_is_added_last(gated: bool) -> None:
     residual, products, shared = torch.randn(3, 5), torch.randn(6, 5), torch.randn(3, 5)
     gate = torch.randn(3, 1) if gated else None
-    out = combine(residual.clone(), products, shared, gate)
+    out = combine(residual.clone(), products, Shared(shared, gate))
     factor = 1 if gate is None else torch.sigmoid(gate)
     expected = residual + products.view(3, 2, 5).sum(1) + shared * factor
     torch.testing.assert_close(out, expected)

@@ -5,11 +5,11 @@ import torch
 from fixtures.kernels.checking import Judge, poison, same_bits, short
 from fixtures.kernels.expert_cases import Case, Sizes, drawn_scores, make_case
 from slipstream.kernels.elementwise.norm import rms_norm
-from slipstream.kernels.experts.combine import combine
+from slipstream.kernels.experts.combine import Shared, combine
 from slipstream.kernels.experts.down_add import MAX_ROWS, down_add
 from slipstream.kernels.experts.grouped import SKINNY_ROWS, TILE_ROWS, down, gate_up
 from slipstream.kernels.experts.route import choose, placed, route
-from slipstream.kernels.experts.router import choose_rows
+from slipstream.kernels.experts.router import RouterStages, choose_rows
 from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Gate, Routing, Score
 from slipstream.kernels.runtime import jit
@@ -94,6 +94,12 @@ def _cpu(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.cpu()
 
 
+def _kind(shared: Shared | None) -> str:
+    if shared is None:
+        return "experts alone"
+    return "a shared one" if shared.gate is None else "a shared one behind a gate"
+
+
 def run(case: Case, rows: int, residual: Tensor) -> Tensor:
     """With NaN in the memory that the results get."""
     pairs = len(case.x) * case.sizes.top_k
@@ -147,15 +153,15 @@ def test_combine(dtype: torch.dtype) -> None:
         residual, shared = (torch.randn(n, width, device="cuda").to(dtype) for _ in range(2))
         products = torch.randn(n * top_k, width, device="cuda").to(dtype)
         gates = torch.randn(n, 9, device="cuda").to(dtype)[:, 8:]
-        for given in ((), (shared,), (shared, gates)):
+        for given in (None, Shared(shared), Shared(shared, gates)):
             exact = residual.double() + products.double().view(n, top_k, -1).sum(1)
             naive = residual + products.view(n, top_k, -1).sum(1)
-            if given:
-                factor = given[1].double().sigmoid() if len(given) > 1 else 1
+            if given is not None:
+                factor = 1 if given.gate is None else gates.double().sigmoid()
                 exact = exact + shared.double() * factor
                 naive = naive + (shared * factor).to(dtype)
-            out = combine(residual.clone(), products, *given)
-            judge.close(f"{n} x {width}, {top_k}, {len(given)}", out, exact, naive)
+            out = combine(residual.clone(), products, given)
+            judge.close(f"{n} x {width}, {top_k}, {_kind(given)}", out, exact, naive)
     judge.verdict()
 
 
@@ -235,10 +241,10 @@ def test_a_few_rows_choose(dtype: torch.dtype) -> None:
             norm, bias = (1 + random(width) / 9).to(dtype), random(columns).to(dtype)
             is_sigmoid, plus_one = routing.score is Score.SIGMOID, n == 5
             correction = random(e) * 0.1 if is_sigmoid else None
-            more = (bias if n == 2 else None, correction, plus_one, True)
-            given = (weight, norm, 1e-6, routing, 8, *more)
+            given_bias = bias if n == 2 else None
+            stages = RouterStages(1e-6, routing, 8, given_bias, correction, plus_one, True)
             poison((n, width), (n, columns), dtype=dtype)
-            found = choose_rows(x, *given)
+            found = choose_rows(x, weight, norm, stages)
             case = f"{n} rows of {width}, {routing}"
             exact = rms_norm.oracle(x.double(), norm.double(), 1e-6, plus_one)
             naive = rms_norm.oracle(x.float(), norm.float(), 1e-6, plus_one).to(dtype)
@@ -257,7 +263,7 @@ def test_a_few_rows_choose(dtype: torch.dtype) -> None:
             for name in ("order", "offsets", "tiles"):
                 ours, want = getattr(routed, name).cpu(), getattr(expected, name)
                 judge.true(f"{name} of {case}", same_bits(ours, want))
-            again = choose_rows(x, *given)
+            again = choose_rows(x, weight, norm, stages)
             judge.true(f"{case} again", same_bits(again.outputs, found.outputs))
             judge.true(f"{case} again", same_bits(again.routed.weights, routed.weights))
     judge.verdict()
@@ -278,21 +284,21 @@ def test_a_few_rows_are_added(dtype: torch.dtype, fp8: bool) -> None:
             routed = case.routed(SKINNY_ROWS)
             given = (case.gate_up.values, case.gate_up, routed, case.gate)
             last = (case.down, routed)
-            for beside in ((), (shared,), (shared, gates)):
+            for beside in (None, Shared(shared), Shared(shared, gates)):
                 poison((n * sizes.top_k, sizes.inner), dtype=dtype)
 
-                def add(beside: tuple[Tensor, ...] = beside) -> Tensor:
+                def add(beside: Shared | None = beside) -> Tensor:
                     out = residual.clone()  # noqa: B023
                     inner = gate_up(case.x, *given)  # noqa: B023
-                    return down_add(inner, case.down.values, out, *last, *beside)  # noqa: B023
+                    return down_add(inner, case.down.values, out, *last, beside)  # noqa: B023
 
                 exact = case.expected(routed, residual, torch.float64)
                 naive = case.expected(routed, residual, dtype)
-                if beside:
-                    factor = gates.double().sigmoid() if len(beside) > 1 else 1
+                if beside is not None:
+                    factor = 1 if beside.gate is None else gates.double().sigmoid()
                     exact = exact + shared.double() * factor
                     naive = naive + (shared * factor).to(dtype)
-                name = f"{n} rows of {sizes}, {len(beside)}"
+                name = f"{n} rows of {sizes}, {_kind(beside)}"
                 judge.close(name, add(), exact, naive)
                 judge.repeats(name, add)
     judge.verdict()
@@ -303,7 +309,7 @@ def test_layers_of_a_few_rows_in_a_graph(num_rows: int) -> None:
     """Launches overlap and memory is used again; results are as if each had waited."""
     sizes, dtype = Sizes(64, 8, 2048, 768), torch.bfloat16
     cases = [make_case(num_rows, sizes, dtype, device="cuda", seed=seed) for seed in range(3)]
-    routing = Routing(sizes.experts, sizes.top_k, normalises=True)
+    stages = RouterStages(1e-6, Routing(sizes.experts, sizes.top_k, normalises=True), SKINNY_ROWS)
     norm = torch.ones(sizes.hidden, dtype=dtype, device="cuda")
     routers = [torch.randn(64, 2048, device="cuda").mul_(0.02).to(dtype) for _ in cases]
 
@@ -311,7 +317,7 @@ def test_layers_of_a_few_rows_in_a_graph(num_rows: int) -> None:
         for case, router in [*zip(cases, routers, strict=True)] * 4:
             for step in range(3):
                 if step == 0:
-                    x, _, routed = choose_rows(residual, router, norm, 1e-6, routing, SKINNY_ROWS)
+                    x, _, routed = choose_rows(residual, router, norm, stages)
                 elif step == 1:
                     inner = gate_up(x, case.gate_up.values, case.gate_up, routed, case.gate)
                 else:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from slipstream import quant
 from slipstream.kernels.elementwise.activation import silu_mul
-from slipstream.kernels.experts.combine import combine
+from slipstream.kernels.experts.combine import Shared, combine
 from slipstream.kernels.experts.down_add import down_add
 from slipstream.kernels.experts.down_add import takes as takes_down
 from slipstream.kernels.experts.grouped import ExpertMatrix, down, gate_up, tile_rows
 from slipstream.kernels.experts.route import Routed, route
-from slipstream.kernels.experts.router import Chosen, choose_rows
+from slipstream.kernels.experts.router import Chosen, RouterStages, choose_rows
 from slipstream.kernels.experts.router import takes as takes_router
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.layers.dims import ExpertsConfig
@@ -89,17 +89,18 @@ class Experts:
     def __call__(self, norm: RowNorm, residual: Residual) -> None:
         """`residual [n, h] += ` the experts of `norm(residual)`."""
         x, outputs, routed = self.chosen(norm, residual.values)
-        shared = gate = None
+        shared = None
         if self.shared is not None:
-            shared = self.shared(x)
+            gate = None
             if self.config.shared_gated:
                 assert outputs is not None, "the shared expert's gate is among them"
                 first = self.config.routing.num_experts
                 gate = outputs[:, first : first + 1]
+            shared = Shared(self.shared(x), gate)
         if self.out_norm is None:
-            self.add(x, routed, residual.values, shared, gate)
+            self.add(x, routed, residual.values, shared)
             return
-        total = self.add(x, routed, torch.zeros_like(x), shared, gate)
+        total = self.add(x, routed, torch.zeros_like(x), shared)
         residual.values.add_(self.out_norm(total))
 
     def chosen(self, norm: RowNorm, x: Tensor) -> Chosen:
@@ -107,31 +108,25 @@ class Experts:
         router, size, routing = self.router, self._tile_rows(x), self.config.routing
         matrix = router.matrix
         if isinstance(norm, Norm) and matrix is not None and takes_router(x, matrix.values):
-            how = (router.bias, self.correction, norm.plus_one, self.config.shared_gated)
-            return choose_rows(x, matrix.values, norm.weight, norm.eps, routing, size, *how)
+            of_router = router.bias, self.correction, norm.plus_one, self.config.shared_gated
+            stages = RouterStages(norm.eps, routing, size, *of_router)
+            return choose_rows(x, matrix.values, norm.weight, stages)
         normed = norm(x)
         outputs = router(normed)
         logits = outputs[:, : routing.num_experts]
         return Chosen(normed, outputs, route(logits, routing, size, self.correction))
 
-    def add(
-        self,
-        x: Tensor,
-        routed: Routed,
-        residual: Tensor,
-        shared: Tensor | None,
-        shared_gate: Tensor | None,
-    ) -> Tensor:
+    def add(self, x: Tensor, routed: Routed, residual: Tensor, shared: Shared | None) -> Tensor:
         """Add the outputs of rows' experts, and what is shared, to `residual`; return it."""
         fixed, up, last = self.is_fixed, self.gate_up, self.down
         adapt = self.adapt if self.adapt is not None and self.adapt.in_step else None
         inner = gate_up(x, up.values, up, routed, self.config.gate, fixed)
         if adapt is None and takes_down(routed, x.device):
-            return down_add(inner, last.values, residual, last, routed, shared, shared_gate)
+            return down_add(inner, last.values, residual, last, routed, shared)
         products = down(inner, last.values, last, routed, fixed)
         if adapt is not None:
             adapt(x, routed, products)
-        return combine(residual, products, shared, shared_gate)
+        return combine(residual, products, shared)
 
     def _tile_rows(self, x: Tensor) -> int:
         """Choose the tiles of rows."""

@@ -1,6 +1,7 @@
 """The sum of a row's experts, added to the residual sum."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,22 +12,35 @@ from slipstream.kernels.runtime.op import op
 _MAX_THREADS = 256
 
 
+class Shared(NamedTuple):
+    """Outputs of the expert of all rows."""
+
+    values: Tensor  # [n, h], contiguous
+    gate: Tensor | None = None  # [n, 1], logits of its gate, if it has one
+
+    @property
+    def weighed(self) -> Tensor:
+        """What is added to rows, `[n, h]`, in fp32."""
+        return self.values.float() * (1.0 if self.gate is None else self.gate.float().sigmoid())
+
+
+def shared_arguments(shared: Shared | None) -> tuple[Tensor | int, ...]:
+    """Return what kernels take of a shared expert: values, gate, and the stride of the gate."""
+    if shared is None:
+        return 0, 0, 0
+    return shared.values, *((0, 0) if shared.gate is None else (shared.gate, shared.gate.stride(0)))
+
+
 @op("residual[n,h]:T, terms[p,h]:T")
-def combine(
-    residual: Tensor,
-    terms: Tensor,
-    shared: Tensor | None = None,
-    shared_gate: Tensor | None = None,
-) -> Tensor:
+def combine(residual: Tensor, terms: Tensor, shared: Shared | None = None) -> Tensor:
     """`residual += ` a row's `p / n` terms and what is shared, in fp32, rounded once.
 
-    They are added in the order of ranks, and the shared one last; returns `residual`.
+    Terms are added in the order of ranks, and the shared one last; returns `residual`.
 
     Args:
         residual: changed in place.
         terms: outputs of pairs, times their weights.
-        shared: `[n, h]`, of the expert of all rows, if there is one.
-        shared_gate: `[n, 1]`, logits of its gate, if it has one.
+        shared: what the expert of all rows gives, if there is one.
     """
     num_rows, width = residual.shape
     if num_rows == 0:
@@ -35,8 +49,7 @@ def combine(
     for term in terms.view(num_rows, -1, width).unbind(1):
         total = total + term.float()
     if shared is not None:
-        gate = 1.0 if shared_gate is None else shared_gate.float().sigmoid()
-        total = total + shared.float() * gate
+        total = total + shared.weighed
     return residual.copy_(total)
 
 
@@ -51,15 +64,10 @@ def variants() -> Iterator[jit.Variant]:
 
 
 @combine.cuda
-def _combine(
-    residual: Tensor,
-    terms: Tensor,
-    shared: Tensor | None = None,
-    shared_gate: Tensor | None = None,
-) -> Tensor:
+def _combine(residual: Tensor, terms: Tensor, shared: Shared | None = None) -> Tensor:
     jit.type_name(residual.dtype)
     num_rows, width = residual.shape
-    others = [terms] if shared is None else [terms, shared]
+    others = [terms] if shared is None else [terms, shared.values]
     vector = 16 // residual.element_size()
     jit.require(
         jit.vector_width(width, residual, *others) == vector,
@@ -72,8 +80,7 @@ def _combine(
     accesses = width // vector
     shares = -(-accesses // _MAX_THREADS)
     threads = 32 * -(-accesses // (32 * shares))
-    gate = (0, 0) if shared_gate is None else (shared_gate, shared_gate.stride(0))
-    given = (terms, 0 if shared is None else shared, *gate)
+    given = (terms, *shared_arguments(shared))
     args = (residual, residual.stride(0), *given, width, len(terms) // num_rows)
     wanted = _variant(residual.dtype)
     jit.launch(wanted, "combine", (num_rows, shares), threads, *args, overlaps=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise.fp8 import E4M3
-from slipstream.kernels.experts.combine import combine
+from slipstream.kernels.experts.combine import Shared, combine, shared_arguments
 from slipstream.kernels.experts.grouped import DTYPES, SKINNY_ROWS, ExpertMatrix, check, down
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.runtime import jit
@@ -28,8 +28,7 @@ def down_add(
     residual: Tensor,
     matrix: ExpertMatrix,
     routed: Routed,
-    shared: Tensor | None = None,
-    shared_gate: Tensor | None = None,
+    shared: Shared | None = None,
 ) -> Tensor:
     """`combine(residual, down(x, ...), ...)`, in fp32 throughout; returns `residual`.
 
@@ -42,10 +41,10 @@ def down_add(
         residual: changed in place.
         matrix: weights of each expert.
         routed: of at most MAX_ROWS rows, in tiles of SKINNY_ROWS.
-        shared, shared_gate: as of `combine`.
+        shared: as of `combine`.
     """
     products = down.oracle(x.float(), values, matrix, routed)
-    return combine.oracle(residual, products, shared, shared_gate)
+    return combine.oracle(residual, products, shared)
 
 
 def takes(routed: Routed, device: torch.device) -> bool:
@@ -87,14 +86,14 @@ def _down_add(
     residual: Tensor,
     matrix: ExpertMatrix,
     routed: Routed,
-    shared: Tensor | None = None,
-    shared_gate: Tensor | None = None,
+    shared: Shared | None = None,
 ) -> Tensor:
     num_rows, outputs = residual.shape
     width, is_fp8 = x.shape[1], values.dtype == E4M3
     check("down_add", x, values, outputs)
     jit.require(residual.stride(1) == 1, "down_add: rows must be contiguous")
-    jit.require(shared is None or shared.is_contiguous(), "down_add: shared must be contiguous")
+    is_whole = shared is None or shared.values.is_contiguous()
+    jit.require(is_whole, "down_add: shared must be contiguous")
     jit.require(routed.tile_rows == SKINNY_ROWS, "down_add: tiles of {}", routed.tile_rows)
     jit.require(0 < num_rows <= MAX_ROWS, "down_add: {} rows", num_rows)
     num_ctas, num_tiles = -(-outputs // _OUTPUTS), len(routed.tiles)
@@ -103,7 +102,6 @@ def _down_add(
     split = warps_of_tile(num_tiles, len(routed.order), num_chunks, warps)
     given = (0 if each is None else each for each in (matrix.scales, matrix.bias))
     places = (routed.order, routed.weights, routed.tiles)
-    beside = (0, 0) if shared_gate is None else (shared_gate, shared_gate.stride(0))
     jit.launch(
         _variant(x.dtype, is_fp8, warps),
         "down_add",
@@ -111,7 +109,7 @@ def _down_add(
         32 * warps,
         *(x, x.stride(0), values, *given, *places, residual, width, outputs, routed.top_k, 0),
         *(num_tiles, num_rows, split, residual.stride(0)),
-        *(0 if shared is None else shared, *beside),
+        *shared_arguments(shared),
         overlaps=True,
     )
     return residual

@@ -1,8 +1,8 @@
 // Norm, router and choice of up to eight rows in one launch, by one team: each CTA normalises the rows, multiplies its
 // share of the router's columns, 16 at once, and sends logits to the first, which chooses and places. Weights are on
 // their way before the kernel waits for x. The warps share out the width; parts of a sum are added in their order.
-// -D ELEMENT (T: Half or BFloat16), FP8=0, GATED=0 (see pieces.cuh), VALUES, GROUPED (see choice.cuh), PLUS_ONE (1: weights
-// of the norm are less 1)
+// -D ELEMENT (T: Half or BFloat16), FP8=0, GATED=0 (see pieces.cuh), VALUES, GROUPED (see choice.cuh), PLUS_ONE (1: the
+// norm multiplies by 1 + weight)
 #include "experts/choice.cuh"
 #include "experts/chunks.cuh"
 

@@ -33,39 +33,35 @@ class Chosen(NamedTuple):
     routed: Routed
 
 
+class RouterStages(NamedTuple):
+    """The stages around a router's product; the kernel's argument struct."""
+
+    eps: float  # of the norm
+    routing: Routing
+    tile_rows: int  # of the GEMMs that follow
+    bias: Tensor | None = None  # [m], of outputs
+    correction: Tensor | None = None  # [e] f32, as of `route`
+    plus_one: bool = False  # as of `rms_norm`
+    keeps_outputs: bool = False  # outputs are wanted, too
+
+
 @op("x[n,h]:T, weight[m,h]:T, norm[h]:T")
-def choose_rows(
-    x: Tensor,
-    weight: Tensor,
-    norm: Tensor,
-    eps: float,
-    routing: Routing,
-    tile_rows: int,
-    bias: Tensor | None = None,
-    correction: Tensor | None = None,
-    plus_one: bool = False,
-    keeps_outputs: bool = False,
-) -> Chosen:
+def choose_rows(x: Tensor, weight: Tensor, norm: Tensor, stages: RouterStages) -> Chosen:
     """Normalise rows, and choose by the router's outputs, rounded to the rows' dtype.
 
     Args:
         x: at most MAX_ROWS rows.
         weight: a row for each expert, and others behind them.
         norm: weight of the RMS norm.
-        eps: of the norm.
-        routing: how to choose.
-        tile_rows: of the GEMMs that follow.
-        bias: `[m]`, of outputs.
-        correction: as of `route`.
-        plus_one: as of `rms_norm`.
-        keeps_outputs: whether the outputs are wanted.
+        stages: what is done beside the product.
     """
-    normed = rms_norm.oracle(x, norm, eps, plus_one)
+    routing, bias = stages.routing, stages.bias
+    normed = rms_norm.oracle(x, norm, stages.eps, stages.plus_one)
     given = None if bias is None else bias.float()
     outputs = functional.linear(normed.float(), weight.float(), given).to(x.dtype)
     logits = outputs[:, : routing.num_experts]
-    routed = choosing.route.oracle(logits, routing, tile_rows, correction)
-    return Chosen(normed, outputs if keeps_outputs else None, routed)
+    routed = choosing.route.oracle(logits, routing, stages.tile_rows, stages.correction)
+    return Chosen(normed, outputs if stages.keeps_outputs else None, routed)
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -105,19 +101,9 @@ def variants() -> Iterator[jit.Variant]:
 
 
 @choose_rows.cuda
-def _choose_rows(
-    x: Tensor,
-    weight: Tensor,
-    norm: Tensor,
-    eps: float,
-    routing: Routing,
-    tile_rows: int,
-    bias: Tensor | None = None,
-    correction: Tensor | None = None,
-    plus_one: bool = False,
-    keeps_outputs: bool = False,
-) -> Chosen:
+def _choose_rows(x: Tensor, weight: Tensor, norm: Tensor, stages: RouterStages) -> Chosen:
     (num_rows, width), columns = x.shape, len(weight)
+    routing, bias = stages.routing, stages.bias
     jit.require(x.dtype in DTYPES, "choose_rows: kernels are for 16 bits, not {}", x.dtype)
     jit.require(0 < num_rows <= MAX_ROWS, "choose_rows: {} rows", num_rows)
     jit.require(_bytes(num_rows, width) <= _MAX_BYTES, "choose_rows: rows of {}", width)
@@ -127,17 +113,17 @@ def _choose_rows(
         jit.vector_width(width, x, weight, norm) == MULTIPLE, "choose_rows: rows are not aligned"
     )
     jit.require(weight.is_contiguous(), "choose_rows: weights must be contiguous")
-    routed = choosing.empty(num_rows, routing, tile_rows, x.device)
+    routed = choosing.empty(num_rows, routing, stages.tile_rows, x.device)
     normed = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    outputs = normed.new_empty(num_rows, columns) if keeps_outputs else None
+    outputs = normed.new_empty(num_rows, columns) if stages.keeps_outputs else None
     jit.launch(
-        _variant(x.dtype, choosing.values_of(routing), routing.groups > 1, plus_one),
+        _variant(x.dtype, choosing.values_of(routing), routing.groups > 1, stages.plus_one),
         "route_rows",
         (team.team_size(x.get_device()),),
         team.THREADS,
-        *(x, x.stride(0), norm, eps, weight, 0 if bias is None else bias, width, columns),
+        *(x, x.stride(0), norm, stages.eps, weight, 0 if bias is None else bias, width, columns),
         *(normed, 0 if outputs is None else outputs),
-        *choosing.how_to_choose(routed, routing, correction),
+        *choosing.how_to_choose(routed, routing, stages.correction),
         *choosing.where_to_place(routed),
         shared_memory=_bytes(num_rows, width),
         overlaps=True,
