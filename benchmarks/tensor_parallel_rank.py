@@ -22,7 +22,7 @@ from slipstream.engine.scheduler import Limits
 from slipstream.kernels.comm.all_reduce import ROOM_BYTES, total
 from slipstream.kernels.comm.device import DeviceRanks
 from slipstream.kernels.comm.ranks import HostRanks, Ranks
-from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
 from slipstream.runner.joining import start
 from slipstream.runner.plan import resolve
 from slipstream.runner.ranks import Follower
@@ -130,7 +130,7 @@ def check(ranks: Ranks, host: HostRanks, x: torch.Tensor) -> bool:
     wanted, weight = total(parts, before), torch.ones(x.shape[1]).bfloat16()
     values, other = before.clone().to(x.device), before.clone().to(x.device)
     ranks.add_sum(values, x)
-    normed = ranks.add_sum_norm(other, x, weight.to(x.device), 1e-5, False)
+    normed = ranks.add_sum_norm(other, x, RmsNorm(weight.to(x.device), 1e-5))
     near = torch.allclose(normed.cpu().float(), rms_norm(wanted, weight, 1e-5).float(), rtol=0.02)
     if x.nbytes > ROOM_BYTES:
         return torch.allclose(values.cpu().float(), wanted.float(), rtol=0.02, atol=0.05)

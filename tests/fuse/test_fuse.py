@@ -10,7 +10,7 @@ from slipstream.fuse.places import FusedGatedLinear, FusedLinearAdd, FusedNormLi
 from slipstream.fuse.rewrite import Place, fused, rewrite
 from slipstream.kernels.elementwise.activation import ACTIVATIONS
 from slipstream.kernels.elementwise.fp8 import Quantized
-from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
 from slipstream.kernels.gemm.op import Around, gemm
 from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import Block, Decoder
@@ -46,11 +46,9 @@ class TwoRanks:
     def add_sum(self, values: Tensor, x: Tensor) -> None:
         values += x + x
 
-    def add_sum_norm(
-        self, values: Tensor, x: Tensor, weight: Tensor, eps: float, plus_one: bool
-    ) -> Tensor:
+    def add_sum_norm(self, values: Tensor, x: Tensor, norm: RmsNorm) -> Tensor:
         self.add_sum(values, x)
-        return rms_norm(values, weight, eps, plus_one)
+        return rms_norm(values, *norm)
 
 
 def run(place: Place, norm: Norm, x: Tensor) -> Tensor:

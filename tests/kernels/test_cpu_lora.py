@@ -7,8 +7,8 @@ from fixtures.kernels.lora import Adapted, Shape, shapes
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.kernels.cpu.native import library
-from slipstream.kernels.elementwise.norm import rms_norm
-from slipstream.kernels.lora.terms import RowScale, expand, shrink
+from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
+from slipstream.kernels.lora.terms import expand, shrink
 from slipstream.kernels.runtime.registry import CPU
 
 if library() is None:
@@ -28,7 +28,7 @@ def test_terms_are_those_of_torch(shape: Shape, data: st.DataObject) -> None:
     y = torch.randn(len(numbers), sum(shape.sizes) + 3)[:, 1:-2]
     x = torch.randn(len(numbers), shape.inputs + 5)[:, 2:-3]
     weight = torch.randn(shape.inputs)
-    norm = None if plus_one is None else RowScale(weight, 1e-5, plus_one)
+    norm = None if plus_one is None else RmsNorm(weight, 1e-5, plus_one)
     with within(form):
         found = made.run(y, x, numbers, norm)
     rows = x if norm is None else rms_norm(x.contiguous(), weight, 1e-5, norm.plus_one)

@@ -17,7 +17,7 @@ from slipstream.kernels.comm.all_reduce import (
     sum_norm,
     total,
 )
-from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
 from torch import Tensor
 
 BF16 = torch.bfloat16
@@ -116,7 +116,8 @@ def test_a_sum_and_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     residuals = [before.clone() for _ in gpus.peers]
 
     def call(rank: int) -> Tensor:
-        return sum_norm(gpus.peers[rank], x[rank], residuals[rank], weight, 1e-5, plus_one=True)
+        norm = RmsNorm(weight, 1e-5, plus_one=True)
+        return sum_norm(gpus.peers[rank], x[rank], residuals[rank], norm)
 
     found, wanted = on_gpus(2, call), total(list(x), before)
     normed = rms_norm(wanted, weight, 1e-5, True)

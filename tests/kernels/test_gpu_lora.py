@@ -6,7 +6,7 @@ import pytest
 import torch
 from fixtures.kernels.lora import Adapted, Shape
 from slipstream.kernels.elementwise.activation import activate
-from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
 from slipstream.kernels.gemm.op import Around, TermTable, gemm, scratch_of, spec_of
 from slipstream.kernels.gemm.sm90 import gemv
 from slipstream.kernels.lora import terms as lora
@@ -71,7 +71,7 @@ def test_a_norm_comes_first(dtype: torch.dtype, plus_one: bool) -> None:
     numbers = [i % 3 for i in range(50)]
     y, x = rows_of(shape, len(numbers), dtype, 0)
     weight = torch.randn(4096, device="cuda").to(dtype)
-    found = made.run(y, 7 * x, numbers, lora.RowScale(weight, 1e-5, plus_one))
+    found = made.run(y, 7 * x, numbers, RmsNorm(weight, 1e-5, plus_one))
     wanted = made.by_torch(y, rms_norm(7 * x, weight, 1e-5, plus_one), numbers)
     assert ((found.float() - wanted).abs() / (1 + wanted.abs())).max() < 2 * EPSILON[dtype]
 

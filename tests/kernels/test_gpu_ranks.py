@@ -17,7 +17,7 @@ from slipstream.kernels.comm.all_reduce import (
     sum_norm,
     total,
 )
-from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
 from slipstream_serve.server import repository_root
 
 pytestmark = [
@@ -82,7 +82,7 @@ def test_sums_and_norms_of_two_ranks_of_one_gpu() -> None:
             torch.empty_like(x[rank])
         torch.cuda.synchronize()
         for rank in gpu.ranks():
-            given = (gpu.peers[rank], x[rank], residuals[rank], weight, 1e-5, False)
+            given = (gpu.peers[rank], x[rank], residuals[rank], RmsNorm(weight, 1e-5))
             found.append(sum_norm(*given))
         torch.cuda.synchronize()
         wanted = total(list(x), before)

@@ -11,6 +11,7 @@ from fixtures.kernels.recording import recorded
 from fixtures.tiers import quick_of
 from hypothesis import given
 from hypothesis import strategies as st
+from slipstream.kernels.elementwise.norm import RmsNorm
 from slipstream.kernels.gemm.sm90 import skinny
 from slipstream.kernels.lora import terms as lora
 from slipstream.kernels.runtime import jit
@@ -124,7 +125,7 @@ def test_a_place_is_two_launches_with_all_that_the_kernels_take(
         )
         groups = torch.empty(3, 2, dtype=torch.int64, device="meta")
         rows = torch.empty(num_rows, dtype=torch.int32, device="meta")
-        norm = lora.RowScale(weight, 1e-5, plus_one=False)
+        norm = RmsNorm(weight, 1e-5, plus_one=False)
         t = lora.shrink(x, groups, rows, 1, 48, norm, is_fixed)
         lora.expand(y, groups, rows, t, 1, sizes)
     norm_name, (shrink, given), (expand, added) = notes[0][0], *notes[1:]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.kernels.comm import all_reduce
 from slipstream.kernels.comm.ranks import HostRanks
-from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
 from slipstream.kernels.runtime import jit
 from slipstream_runtime.ranks import RankMemory, close_quietly
 
@@ -96,7 +96,7 @@ def test_a_row_has_the_same_sum_whatever_the_rows_beside_it(size, num_rows, seed
 
 def sum_and_norm(ranks, values, x, weight):
     residual = values.clone()
-    return residual, ranks.add_sum_norm(residual, x, weight, 1e-5, False)
+    return residual, ranks.add_sum_norm(residual, x, RmsNorm(weight, 1e-5))
 
 
 def of_ranks(size, call):

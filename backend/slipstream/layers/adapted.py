@@ -19,11 +19,12 @@ from torch import Tensor
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.activation import GATES, activate
 from slipstream.kernels.elementwise.fp8 import Quantized
+from slipstream.kernels.elementwise.norm import RmsNorm
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
 from slipstream.kernels.gemm.op import MOST_ADAPTED_ROWS, TermTable
 from slipstream.kernels.lora.add import add, times
-from slipstream.kernels.lora.terms import RowScale, Table, expand, expand_gated, shrink
+from slipstream.kernels.lora.terms import Table, expand, expand_gated, shrink
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import Norm, RowNorm, identity
 from slipstream.layers.residual import Residual
@@ -136,6 +137,12 @@ class Delta:
     def _table(self) -> Table | None:
         return self._groups.tables.get(self._which)
 
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """Outputs of each part of the place."""
+        assert self._linear.stacked is not None, "tables have places that were read"
+        return self._linear.stacked.outputs
+
     def groups(self) -> list[Group]:
         """Return the groups that have a term here."""
         found: Sequence[Group] = getattr(self._groups, self._which)
@@ -146,9 +153,7 @@ class Delta:
         table = self._table
         if table is None or table.scratch is None or num_rows > MOST_ADAPTED_ROWS:
             return None
-        assert self._linear.stacked is not None, "tables have places that were read"
-        sizes = self._linear.stacked.outputs
-        return TermTable(table.groups, table.rows, self._number, table.scratch, sizes)
+        return TermTable(table.groups, table.rows, self._number, table.scratch, self._sizes)
 
     def start(self, x: Tensor, norm: RowNorm | None = None) -> Tensor:
         """Return what `finish` needs of the rows `x [n, inputs]`, behind a norm if there is one.
@@ -158,13 +163,13 @@ class Delta:
         table = self._table
         if table is None:
             return x if norm is None else norm(x)
-        scale = None
+        fused = None
         if isinstance(norm, Norm) and not self.is_fixed:
-            scale = RowScale(norm.weight, norm.eps, norm.plus_one)
+            fused = RmsNorm(norm.weight, norm.eps, norm.plus_one)
         elif norm is not None:
             x = norm(x)
         given = table.groups, table.rows, self._number, table.width
-        return shrink(x, *given, scale, self.is_fixed)
+        return shrink(x, *given, fused, self.is_fixed)
 
     def finish(self, y: Tensor, started: Tensor) -> None:
         """Add the terms to `y [n, outputs]`, in place."""
@@ -172,9 +177,7 @@ class Delta:
         if table is None:
             self._add_groups(y, started)
             return
-        assert self._linear.stacked is not None, "tables have places that were read"
-        sizes = self._linear.stacked.outputs
-        expand(y, table.groups, table.rows, started, self._number, sizes)
+        expand(y, table.groups, table.rows, started, self._number, self._sizes)
 
     def finish_gated(self, y: Tensor, started: Tensor, gate: str) -> Tensor:
         """Add the terms to `y [n, outputs]` and return it behind a gate."""
@@ -182,9 +185,7 @@ class Delta:
         if table is None or gate not in GATES:
             self.finish(y, started)
             return activate(gate, y)
-        assert self._linear.stacked is not None, "tables have places that were read"
-        sizes = self._linear.stacked.outputs
-        given = table.groups, table.rows, started, self._number, sizes
+        given = table.groups, table.rows, started, self._number, self._sizes
         return expand_gated(y, *given, gate)
 
     def put(self, out: Operand, values: Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 from slipstream_runtime.ranks import RankMemory
 from torch import Tensor
 
-from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.layers.decoder import StepDecoder
 from slipstream.layers.residual import Residual
@@ -155,11 +155,9 @@ class _OwnRanks:
     def add_sum(self, values: Tensor, x: Tensor) -> None:
         values.add_(x)
 
-    def add_sum_norm(
-        self, values: Tensor, x: Tensor, weight: Tensor, eps: float, plus_one: bool
-    ) -> Tensor:
+    def add_sum_norm(self, values: Tensor, x: Tensor, norm: RmsNorm) -> Tensor:
         values.add_(x)
-        return rms_norm(values, weight, eps, plus_one)
+        return rms_norm(values, *norm)
 
     def gather(self, x: Tensor) -> Tensor:
         return x.repeat(1, self.size)

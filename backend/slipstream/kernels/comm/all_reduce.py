@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.elementwise.norm import RmsNorm
 from slipstream.kernels.runtime import jit
 
 GRID, THREADS, MAX_RANKS = 128, 512, 8  # as peers.cuh has them, like all below
@@ -112,10 +113,9 @@ def can_norm(num_rows: int, width: int, itemsize: int, size: int) -> bool:
     return is_row and 0 < num_rows <= GRID and num_rows * num_bytes <= most
 
 
-def sum_norm(
-    peers: Peers, x: Tensor, residual: Tensor, weight: Tensor, eps: float, plus_one: bool
-) -> Tensor:
-    """`residual [n, m] += ` the ranks' sum of `x`; return its RMS norm, where `can_norm`."""
+def sum_norm(peers: Peers, x: Tensor, residual: Tensor, norm: RmsNorm) -> Tensor:
+    """`residual [n, m] += ` the ranks' sum of `x`; return its norm, where `can_norm`."""
+    weight, eps, plus_one = norm
     _require("one_shot_norm", x, residual, weight)
     num_rows, width = x.shape
     is_right = can_norm(num_rows, width, x.itemsize, peers.size)

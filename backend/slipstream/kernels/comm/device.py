@@ -10,7 +10,7 @@ from torch.nn import functional
 from slipstream.kernels.comm import all_reduce, nccl
 from slipstream.kernels.comm.peer_memory import PeerMemory, check_peers
 from slipstream.kernels.comm.ranks import HostRanks
-from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
 
 _WORD = torch.int64
 _MULTIPLE = 16  # bytes that sums take
@@ -68,15 +68,13 @@ class DeviceRanks:
         """Add the sum over ranks in place; see `Ranks`."""
         self._sum(x, values)
 
-    def add_sum_norm(
-        self, values: Tensor, x: Tensor, weight: Tensor, eps: float, plus_one: bool
-    ) -> Tensor:
+    def add_sum_norm(self, values: Tensor, x: Tensor, norm: RmsNorm) -> Tensor:
         """Add the sum over ranks, and return the norm, by one kernel for few rows; see `Ranks`."""
         is_whole = values.is_contiguous() and x.is_contiguous() and not self._keeps_bits
         if is_whole and all_reduce.can_norm(len(x), x.shape[1], x.itemsize, self.size):
-            return all_reduce.sum_norm(self._peers, x, values, weight, eps, plus_one)
+            return all_reduce.sum_norm(self._peers, x, values, norm)
         self._sum(x, values)
-        return rms_norm(values, weight, eps, plus_one)
+        return rms_norm(values, *norm)
 
     def _sum(self, x: Tensor, values: Tensor | None) -> Tensor:
         """Return the sum; with `values`, these, to which it is added in place."""

@@ -12,7 +12,7 @@ from slipstream_runtime.ranks import EXCHANGE_BYTES, RankMemory
 from torch import Tensor
 
 from slipstream.kernels.comm.all_reduce import total
-from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
 
 
 class Ranks(Protocol):
@@ -27,10 +27,8 @@ class Ranks(Protocol):
     def add_sum(self, values: Tensor, x: Tensor) -> None:
         """`values += ` the sum of all ranks' `x`, of their shape and dtype, rounded once."""
 
-    def add_sum_norm(
-        self, values: Tensor, x: Tensor, weight: Tensor, eps: float, plus_one: bool
-    ) -> Tensor:
-        """`add_sum`; return the RMS norm of `values [n, m]` then, as `rms_norm`."""
+    def add_sum_norm(self, values: Tensor, x: Tensor, norm: RmsNorm) -> Tensor:
+        """Add the sum to `values [n, m]`, as `add_sum`, and return their norm then."""
 
     def gather(self, x: Tensor) -> Tensor:
         """Return on rank 0 all ranks' `x [n, m]` side by side, `[n, size * m]`; elsewhere `x`."""
@@ -55,9 +53,9 @@ class Part(NamedTuple):
         """Add the sum to `values`, in place."""
         self.ranks.add_sum(values, self.x)
 
-    def add_norm(self, values: Tensor, weight: Tensor, eps: float, plus_one: bool) -> Tensor:
-        """Add the sum to `values`, in place; return their RMS norm."""
-        return self.ranks.add_sum_norm(values, self.x, weight, eps, plus_one)
+    def add_norm(self, values: Tensor, norm: RmsNorm) -> Tensor:
+        """Add the sum to `values`, in place; return their norm."""
+        return self.ranks.add_sum_norm(values, self.x, norm)
 
 
 class HostRanks:
@@ -97,12 +95,10 @@ class HostRanks:
             out[part] = total(self._exchange(flat[part]), before[part])
         values.copy_(out.view(values.shape))
 
-    def add_sum_norm(
-        self, values: Tensor, x: Tensor, weight: Tensor, eps: float, plus_one: bool
-    ) -> Tensor:
+    def add_sum_norm(self, values: Tensor, x: Tensor, norm: RmsNorm) -> Tensor:
         """Add the sum over ranks in place, and return the norm; see `Ranks`."""
         self.add_sum(values, x)
-        return rms_norm(values, weight, eps, plus_one)
+        return rms_norm(values, *norm)
 
     def gather(self, x: Tensor) -> Tensor:
         """Return all columns on rank 0; see `Ranks`."""

@@ -1,6 +1,7 @@
 """RMS normalisation (Zhang and Sennrich, 2019)."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,6 +9,14 @@ from torch.nn import functional
 
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
+
+
+class RmsNorm(NamedTuple):
+    """An RMS norm: what `rms_norm` takes beside rows."""
+
+    weight: Tensor  # [d]
+    eps: float
+    plus_one: bool = False
 
 
 @op("x[n,d]:T, weight[d]:T")

@@ -15,6 +15,7 @@ from slipstream.kernels.comm.ranks import Part
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.fp8 import Quantized, Unscaled
+from slipstream.kernels.elementwise.norm import RmsNorm
 from slipstream.kernels.gemm.op import (
     ALIGNED,
     E4M3,
@@ -228,7 +229,7 @@ def _before(path: Path, x: Operand, around: Around) -> Operand:
         return fp8.norm_quantize(x, norm, around.eps)
     is_rms = path.norms and norm is not None and not around.is_centred
     if is_rms and norm is not None and isinstance(addend, Part):
-        x = addend.add_norm(x, norm, around.eps, around.plus_one)
+        x = addend.add_norm(x, RmsNorm(norm, around.eps, around.plus_one))
         return fp8.quantize(x) if path.quantises else x
     if addend is not None:
         addend.add_to(x)

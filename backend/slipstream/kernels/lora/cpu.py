@@ -8,8 +8,8 @@ from torch import Tensor
 
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.native import library
-from slipstream.kernels.elementwise.norm import rms_norm
-from slipstream.kernels.lora.terms import PARTS, RowScale, expand, shrink
+from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
+from slipstream.kernels.lora.terms import PARTS, expand, shrink
 
 _Sizes = c_int64 * PARTS
 
@@ -27,7 +27,7 @@ def shrunk(
     rows: Tensor,
     place: int,
     width: int,
-    norm: RowScale | None = None,
+    norm: RmsNorm | None = None,
     is_fixed: bool = False,
 ) -> Tensor:
     """`shrink`; a row's bits never depend on others."""
@@ -39,7 +39,7 @@ def shrunk(
         product.norm, product.eps = norm.weight.data_ptr(), norm.eps
         product.norm_offset = float(norm.plus_one)
     elif norm is not None:
-        x = rms_norm(x, norm.weight, norm.eps, norm.plus_one)
+        x = rms_norm(x, *norm)
     found = x.new_empty((1, len(x), width))
     terms = _terms(groups, rows, found, place)
     native.loaded().shrink(terms, product, x.data_ptr(), x.stride(0), native.num_threads())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise.activation import GATES
-from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 
@@ -38,14 +38,6 @@ class Table(NamedTuple):
     marks: Tensor  # [n] i32: 1: the row has an adapter
     width: int  # of t: the ranks of a place together, at most
     scratch: Tensor | None = None  # of GEMMs that add terms themselves
-
-
-class RowScale(NamedTuple):
-    """An RMS norm of the rows that are multiplied."""
-
-    weight: Tensor
-    eps: float
-    plus_one: bool
 
 
 Pair = tuple[Tensor, Tensor]  # A `[r, inputs]` and B `[outputs, r]`
@@ -107,7 +99,7 @@ def shrink(
     rows: Tensor,
     place: int,
     width: int,
-    norm: RowScale | None = None,
+    norm: RmsNorm | None = None,
     is_fixed: bool = False,
 ) -> Tensor:
     """Return `t` of the rows that have adapters, `[splits, n, width] f32` in the order of `rows`.
@@ -123,7 +115,7 @@ def shrink(
         is_fixed: whether a row's bits may not depend on how many rows there are.
     """
     if norm is not None:
-        x = rms_norm(x, norm.weight, norm.eps, norm.plus_one)
+        x = rms_norm(x, *norm)
     found = x.new_zeros((1, len(x), width), dtype=torch.float32)
     for address, begin, end in _groups(groups):
         of_group = x[rows[begin:end].long()].float()
@@ -267,11 +259,11 @@ def _shrink(
     rows: Tensor,
     place: int,
     width: int,
-    norm: RowScale | None = None,
+    norm: RmsNorm | None = None,
     is_fixed: bool = False,
 ) -> Tensor:
     if norm is not None:
-        x = rms_norm(x, norm.weight, norm.eps, norm.plus_one)
+        x = rms_norm(x, *norm)
     _check(x, "shrink", 8)
     num_rows, inputs = x.shape
     jit.require(inputs % 8 == 0, "shrink: {} inputs are no multiple of 8", inputs)
