@@ -10,7 +10,8 @@ sockets. The last line is both as JSON.
   beside the same streams and requests with an adapter that is there. `held` is the longest that
   loads held the engine's thread between two steps, of its processor time.
 
-On a GPU: `--shape llama-3.1-8b --pool 128`.
+On a GPU: `--shape llama-3.1-8b --drawn 64`; 2,000 adapters of the 8B shape are 168 GB. Others have
+the weights of those that are drawn, and are adapters of their own to store and pool.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -130,8 +132,10 @@ def storm(bench: Bench) -> dict[str, object]:
     args = bench.args
     names = [f"a{number}" for number in range(args.adapters)]
     holder, room = bench.runner.adapters, bench.store.room
-    for seed, name in enumerate(names):
-        bench.store._put(name, "", bench.draw(seed))
+    drawn = [bench.draw(seed) for seed in range(min(args.drawn, len(names)))]
+    for number, name in enumerate(names):
+        weights = drawn[number % len(drawn)]
+        bench.store._put(name, "", replace(weights, digest=number.to_bytes(16)))
     each = holder.pages_of(bench.store._names[names[0]].number)
     holder.num_pages = args.pool * each
     rng = random.Random(2)
@@ -277,6 +281,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-small")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=2000)
+    parser.add_argument("--drawn", type=int, default=2000, help="with weights of their own")
     parser.add_argument("--pool", type=int, default=128, help="adapters that fit on the device")
     parser.add_argument("--users", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=64)
