@@ -129,6 +129,17 @@ def test_a_step_of_ranks_is_within_15_percent_of_the_recorded_one(recorded_shape
         assert model.step_ms(int(count), 192) == pytest.approx(ms, rel=0.15), count
 
 
+def test_a_step_of_a_larger_model_on_ranks_is_within_15_percent_of_the_recorded_one(tmp_path):
+    text = (RESULTS / "2026-11-29-ranks-2-h200.txt").read_text()
+    found = re.search(r"^70B shape, fp8.*: ([\d.]+), ([\d.]+) and ([\d.]+) ms", text, re.MULTILINE)
+    assert found is not None
+    config = shape_of("llama-3.3-70b", tmp_path)
+    config = msgspec.structs.replace(config, tensor_parallel=2, quantization="fp8")
+    model = step_model(config, CARDS["H200"])
+    for count, ms in zip((1, 32, 128), found.groups(), strict=True):
+        assert model.step_ms(count, 192) == pytest.approx(float(ms), rel=0.15), count
+
+
 def test_gemms_of_4_bits_are_within_15_percent_of_recorded_ones(recorded_shape):
     """Recorded are the chosen kernels of each matrix, with rows in 16 bits; 32 layers have each."""
     config = msgspec.structs.replace(recorded_shape, quantization="int4")
