@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,22 +21,28 @@ _LOCK = struct.Struct("@hhqqi4x")  # flock: type, whence, start, length, pid
 _NUM_PLACES = 1 << 62
 _WRITES = "writes"  # of the whole file
 _TAKEN = (errno.EAGAIN, errno.EACCES)
+_POLL_S = 0.002
+_said: set[str] = set()  # warnings: each once a process
 
 
 class Claims:
     """Claims on parts of the file at `path`. Where files cannot be locked, nothing is shared out.
 
+    Without a path, too, all parts are ours.
     Two parts meet in one place once in 2^62: one of them is then made later.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
         self._file: int | None = None
+        if path is None:
+            return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             mode = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             self._file = os.open(path.with_suffix(".lock"), mode, 0o600)
         except OSError as error:
-            _log.warning("%s: what other processes do is not known: %s", path, error)
+            _warn(f"{path}: what other processes do is not known: {error}")
 
     def take(self, part: str) -> bool:
         """Claim a part, unless another claimant has it; return whether it is ours now."""
@@ -46,9 +53,16 @@ class Claims:
         self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK, part)
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Read the file and write it anew in this block, while nobody else does."""
-        self._lock(fcntl.F_OFD_SETLKW, fcntl.F_WRLCK, _WRITES)
+    def writing(self, patience_s: float) -> Iterator[None]:
+        """Read the file and write it anew in this block, while nobody else does.
+
+        Raises TimeoutError if another has been writing for `patience_s`: it may be stopped.
+        """
+        deadline_s = time.monotonic() + patience_s
+        while not self.take(_WRITES):
+            if time.monotonic() >= deadline_s:
+                raise TimeoutError(f"{self._path}: another process writes it, for {patience_s:g} s")
+            time.sleep(_POLL_S)
         try:
             yield
         finally:
@@ -70,6 +84,12 @@ class Claims:
         except OSError as error:
             if error.errno in _TAKEN:
                 return False
-            _log.warning("parts of files cannot be locked here: %s", error)
+            _warn(f"{self._path}: parts of it cannot be locked: {error}")
             self.close()
         return True
+
+
+def _warn(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        _log.warning("%s", line)

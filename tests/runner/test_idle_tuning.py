@@ -1,6 +1,9 @@
 """Measuring in idle times, all but the measuring: what is searched, kept, taken and left out."""
 
+import logging
+import os
 from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +29,7 @@ from slipstream.runner.idle_tuning import IdleTuning, covering_rows, refusal, st
 from slipstream.runner.matrices import tensors_of
 from slipstream.runner.plan import resolve
 from slipstream.runner.step_arrays import StepShape
+from slipstream_runtime.claims import Claims
 
 MACHINE = Machine(gpu="NVIDIA A100", num_sms=108, driver=13000, cublaslt=130100)
 PIECES = 3  # of a search
@@ -73,6 +77,7 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cublaslt, "discard_plans", made.discard)
     monkeypatch.setattr(tuning, "choices", lambda device: None)
+    monkeypatch.setattr(tuning, "_unsaved", {})
     monkeypatch.setattr(idle_tuning, "target_of", lambda device: KNOWN["sm_80"])
     return made
 
@@ -130,6 +135,52 @@ def test_the_next_start_measures_nothing(device: Device, decoder: Decoder) -> No
     before = len(device.searched)
     assert list(pieces(device, decoder)) == []
     assert len(device.searched) == before
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(
+    device: Device,
+    decoder: Decoder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # where nobody makes a folder
+    for _ in pieces(device, decoder):
+        pass
+    (said,) = warnings_of(caplog)
+    assert said.startswith("/proc/slipstream/tuning cannot be written, what is measured is kept in")
+    assert os.strerror(2) in said
+    assert len(tuning.load(MACHINE)) == len(set(device.searched)) == len(device.searched)
+    assert device.num_discarded == len(device.stale) > 0
+    assert list(pieces(device, decoder)) == []  # another engine of the process has it
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuning.keep(MACHINE, [])
+    assert len(warnings_of(caplog)) == 1
+    assert not tuning._unsaved
+    assert len(tuning.load(MACHINE)) == len(device.searched)
+
+
+def test_nobody_waits_long_for_a_process_that_writes(
+    device: Device, decoder: Decoder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be stopped; once it has gone on, all is written."""
+    work = pieces(device, decoder)
+    next(work)
+    with closing(Claims(tuning.path(MACHINE))) as stopped, stopped.writing(0.0):
+        while len(tuning.load(MACHINE)) < 3:
+            next(work)
+        assert not tuning.path(MACHINE).exists()
+    for _ in work:
+        pass
+    (said,) = warnings_of(caplog)
+    assert "kept in memory only" in said
+    assert "another process writes it, for 0.1 s" in said
+    assert not tuning._unsaved
+    assert len(tuning.load(MACHINE)) == len(device.searched)
 
 
 @pytest.mark.parametrize("num_pieces", [1, 2, 7, 100])

@@ -26,6 +26,14 @@ print("taken", flush=True)
 sys.stdin.read()
 """
 
+WRITER = """
+import os, signal, sys
+from pathlib import Path
+from slipstream_runtime.claims import Claims
+with Claims(Path(sys.argv[1])).writing(0.0):
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
 
 def test_parts_are_claimed_apart_and_released(tmp_path: Path) -> None:
     path = tmp_path / "new" / "file.json"
@@ -57,6 +65,19 @@ def test_the_end_of_a_process_releases_what_it_has(tmp_path: Path) -> None:
             assert ours.take("one")
 
 
+def test_a_process_that_stops_while_it_writes_stops_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    command = [sys.executable, "-c", WRITER, str(path)]
+    with subprocess.Popen(command) as writer, closing(Claims(path)) as ours:
+        os.waitid(os.P_PID, writer.pid, os.WSTOPPED | os.WNOWAIT)
+        with pytest.raises(TimeoutError, match=r"file\.json: another process writes it, for 0.1 s"):
+            ours.writing(0.1).__enter__()
+        assert ours.take("one")
+        os.kill(writer.pid, signal.SIGCONT)
+        with ours.writing(60.0):
+            pass
+
+
 def test_what_two_save_at_once_is_both_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +105,6 @@ def test_where_nothing_can_be_locked_all_is_ours(
     (tmp_path / "a file").touch()
     with caplog.at_level(logging.WARNING), closing(Claims(tmp_path / "a file" / "x.json")) as ours:
         assert ours.take("one")
-        with ours.writing():
+        with ours.writing(0.0):
             ours.release("one")
     assert "what other processes do is not known" in caplog.text

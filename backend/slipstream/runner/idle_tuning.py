@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 import torch
-from slipstream_runtime.claims import Claims
 from torch import Tensor
 
 from slipstream.kernels.gemm import cublaslt, search, tuning
@@ -140,7 +139,7 @@ class IdleTuning:
         _log.info("idle times: %d GEMMs of the model are to be measured", self._num_all)
         yield None
         left = [(place, place.passes[number]) for number in range(2) for place in places]
-        with closing(Claims(tuning.path(machine))) as claims:
+        with closing(tuning.claims_of(machine)) as claims:
             while left:
                 job = next((each for each in left if claims.take(each[0].name)), None)
                 if job is None:
@@ -156,7 +155,8 @@ class IdleTuning:
                     tuning.choices(torch.cuda.current_device())  # read now, not by a step
                     yield None
                     yield from recaptured(stale(gained))
-        _log.info("idle times: all GEMMs of the model are measured: %s", tuning.path(machine))
+        where = tuning.path(machine) if tuning.keep(machine, []) else "kept in memory"
+        _log.info("idle times: all GEMMs of the model are measured: %s", where)
 
     def _places(self, machine: Machine, target: Target) -> list[Place]:
         known = {(choice.product, choice.rows) for choice in tuning.load(machine)}
@@ -203,7 +203,7 @@ class IdleTuning:
     def _measured(
         self, machine: Machine, place: Place, rows: Sequence[int]
     ) -> Generator[None, None, list[Choice]]:
-        """Search for each number of rows; keep on disk what is found, however it ends."""
+        """Search for each number of rows; keep what is found, however it ends."""
         found: list[Choice] = []
         too_long = False
         try:
@@ -217,7 +217,7 @@ class IdleTuning:
                     too_long = is_long(choice)
         finally:
             if found:
-                tuning.save(machine, found)
+                tuning.keep(machine, found)
         return found
 
     def _search(

@@ -2,6 +2,7 @@
 
 A file holds what was measured on one kind of machine: GPU, driver and version of cuBLASLt, whose
 hash is in its name. A file that cannot be read counts as absent: its GEMMs then run by the default.
+What cannot be written is kept in the memory of the process.
 """
 
 import bisect
@@ -24,7 +25,11 @@ from slipstream.kernels.runtime import disk_cache
 
 _FORMAT = 2  # of the file, and of what an algorithm is written as
 _BLOB_SIZE = 64
+_PATIENCE_S = 30.0  # while another process writes the file
+_BRIEF_S = 0.1  # the same in idle times, when a request may come
 _log = logging.getLogger(__name__)
+_unsaved: dict["Machine", list["Choice"]] = {}  # the newest last
+_ignored: set[str] = set()  # what was said of files, once a process
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -134,6 +139,16 @@ def path(machine: Machine) -> Path:
 
 
 def load(machine: Machine) -> list[Choice]:
+    """Return the choices for a machine: of its file, or newer ones that could not be written."""
+    return _merged([*_read(machine), *_unsaved.get(machine, [])])
+
+
+def _merged(choices: Iterable[Choice]) -> list[Choice]:
+    """Return the last for each product and number of rows."""
+    return list({(choice.product, choice.rows): choice for choice in choices}.values())
+
+
+def _read(machine: Machine) -> list[Choice]:
     """Read the machine's file; log a warning and return nothing if it cannot be used."""
     file = path(machine)
     try:
@@ -143,21 +158,68 @@ def load(machine: Machine) -> list[Choice]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
-        _log.warning("%s is ignored: %s", file, error)
+        _ignore(file, str(error))
         return []
     if (read.format, read.machine) != (_FORMAT, machine):
-        _log.warning("%s is ignored: it is of another machine", file)
+        _ignore(file, "it is of another machine")
         return []
     return read.choices
 
 
-def save(machine: Machine, measured: Sequence[Choice]) -> None:
+def _ignore(file: Path, why: str) -> None:
+    line = f"{file} is ignored: {why}"
+    if line not in _ignored:
+        _ignored.add(line)
+        _log.warning("%s", line)
+
+
+def save(machine: Machine, measured: Sequence[Choice], patience_s: float = _PATIENCE_S) -> None:
     """Add to the machine's file, in place of what was measured for the same product and rows.
 
     What other processes add meanwhile stays.
-    Raises OSError.
+    Raises OSError; TimeoutError, which is one, if another process has been writing the file for
+    `patience_s`.
     """
-    with closing(Claims(path(machine))) as claims, claims.writing():
-        merged = {(choice.product, choice.rows): choice for choice in [*load(machine), *measured]}
-        data = msgspec.json.encode(_File(_FORMAT, machine, list(merged.values())))
-        disk_cache.write_whole(path(machine), msgspec.json.format(data, indent=1) + b"\n")
+    file = path(machine)
+    disk_cache.check_writable(file.parent)
+    with closing(Claims(file)) as claims, claims.writing(patience_s):
+        data = msgspec.json.encode(_File(_FORMAT, machine, _merged([*_read(machine), *measured])))
+        disk_cache.write_whole(file, msgspec.json.format(data, indent=1) + b"\n")
+
+
+def keep(machine: Machine, measured: Sequence[Choice]) -> bool:
+    """Save what was measured, and what could not be saved before; return whether it is on disk.
+
+    Where it cannot be written it is kept in memory, which the first of such calls logs.
+    """
+    if not measured and machine not in _unsaved:
+        return True
+    try:
+        # A process that is stopped while it writes is waited for once.
+        patience_s = 0.0 if machine in _unsaved else _BRIEF_S
+        save(machine, [*_unsaved.get(machine, []), *measured], patience_s)
+    except OSError as error:
+        _keep_in_memory(machine, measured, error)
+        return False
+    if _unsaved.pop(machine, None) is not None:
+        _log.info("%s: what was kept in memory is written", path(machine))
+    return True
+
+
+def claims_of(machine: Machine) -> Claims:
+    """Return claims on GEMMs; all are ours where no other process would see their choices."""
+    try:
+        disk_cache.check_writable(path(machine).parent)
+    except OSError as error:
+        _keep_in_memory(machine, [], error)
+        return Claims(None)
+    return Claims(path(machine))
+
+
+def _keep_in_memory(machine: Machine, measured: Sequence[Choice], error: OSError) -> None:
+    if machine not in _unsaved:
+        _log.warning(
+            "%s cannot be written, what is measured is kept in memory only: %s",
+            *(path(machine).parent, error),
+        )
+    _unsaved[machine] = _merged([*_unsaved.get(machine, []), *measured])

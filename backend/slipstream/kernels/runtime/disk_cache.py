@@ -33,6 +33,13 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
+def check_writable(folder: Path) -> None:
+    """Make the folder, and a file in it, which is gone at once. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file atomically, as `replacing` does."""
     with replacing(path) as file:
