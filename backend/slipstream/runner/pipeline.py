@@ -3,8 +3,8 @@
 A step goes round: the first stage embeds tokens and runs its layers, each later one runs its own,
 and the last one sends its states back to the first, which makes logits and samples. Rank 0 launches
 a step by its first part alone, and does its last part when the engine waits for it: between the two
-it launches others. So every stage runs the steps in one order, and on the first stage the last part
-of a step comes where rank 0 says, on all its ranks.
+it launches others. So every stage runs the steps in one order, and rank 0 tells the other ranks of
+the first stage when the last part of a step comes (`Finish`).
 """
 
 from collections import deque
@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from slipstream_runtime.ranks import RankError
 from torch import Tensor
 
 from slipstream.core.batch import Batch, Sampled
@@ -41,9 +40,9 @@ class _Started(NamedTuple):
     """A step whose first part is launched."""
 
     shape: StepShape
-    arrays: StepArrays  # its own
+    arrays: StepArrays  # a copy, as the builder's change with the next step
     keeps_all: bool  # the last layer keeps all tokens, not only those that are sampled
-    active: Active  # its adapters
+    active: Active  # adapters of the step
     adapters: Int64s  # of each token; see `adapters_of`
 
 
@@ -56,7 +55,7 @@ class _Stage(ModelRunner):
         self._is_first = plan.model.stage == 0
         self._is_last = plan.model.stage == plan.model.num_stages - 1
         self._ends = Staging(plan.device)
-        self._has_peers = plan.config.tensor_parallel > 1
+        self._has_peers = plan.config.tensor_parallel > 1  # ranks of the same stage
         super().__init__(plan, group)
 
     @property
@@ -80,7 +79,7 @@ class _Stage(ModelRunner):
     def _step(self, shape: StepShape, inputs: StepInputs) -> Tensor:
         """Run all kernels of a stage, to be measured or captured; return its states.
 
-        A graph has no head: states that are to be sampled are not there yet.
+        A graph has no head: the states to be sampled come from the last stage, later.
         """
         hidden = self._hidden(shape, inputs).values
         if self._is_first and self._graphs is None and shape.num_samples:
@@ -135,7 +134,7 @@ class _Stage(ModelRunner):
         return hidden, StepInputs.of(base, step.arrays)
 
     def _own_arrays(self, shape: StepShape, arrays: StepArrays) -> StepArrays:
-        """Return a copy."""
+        """Return a copy of a step's arrays."""
         tables = (len(arrays.tables), arrays.tables.shape[1])
         own = StepArrays.of(shape, self._num_tables, len(arrays.edits), tables)
         own.memory[:] = arrays.memory
@@ -175,7 +174,6 @@ class StageLeader(_Stage, Leader):
             self._group.announce(batch, shape, arrays)
             if masks is not None:
                 masks.ask(arrays.rows, places)
-            # Those of the builder change with the next step.
             own = self._own_arrays(shape, arrays)
             of_tokens = adapters_of(batch, shape) if active else NONE
             started = _Started(shape, own, keeps_all, active, of_tokens)
@@ -190,9 +188,7 @@ class StageLeader(_Stage, Leader):
             if self._tables.device.type == "cuda":
                 torch.cuda.current_stream(self._tables.device).synchronize()
         except Exception as error:
-            self._joined.fail()
-            error = self._joined.named(error)
-            raise RankError(f"rank 0: {type(error).__name__}: {error}") from error
+            raise self.fatal(error) from error
         return self._read(first, size, asks, beside)
 
     @torch.inference_mode()

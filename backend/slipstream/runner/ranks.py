@@ -67,9 +67,13 @@ class Leader(ModelRunner):
         except Exception as error:
             if self._joined.num_steps == announced:
                 raise  # no other rank has heard of it
-            self._joined.fail()
-            error = self._joined.named(error)
-            raise RankError(f"rank 0: {type(error).__name__}: {error}") from error
+            raise self.fatal(error) from error
+
+    def fatal(self, error: Exception) -> RankError:
+        """Have all ranks end; return the error that this one ends with."""
+        self._joined.fail()
+        named = self._joined.named(error)
+        return RankError(f"rank 0: {type(named).__name__}: {named}")
 
     def _read(self, first: int, size: int, asks: list[Ask], beside: Beside | None) -> Sampled:
         try:

@@ -20,7 +20,7 @@ ROOM_BYTES = 8 << 20
 PACKS_AT = 2 * GRID * MAX_RANKS * 4
 EMPTY_BYTES = 2 * PACKS * PACK_BYTES  # from there on: all ones before the first call
 MEMORY_BYTES = PACKS_AT + EMPTY_BYTES + 4 * ROOM_BYTES
-_MAX_PACKS = 4  # of a row and thread
+_MAX_PACKS = 4  # of a row, that a thread has
 # Ranks -> bytes up to which packs are faster: each rank sends them whole to every other, and of two
 # ranks no way sends less. Of more ranks by the bytes that pass through a link, not measured.
 _ONE_SHOT = {2: 1 << 62, 4: 1 << 20, 8: 512 << 10}
@@ -35,7 +35,7 @@ def total(parts: Sequence[Tensor], before: Tensor | None = None) -> Tensor:
 
 
 def most_of(size: int) -> int:
-    """Return the ranks that the kernels of so many are built for."""
+    """Return for how many ranks the kernels are built that so many take: 2, 4 or 8."""
     return next(most for most in _ONE_SHOT if size <= most)
 
 
@@ -93,9 +93,9 @@ def _require(name: str, *tensors: Tensor | None) -> None:
 
 
 def sum_into(peers: Peers, way: str, x: Tensor, residual: Tensor | None, out: Tensor) -> None:
-    """Write the ranks' sum of `x`, and `residual` if there is one, which `out` may be.
+    """Write the ranks' sum of `x`, plus `residual` if there is one, to `out`, which may be that.
 
-    In one shot each rank has its part of `PACKS`; in two at most `ROOM_BYTES`.
+    `x` has at most a rank's share of `PACKS` in one shot, and `ROOM_BYTES` in two.
     """
     _require(way, x, residual, out)
     most = PACKS // peers.size * PACK_BYTES if way == "one_shot" else ROOM_BYTES
@@ -114,7 +114,7 @@ def can_norm(num_rows: int, width: int, itemsize: int, size: int) -> bool:
 
 
 def sum_norm(peers: Peers, x: Tensor, residual: Tensor, norm: RmsNorm) -> Tensor:
-    """`residual [n, m] += ` the ranks' sum of `x`; return its norm, where `can_norm`."""
+    """Add the ranks' sum of `x` to `residual [n, m]`; return its norm. Only where `can_norm`."""
     weight, eps, plus_one = norm
     _require("one_shot_norm", x, residual, weight)
     num_rows, width = x.shape
@@ -128,7 +128,7 @@ def sum_norm(peers: Peers, x: Tensor, residual: Tensor, norm: RmsNorm) -> Tensor
 
 
 def exchange(peers: Peers, x: Tensor, out: Tensor, first: int, count: int) -> None:
-    """`out [rows, count, width] = x [rows, width]` of `count` ranks from `first` on.
+    """Write `x [rows, width]` of `count` ranks from `first` on to `out [rows, count, width]`.
 
     Both are of words of 8 bytes (i64); `x` has at most `ROOM_BYTES`. A count of 0 leaves `out`.
     """

@@ -44,8 +44,7 @@ class DeviceRanks:
         self._nccl: nccl.Nccl | None = None
         have = self._host.least(int(nccl.is_available()))
         if have and not keeps_bits:
-            spread = lambda own: self._host.exchange_bytes(own)[0]  # noqa: E731
-            self._nccl = nccl.Nccl(self.rank, self.size, spread)
+            self._nccl = nccl.Nccl(self.rank, self.size, self._host.spread_bytes)
 
     @property
     def nccl(self) -> nccl.Nccl | None:
@@ -77,7 +76,7 @@ class DeviceRanks:
         return rms_norm(values, *norm)
 
     def _sum(self, x: Tensor, values: Tensor | None) -> Tensor:
-        """Return the sum; with `values`, these, to which it is added in place."""
+        """Return the sum of `x`, or `values` once it is added to these in place."""
         if x.numel() == 0:
             return x if values is None else values
         way = all_reduce.way_of(x.nbytes, self.size, self._nccl is not None)

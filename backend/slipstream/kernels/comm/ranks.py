@@ -4,7 +4,7 @@ A sum adds the ranks' values in the order of ranks, in fp32, and rounds once: it
 nothing else, and are the same on all ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,7 +25,7 @@ class Ranks(Protocol):
         """Return the sum of all ranks' `x`, of one shape and dtype, on every rank."""
 
     def add_sum(self, values: Tensor, x: Tensor) -> None:
-        """`values += ` the sum of all ranks' `x`, of their shape and dtype, rounded once."""
+        """Add the sum of all ranks' `x`, of their shape and dtype, to `values`, rounded once."""
 
     def add_sum_norm(self, values: Tensor, x: Tensor, norm: RmsNorm) -> Tensor:
         """Add the sum to `values [n, m]`, as `add_sum`, and return their norm then."""
@@ -58,6 +58,13 @@ class Part(NamedTuple):
         return self.ranks.add_sum_norm(values, self.x, norm)
 
 
+def _pieces(flat: Tensor) -> Iterator[slice]:
+    """Yield the pieces of a flat tensor that an exchange has room for, in order."""
+    step = EXCHANGE_BYTES // flat.itemsize
+    for begin in range(0, len(flat), step):
+        yield slice(begin, begin + step)
+
+
 class HostRanks:
     """Ranks on CPUs of one host: tensors go through the memory that they share.
 
@@ -80,20 +87,20 @@ class HostRanks:
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over ranks; see `Ranks`."""
-        flat = x.contiguous().view(-1)
-        out, step = torch.empty_like(flat), EXCHANGE_BYTES // x.itemsize
-        for begin in range(0, len(flat), step):
-            out[begin : begin + step] = total(self._exchange(flat[begin : begin + step]))
-        return out.view(x.shape)
+        return self._sum(x, None)
 
     def add_sum(self, values: Tensor, x: Tensor) -> None:
         """Add the sum over ranks in place; see `Ranks`."""
-        flat, before = x.contiguous().view(-1), values.reshape(-1)
-        out, step = torch.empty_like(flat), EXCHANGE_BYTES // x.itemsize
-        for begin in range(0, len(flat), step):
-            part = slice(begin, begin + step)
-            out[part] = total(self._exchange(flat[part]), before[part])
-        values.copy_(out.view(values.shape))
+        values.copy_(self._sum(x, values.reshape(-1)).view(values.shape))
+
+    def _sum(self, x: Tensor, before: Tensor | None) -> Tensor:
+        """Return the sum of `x`, and of `before`, which is flat, if there is one."""
+        flat = x.contiguous().view(-1)
+        out = torch.empty_like(flat)
+        for part in _pieces(flat):
+            parts = self._exchange(flat[part])
+            out[part] = total(parts, None if before is None else before[part])
+        return out.view(x.shape)
 
     def add_sum_norm(self, values: Tensor, x: Tensor, norm: RmsNorm) -> Tensor:
         """Add the sum over ranks in place, and return the norm; see `Ranks`."""
@@ -102,36 +109,39 @@ class HostRanks:
 
     def gather(self, x: Tensor) -> Tensor:
         """Return all columns on rank 0; see `Ranks`."""
-        flat, step = x.contiguous().view(-1), EXCHANGE_BYTES // x.itemsize
+        flat = x.contiguous().view(-1)
         found = x.new_empty(self.size, flat.numel()) if self.rank == 0 else None
-        for begin in range(0, len(flat), step):
-            parts = self._exchange(flat[begin : begin + step])
+        for part in _pieces(flat):
+            given = self._exchange(flat[part])
             if found is not None:
-                for rank, part in enumerate(parts):
-                    found[rank, begin : begin + step] = part
+                for rank, values in enumerate(given):
+                    found[rank, part] = values
         if found is None:
             return x
         return found.view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
     def spread(self, x: Tensor) -> None:
         """Take the values of rank 0; see `Ranks`."""
-        flat, step = x.view(-1), EXCHANGE_BYTES // x.itemsize
-        for begin in range(0, len(flat), step):
-            part = flat[begin : begin + step]
-            part.copy_(self._exchange(part)[0])
+        flat = x.view(-1)
+        for part in _pieces(flat):
+            flat[part].copy_(self._exchange(flat[part])[0])
 
     def least(self, value: int) -> int:
         """Return the least value of all ranks, on every rank."""
         return min(int(part) for part in self._exchange(torch.tensor([value])))
 
     def parts(self, x: Tensor) -> list[Tensor]:
-        """Return every rank's `x`, of at most `EXCHANGE_BYTES`, flat, until the next call."""
+        """Return every rank's `x`, of at most `EXCHANGE_BYTES`, flat; valid until the next call."""
         return self._exchange(x.contiguous().view(-1))
 
     def exchange_bytes(self, own: bytes) -> list[bytes]:
         """Return the bytes that every rank gives, as many on each, by rank."""
         parts = self._exchange(torch.frombuffer(bytearray(own), dtype=torch.uint8))
         return [bytes(part.tolist()) for part in parts]
+
+    def spread_bytes(self, own: bytes) -> bytes:
+        """Return the bytes that rank 0 gives, as many on each."""
+        return self.exchange_bytes(own)[0]
 
     def start(self, limit_s: float) -> None:
         """Bound waits; see `Ranks`."""
@@ -141,7 +151,7 @@ class HostRanks:
         """Return nothing: waits of the host raise their own errors."""
 
     def _exchange(self, part: Tensor) -> list[Tensor]:
-        """Return what every rank gives, flat and of `EXCHANGE_BYTES` at most, until the next."""
+        """Return every rank's `part`, flat, of `EXCHANGE_BYTES` at most; valid until the next."""
         self._turn ^= 1
         count = part.numel()
         views = [
