@@ -216,7 +216,7 @@ class RankMemory:
     # --- facts ---------------------------------------------------------------------------------
 
     def state(self, facts: bytes) -> None:
-        """Publish what this rank says of itself, at most some 4,000 bytes."""
+        """Publish what this rank says of itself, at most 4,088 bytes."""
         assert self.rank is not None
         assert len(facts) <= _FACT_BYTES - 8, f"{len(facts)} bytes of facts"
         begin = _facts_at(self.size) + self.rank * _FACT_BYTES
@@ -284,7 +284,7 @@ class RankMemory:
                 self._await(_word(rank, which), self._num_meetings[which], self.limit_s, rank)
 
     def gather(self, own: bytes) -> list[bytes]:
-        """Return what every rank gives, by rank, on each; a start, not a step, has the time."""
+        """Return what every rank gives, by rank, on each; two meetings, so for the start alone."""
         self.state(own)
         self.meet()
         found = self.facts()
@@ -303,9 +303,8 @@ class RankMemory:
     def buffer(self, rank: int, turn: int) -> memoryview:
         """Return one of a rank's two exchange buffers, of `EXCHANGE_BYTES`.
 
-        A rank writes to its own, meets the others, and reads theirs. By turns, one meeting is
-        enough: a rank that has come to the next one has read
-        what this one was about.
+        A rank writes to its own, meets the others, and reads theirs. As the two take turns, one
+        meeting is enough: a rank that has come to the next one has read what this one was for.
         """
         begin = _buffer_at(self.size, rank, turn)
         return memoryview(self._memory)[begin : begin + EXCHANGE_BYTES]

@@ -27,7 +27,7 @@ class Whole:
     model_type: config.json's.
     texts: the text model's `model_type` -> its architecture; the first where it is not said.
     decoder, head: what the text model's tensors are called that are `model` and `lm_head` alone.
-    others: begins of names of tensors that are not read.
+    others: prefixes of the names of tensors that are not read.
     is_flat: whether keys of the text model may stand beside those of the whole.
     defaults: keys of the text model's class that differ from those of its architecture's.
     ties: whether embeddings are tied where the whole's own keys do not say.
@@ -100,7 +100,7 @@ def _defaults(own: Whole, data: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _rotation(rope: object) -> object:
-    """Return a rotation by several axes as the one that it is of texts, whose axes are alike."""
+    """Return a rotation by several axes as a plain one: in text all axes are alike."""
     if not isinstance(rope, dict) or "mrope_section" not in rope:
         return rope
     kept = {key: x for key, x in rope.items() if key not in _AXES}

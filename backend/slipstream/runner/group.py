@@ -56,10 +56,10 @@ class AdapterPart(msgspec.Struct, frozen=True, array_like=True, tag="adapter", g
 
     number: int
     rank: int  # others skip its terms
-    largest: int  # rank of a term
+    largest: int  # the largest rank of its terms
     of_inputs: list[str] | None  # see `AdapterWeights`; None: it has no magnitudes
     terms: msgspec.Raw  # `list[SentTerm]`
-    has_more: bool  # pieces follow, of some rank
+    has_more: bool  # pieces follow, for this rank or another
     ended: tuple[int, ...]  # see `Frame`
 
 
@@ -108,10 +108,9 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop", gc=False):
 Message = Frame | Move | AdapterPart | AdapterDo | Finish | Stop
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-_STEP_BYTES = 512 << 10  # of adapters, that are sent before a step
 _terms: msgspec.msgpack.Decoder[list[SentTerm]] = msgspec.msgpack.Decoder(list[SentTerm])
+_STEP_BYTES = 512 << 10  # of adapters, that are sent before a step
+PartTerms = dict[str, list[Term]]  # by place
 
 
 def _sent(place: str, term: Term) -> SentTerm:
@@ -130,9 +129,6 @@ def _tensor(sent: SentTensor | None) -> Tensor | None:
         return None
     flat = torch.frombuffer(bytearray(sent.memory), dtype=torch.uint8)
     return flat.view(getattr(torch, sent.dtype)).view(sent.shape)
-
-
-PartTerms = dict[str, list[Term]]  # by place
 
 
 class Group(Protocol):
@@ -269,19 +265,19 @@ class Joined:
         self.num_steps += 1
 
     def give_adapter(self, number: int, weights: AdapterWeights) -> None:
-        """Start to send the parts of an adapter, from rank 0: with steps, as far as none is late.
+        """Start to send the parts of an adapter, from rank 0: some before each step.
 
-        Magnitudes are folded by all ranks at once: such parts are sent now.
+        All ranks fold magnitudes together, so parts with these are sent at once.
         """
         self._giving[number] = self._pieces(number, weights)
         if weights.has_magnitudes:
             self.give_all(number)
 
     def _pieces(self, number: int, weights: AdapterWeights) -> Iterator[AdapterPart]:
-        """Make the messages of an adapter, one of each term of each rank, and one that ends them.
+        """Make the messages of an adapter, one for each term of each rank, and one that ends them.
 
-        Ranks keep their parts behind the last: those that fold them wait for all others then, and
-        read no message meanwhile.
+        All ranks keep their parts when the last has come: to fold magnitudes they wait for each
+        other, and read no message meanwhile.
         """
         of_inputs = sorted(weights.of_inputs) if weights.has_magnitudes else None
 
@@ -327,9 +323,9 @@ class Joined:
             self.send(AdapterDo(order, number, tuple(self.ended)))
 
     def part_of(self, message: AdapterPart) -> AdapterWeights | None:
-        """Take a piece of an adapter; return this rank's part of it, which is whole then, or None.
+        """Take a piece of an adapter; return this rank's part once it is whole, None before.
 
-        Pieces of other ranks pass by.
+        Pieces for other ranks are skipped.
         """
         terms = self._parts.setdefault(message.number, {})
         if message.rank == self._memory.rank:

@@ -33,9 +33,9 @@ def shared_arguments(shared: Shared | None) -> tuple[Tensor | int, ...]:
 
 @op("residual[n,h]:T, terms[p,h]:T")
 def combine(residual: Tensor, terms: Tensor, shared: Shared | None = None) -> Tensor:
-    """`residual += ` a row's `p / n` terms and what is shared, in fp32, rounded once.
+    """Add a row's `p / n` terms, and what is shared, to `residual`; return it.
 
-    Terms are added in the order of ranks, and the shared one last; returns `residual`.
+    Terms are added in the order of ranks, and the shared one last: in fp32, rounded once.
 
     Args:
         residual: changed in place.

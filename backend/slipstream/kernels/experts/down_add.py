@@ -30,10 +30,10 @@ def down_add(
     routed: Routed,
     shared: Shared | None = None,
 ) -> Tensor:
-    """`combine(residual, down(x, ...), ...)`, in fp32 throughout; returns `residual`.
+    """Compute `combine(residual, down(x, ...), ...)`, in fp32 throughout; return `residual`.
 
-    On a GPU the choice is read before the kernel waits for x: between the kernel that made it and
-    this one comes one that waited before it let the next start, as `skinny.cu` does.
+    On a GPU the kernel reads the choice before it waits for x. So the kernel that makes x must wait
+    for that which makes the choice, and only then let this one start, as `skinny.cu` does.
 
     Args:
         x: what `gate_up` returned, by places.
@@ -50,7 +50,7 @@ def down_add(
 def takes(routed: Routed, device: torch.device) -> bool:
     """Whether the kernel is the one for a choice, on a device.
 
-    Deterministic mode has larger tiles, whose sums have an order of their own.
+    It never is in deterministic mode, which has larger tiles.
     """
     is_skinny = routed.tile_rows == SKINNY_ROWS and 0 < len(routed.experts) <= MAX_ROWS
     return device.type != "cpu" and is_skinny

@@ -1,9 +1,9 @@
 """Routing: the experts of each row, their weights, and rows in the order of experts.
 
 A row and one of its experts are a pair; pair `row * k + rank`. Pairs are put in the order of their
-experts, those of one expert in the order of pairs: each has a place. A product of an expert walks
-its places in tiles; which there are only the device knows, so the list of tiles has room for the
-most.
+experts, those of one expert in the order of pairs: each has a place. GEMMs walk the places of an
+expert in tiles. Only the device knows which tiles there are, so their list has room for as many as
+there can be.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from slipstream.kernels.runtime.op import op
 
 _PAIRS_OF_ONE = 128  # that one CTA routes
 _THREADS = 512
-VALUES = (1, 2, 4, 8, 16)  # of a lane
+VALUES = (1, 2, 4, 8, 16)  # experts of a lane
 
 
 class Routed(NamedTuple):
@@ -182,7 +182,7 @@ def where_to_place(routed: Routed) -> tuple[Tensor | int, ...]:
 def _route(
     logits: Tensor, routing: Routing, tile_rows: int, correction: Tensor | None = None
 ) -> Routed:
-    """By one CTA where there are few pairs, else by a warp a row and then a CTA an expert."""
+    """Launch one CTA where there are few pairs, else a warp a row and then a CTA an expert."""
     num_rows, num_experts = logits.shape
     jit.type_name(logits.dtype)
     jit.require(logits.stride(1) == 1, "route: elements of a row must be contiguous")

@@ -67,8 +67,8 @@ def choose_rows(x: Tensor, weight: Tensor, norm: Tensor, stages: RouterStages) -
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel is the one for rows and a router.
 
-    It is where a team is a cluster, whose CTAs read what is small enough for eight of them. Its
-    sums have an order of their own: a step of deterministic mode has more rows.
+    The device must have teams that are clusters, and the router must be so small that the CTAs of
+    one read it fast enough. Sums have an order of their own: deterministic mode has more rows.
     """
     num_rows, (columns, width) = len(x), weight.shape
     if x.device.type == "cpu" or x.dtype not in DTYPES or weight.dtype != x.dtype:
@@ -82,8 +82,8 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 def _bytes(num_rows: int, width: int) -> int:
     """Return bytes of rows and a norm's weight in shared memory.
 
-    Unless all fits in what a CTA has by default, they are more than that, so that the launch
-    raises the bound.
+    What does not fit into a CTA's default is counted as more than the default, which the launch
+    then raises.
     """
     found = (num_rows + 1) * (width + _PAD) * 2
     return found if found + _STATIC_BYTES <= _PLAIN_BYTES else max(found, _PLAIN_BYTES + 16)

@@ -30,7 +30,7 @@ def shrunk(
     norm: RmsNorm | None = None,
     is_fixed: bool = False,
 ) -> Tensor:
-    """`shrink`; a row's bits never depend on others."""
+    """Implement `shrink`; a row's bits never depend on others."""
     if x.stride(1) != 1:
         x = x.contiguous()
     product = native.Product()
@@ -50,7 +50,7 @@ def shrunk(
 def expanded(
     y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
 ) -> Tensor:
-    """`expand`, of what `shrunk` made."""
+    """Implement `expand` of what `shrunk` made; torch does what is strided or split."""
     if y.stride(1) != 1 or partial.shape[0] != 1 or not partial.is_contiguous():
         return expand.oracle(y, groups, rows, partial, place, sizes)
     terms = _terms(groups, rows, partial, place)

@@ -68,8 +68,8 @@ def describe(
 ) -> tuple[Tensor, int]:
     """Return what a group points to, i64, and the width that it takes.
 
-    First `[places, PARTS, WORDS]`, then the addresses of all tiles, which terms find by their
-    number of words from the first.
+    The words of all terms come first, `[places, PARTS, WORDS]`, then the addresses of all tiles: a
+    term has the index of its first one.
 
     Args:
         places: of each its parts' tiles.
@@ -104,12 +104,12 @@ def shrink(
 ) -> Tensor:
     """Return `t` of the rows that have adapters, `[splits, n, width] f32` in the order of `rows`.
 
-    The sum over splits counts. What no group has is not written.
+    Its sum over splits is `t`. Rows that no group has are not written.
 
     Args:
-        x: rows that the place multiplies, or what its norm is of.
+        x: rows that the place multiplies, or that its norm takes.
         groups, rows: of a `Table`.
-        place: its number.
+        place: number of the place in tables.
         width: columns of t.
         norm: of `x`, if it is not computed yet.
         is_fixed: whether a row's bits may not depend on how many rows there are.
@@ -132,13 +132,13 @@ def shrink(
 def expand(
     y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
 ) -> Tensor:
-    """Add terms to `y`, in place: `t B^T` in fp32, then rounded once; returns it.
+    """Add terms to `y`, in place: `t B^T` in fp32, then rounded once; return it.
 
     Args:
         y: results of the place.
         groups, rows: of a `Table`.
         partial: what `shrink` made.
-        place: its number.
+        place: number of the place in tables.
         sizes: outputs of each part.
     """
     for address, begin, end in _groups(groups):
@@ -164,15 +164,19 @@ def expand_gated(
     sizes: Sequence[int],
     gate: str,
 ) -> Tensor:
-    """`expand`, and return `y = [gate | up]` behind a gate, one of `GATES`: `[n, outputs / 2]`.
+    """Add terms to `y = [gate | up]`, and return it behind a gate: `[n, outputs / 2]`.
 
-    What `y` is then, is not said.
+    `y` is undefined then.
+
+    Args:
+        y, groups, rows, partial, place, sizes: as of `expand`.
+        gate: one of `GATES`.
     """
     return GATES[gate](expand(y, groups, rows, partial, place, sizes))
 
 
 def _groups(groups: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield of each group that is not empty where its terms are, and its part of the rows."""
+    """Yield where the terms of each group are that is not empty, and begin and end of its rows."""
     for address, place in groups.tolist():
         if address:
             begin = place & 0xFFFFFFFF
@@ -231,7 +235,7 @@ def variants() -> Iterator[jit.Variant]:
 
 
 def share_of(num_rows: int, inputs: int, is_fixed: bool) -> int:
-    """Count the inputs of a split, a multiple of 32: as few as fill the GPU."""
+    """Return the inputs of a split, a multiple of 32: few enough that the splits fill the GPU."""
     blocks = -(-inputs // 32)
     fill = _OF_TWO // -(-num_rows // TILE)
     splits = 1 if is_fixed else max(1, min(_SPLITS, fill, inputs // _SHARE))
@@ -246,8 +250,8 @@ def _check(x: Tensor, op_name: str, multiple: int) -> None:
 
 
 def _turns(num_groups: int, most: int, num_ctas: int) -> int:
-    """Count the CTAs that share groups, of `most` in all, if a group takes `num_ctas`: each comes
-    to several, of which most may be empty.
+    """Return how many groups are worked on at once: CTAs take one after another, as most may be
+    empty. `num_ctas` work on a group, `most` run at once.
     """
     return min(num_groups, max(1, most // num_ctas))
 

@@ -28,7 +28,7 @@ _MEMORY = 226 << 10
 
 
 def runs_on(device: torch.device, deterministic: bool) -> bool:
-    """Whether tiles of experts are multiplied so on a device.
+    """Whether this kernel multiplies tiles of experts on a device.
 
     Deterministic mode takes `tiled.cu` for tiles of all sizes, as sums here may have another order.
     """
