@@ -5,9 +5,9 @@ the recipe says, and measured with the KV cache in each format: bits a byte of h
 the standard error of the difference, over its pieces; with a cache in fewer bits four pieces), KL
 of the next token to the model in 16 bits with its own cache, 1,000 greedy tokens, and 281 questions
 of MMLU, which only the model's own cache answers. Each row goes into
-`benchmarks/results/accuracy.json` when it is done, and `--resume` keeps what is there and
-measures what a row lacks; the table goes into docs/quantization.md. Exits with 1 where a goal is
-missed.
+`benchmarks/results/accuracy.json` when it is done, each figure with its commit. `--resume` keeps
+what is there and measures what a row lacks, with `--again` all of a row; the table goes into
+docs/quantization.md. Exits with 1 where a goal is missed.
 
 Products are computed in fp32 on a CPU; on a GPU in 16 bits.
 """
@@ -70,6 +70,7 @@ class Bench:
 
     def __init__(self, model: Model, args: argparse.Namespace, folder: Path) -> None:
         self.model, self.args, self.folder = model, args, folder
+        self.commit = commit()
         self.tokenizer = tokenizer_of(folder)
         self.questions: list[Question] = []
         if model.has_questions and args.questions:
@@ -127,7 +128,7 @@ class Bench:
             about["mmlu"] = self._mmlu(opened)
         return about
 
-    def _with(self, opened: Opened, cache: str) -> dict[str, float]:
+    def _with(self, opened: Opened, cache: str) -> dict[str, Any]:
         truth = self.truth
         text = truth.text if cache == "auto" else truth.text[:KL_PIECES]
         bits, kl, _ = bits_and_kl(opened, text, cache, truth.sums)
@@ -144,9 +145,10 @@ class Bench:
             "greedy_same": same,
             "greedy_first": first,
             "kl": kl,
+            "commit": self.commit,
         }
 
-    def _mmlu(self, opened: Opened) -> dict[str, float]:
+    def _mmlu(self, opened: Opened) -> dict[str, Any]:
         own = answers(opened, self.tokenizer, self.questions)
         count = len(own)
         right = [a == q.answer for a, q in zip(own, self.questions, strict=True)]
@@ -159,13 +161,13 @@ class Bench:
             "change": sum(change) / count,
             "change_error": statistics.pstdev(change) / count**0.5,
             "changed": sum(a != b for a, b in zip(own, self.truth.answers, strict=True)) / count,
+            "commit": self.commit,
         }
 
 
 def result_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the results so far, empty without `--resume`."""
     about = {
-        "commit": commit(),
         "torch": torch.__version__,
         "machine": platform.machine(),
         "device": args.device,
@@ -183,17 +185,18 @@ def result_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run(name: str, args: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Measure the rows of a model that the result lacks."""
+    """Measure the rows of a model that the result lacks; with `--again` all that are asked for."""
     model = model_of(name)
     entry = result["models"].setdefault(name, {"note": model.note, "rows": {}})
     entry["goal_w4"] = model.goal_w4
     with ExitStack() as stack:
         folder, _ = stack.enter_context(as_directory(model.path))
         bench = Bench(model, args, folder)
-        left = [row for row in args.rows if bench.lacks(row, entry["rows"].get(row, {}))]
+        known = {} if args.again else entry["rows"]
+        left = [row for row in args.rows if bench.lacks(row, known.get(row, {}))]
         entry["tokens"], entry["bytes"] = bench.truth.text.numel(), bench.truth.num_bytes
         for row in left:
-            found = entry["rows"] | {row: bench.measure(row, entry["rows"].get(row, {}))}
+            found = entry["rows"] | {row: bench.measure(row, known.get(row, {}))}
             entry["rows"] = {row: found[row] for row in ROWS if row in found}
             print(json.dumps({name: {row: entry["rows"][row]}}), flush=True)
             RESULT.write_text(json.dumps(result, indent=1) + "\n")
@@ -213,7 +216,8 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=281, help="at most; 0: none")
     parser.add_argument("--question-rows", nargs="*", choices=ROWS, default=ROWS)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume", action="store_true", help="keep what the result has")
+    parser.add_argument("--again", action="store_true", help="but not of --rows: all of them anew")
     parser.add_argument("--table", action="store_true", help="only write the table")
     args = parser.parse_args()
     result = result_of(args) if not args.table else json.loads(RESULT.read_text())

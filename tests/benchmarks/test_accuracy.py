@@ -1,9 +1,12 @@
-"""Metrics of accuracy.py: what is compared in parts is what the whole would say, in few bytes."""
+"""accuracy.py: parts say what the whole would, in few bytes; what a run keeps."""
 
+import argparse
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +20,8 @@ from slipstream_quantize.opened import Opened, Running
 from slipstream_quantize.recipe import RECIPES
 from slipstream_serve.server import repository_root
 
-NAMES = ("quality", "accuracy_models", "accuracy_metrics")
+NAMES = ("quality", "accuracy_models", "accuracy_metrics", "limits", "rows", "report")
+NAMES = (*NAMES, "accuracy_table", "accuracy")
 LENGTH, AT_ONCE = 40, 7
 
 
@@ -83,3 +87,45 @@ def test_a_large_vocabulary_is_compared(bench: SimpleNamespace, tmp_path: Path) 
         _, _, sums = bench.accuracy_metrics.bits_and_kl(opened, text, "auto", None)
         bench.accuracy_metrics.bits_and_kl(opened, text, "auto", sums)
     assert live.most <= 320 << 20
+
+
+@pytest.mark.rest
+@torch.inference_mode()
+def test_a_run_keeps_what_is_known(
+    bench: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A figure has the commit that it was measured at, whatever is measured beside it later."""
+    accuracy, path = bench.accuracy, tiny.checkpoint(tmp_path, max_position_embeddings=256)
+    model = bench.accuracy_models.Model("tiny", path, "tiny", has_questions=False, goal_w4=0.04)
+    monkeypatch.setattr(accuracy, "model_of", lambda name: model)
+    monkeypatch.setattr(accuracy, "RESULT", tmp_path / "result.json")
+    monkeypatch.setattr(accuracy, "GREEDY", 2)
+    result: dict[str, Any] = {"models": {}}
+
+    def commits(commit: str, *caches: str, again: bool = False) -> dict[str, str]:
+        monkeypatch.setenv("SLIPSTREAM_COMMIT", commit)
+        asked = {"rows": ["int8"], "caches": caches, "pieces": 2, "samples": 1, "device": "cpu"}
+        args = argparse.Namespace(**asked, questions=0, question_rows=[], again=again)
+        accuracy.run("tiny", args, result)
+        assert json.loads((tmp_path / "result.json").read_text()) == result
+        (row,) = result["models"]["tiny"]["rows"].values()
+        return {cache: each["commit"] for cache, each in row["caches"].items()}
+
+    assert commits("first", "auto") == {"auto": "first"}
+    assert commits("second", "auto", "int8") == {"auto": "first", "int8": "second"}
+    assert commits("third", "auto", "int8") == {"auto": "first", "int8": "second"}
+    assert commits("fourth", "auto", again=True) == {"auto": "fourth"}
+
+
+def test_goals(bench: SimpleNamespace) -> None:
+    cost = {"int8": 0.001, "fp8": 0.0031, "int4-plain": 0.07, "awq-gptq": 0.036}
+    rows = {row: {"caches": {"auto": {"more": more}}} for row, more in cost.items()}
+    model = {"rows": rows, "goal_w4": 0.04}
+    assert bench.accuracy_table.missed({"models": {"tiny": model}}) == [
+        "tiny: fp8 costs +0.31%, the goal is +0.30%",
+        "tiny: awq-gptq, half of plain rounding costs +3.60%, the goal is +3.50%",
+    ]
+    model["goal_w4"], cost = 0.02, rows["int4-plain"]["caches"]["auto"]
+    cost["more"] = 0.08
+    lines = bench.accuracy_table.missed({"models": {"tiny": model}})
+    assert lines[1:] == ["tiny: awq-gptq costs +3.60%, the goal is +2.00%"]
