@@ -5,6 +5,7 @@ rows of B (q, k and v that lie in one matrix, pairs that rotate), or columns of 
 """
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import BinaryIO
 
 import torch
 from slipstream_contract.errors import clip
+from slipstream_runtime.processes import num_cores
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
@@ -28,6 +30,7 @@ from slipstream.models.files import header_entries, without_weights
 FILE = "adapter_model.safetensors"
 MAX_HEADER = 16 << 20  # bytes of JSON, which are parsed in one piece
 _DIGEST_BYTES = 16
+_MOST_THREADS = 4  # that make digests: as fast as one makes all else
 _MOST_APART = 0.01  # of the largest value: how far a stored base may be from ours
 
 
@@ -127,17 +130,38 @@ def tensors_of(folder: AdapterFolder) -> BinaryIO:
 def _of_modules(
     modules: Iterable[Stored], targets: Targets, dtype: torch.dtype, path: Path
 ) -> AdapterWeights:
-    digest = blake2b(digest_size=_DIGEST_BYTES)
+    with ThreadPoolExecutor(max(1, min(_MOST_THREADS, num_cores() // 4)), "digests") as pool:
+        digests: list[Future[bytes]] = []
+
+        def hashed(stored: Stored) -> Stored:
+            digests.append(pool.submit(_digest_of_module, stored))
+            return stored
+
+        found, rank, has_magnitudes = _terms_of(map(hashed, modules), targets, dtype, path)
+        whole = b"".join(each.result() for each in digests)
+    digest = blake2b(whole, digest_size=_DIGEST_BYTES).digest()
+    return found.weights(digest, rank, has_magnitudes)
+
+
+def _digest_of_module(stored: Stored) -> bytes:
+    """Hash what a module computes, most of the time without the interpreter's lock."""
+    digest = blake2b(f"{stored.module} {stored.scale!r}".encode(), digest_size=_DIGEST_BYTES)
+    for x in stored.tensors():
+        digest.update(f" {x.dtype} {tuple(x.shape)} ".encode())
+        digest.update(x.view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def _terms_of(
+    modules: Iterable[Stored], targets: Targets, dtype: torch.dtype, path: Path
+) -> tuple[RankTerms, int, bool]:
+    """Return the terms of all modules, the largest rank, and whether ranks fold magnitudes."""
     terms: dict[str, list[Term]] = {}
     of_ranks = RankTerms(targets)
     given: dict[tuple[str, int], str] = {}
     rank, has_magnitudes = 0, False
     for stored in modules:
         has_magnitudes |= stored.magnitude is not None and targets.num_ranks > 1
-        digest.update(f"{stored.module} {stored.scale!r}".encode())
-        for x in stored.tensors():
-            digest.update(f" {x.dtype} {tuple(x.shape)} ".encode())
-            digest.update(x.view(torch.uint8).numpy().data)
         rank = max(rank, stored.rank)
         for part in _parts(targets, stored, path):
             before = given.setdefault((part.place, part.first), stored.module)
@@ -149,7 +173,7 @@ def _of_modules(
     if not terms:
         raise CheckpointError(f"{path}: it has no tensors: an adapter of nothing")
     check_range(terms, dtype, path)
-    return of_ranks.weights(digest.digest(), rank, has_magnitudes)
+    return of_ranks, rank, has_magnitudes
 
 
 def of_table(
