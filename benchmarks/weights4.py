@@ -7,7 +7,9 @@ for `--seconds`: by default every kernel that takes it, at nine sizes, in less t
 last table has the fastest of each size, which is what `kernels/gemm/packed_routes.py` should name.
 The limit of a product is its bytes over what this GPU reads, or its
 operations over what it multiplies in 16 bits, whichever takes longer; both are measured first.
-Rows in e4m3 have the same limit, which they can beat.
+Rows in e4m3 have the same limit, which they can beat. Beside 4 bits without zeros stand weights in
+e4m3 (`e4m3 NAME`). Products of e4m3 that are left unscaled, as those of prompts are, are timed
+without the kernel that scales them with what follows. Prompts: `--rows 512 1024 2048 4096`.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from ceilings import read_bandwidth
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.fp8 import Quantized
 from slipstream.kernels.gemm.linear import linear
-from slipstream.kernels.gemm.op import PLAIN, Around, Matrix, gemm, spec_of
+from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Matrix, gemm, spec_of
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
 from slipstream.kernels.runtime import jit
 from timing import DTYPE, ROTATION
@@ -51,6 +53,11 @@ def random_packed(made: Packing) -> Matrix:
 def random_dense(made: Packing) -> Matrix:
     weight = torch.randn(made.outputs, made.inputs, device="cuda", dtype=DTYPE)
     return Matrix(weight.mul_(made.inputs**-0.5))
+
+
+def random_e4m3(made: Packing) -> Matrix:
+    weight = torch.randn(made.outputs, made.inputs, device="cuda", dtype=DTYPE)
+    return Matrix(*fp8.quantize(weight.mul_(made.inputs**-0.5)))
 
 
 def num_bytes(matrix: Matrix) -> int:
@@ -90,33 +97,41 @@ def multiply_rate() -> float:
     return 2 * LARGE**3 / steady_seconds([lambda: linear(x, Matrix(weight))])
 
 
-def of_rows(x: Rows, matrix: Matrix) -> tuple[torch.Tensor, Around]:
-    """Return the rows of a GEMM, and what is around it."""
-    around = PLAIN._replace(groups=matrix.groups)
+def values_of(x: Rows) -> torch.Tensor:
+    return x.values if isinstance(x, Quantized) else x
+
+
+def arounds(x: Rows, matrix: Matrix) -> list[Around]:
+    """Return what may be around a GEMM: of rows in e4m3 their scales, or nothing yet."""
+    bare = PLAIN._replace(groups=matrix.groups)
     if isinstance(x, Quantized):
-        return x.values, around._replace(rows=x.scales)
-    return x, around
+        return [bare._replace(rows=x.scales, columns=matrix.scales), bare]
+    return [bare]
 
 
-def candidates(x: Rows, matrix: Matrix, skip: list[str]) -> list[Any]:
-    """Return the kernels that take the GEMM, the chosen one first."""
-    rows, around = of_rows(x, matrix)
-    spec = spec_of(rows, matrix.values, around)
-    answers = gemm.implementations.answers(spec, spec.target)
-    taken = [each.implementation for each in answers if each.refusal is None]
-    return [each for each in taken if each.name not in skip]
+def candidates(x: Rows, matrix: Matrix, skip: list[str]) -> list[tuple[Any, int]]:
+    """Return the kernels that take the GEMM, the cheapest first, and which of `arounds` each."""
+    found = []
+    for i, around in enumerate(arounds(x, matrix)):
+        spec = spec_of(values_of(x), matrix.values, around)
+        for each in gemm.implementations.answers(spec, spec.target):
+            if each.refusal is None and each.implementation.name not in skip:
+                # What leaves the scales costs a kernel more, as in `linear.paths`.
+                found.append((each.cost + i, i, each.implementation))
+    found.sort(key=lambda each: each[:2])
+    return [(implementation, i) for _, i, implementation in found]
 
 
-def product(x: Rows, matrix: Matrix, each: Any) -> Callable[[], Any]:
-    rows, around = of_rows(x, matrix)
+def product(x: Rows, matrix: Matrix, candidate: tuple[Any, int]) -> Callable[[], Any]:
+    rows, (each, i) = values_of(x), candidate
+    around = arounds(x, matrix)[i]
     return lambda: each.run(rows, matrix.values, around)
 
 
 def rows_for(matrix: Matrix, rows: int, inputs: int) -> Rows:
     """Return random rows as the weights want them; their rounding is not timed."""
     x = torch.randn(rows, inputs, device="cuda", dtype=DTYPE)
-    groups = matrix.groups
-    return fp8.quantize(x) if groups is not None and groups.packing.for_e4m3 else x
+    return fp8.quantize(x) if matrix.takes_quantized else x
 
 
 def compile_all(kinds: list[list[Matrix]], inputs: int, options: argparse.Namespace) -> None:
@@ -141,15 +156,17 @@ def timed(
         options: of the command.
     """
     found = []
-    values, _ = of_rows(x, matrices[0])
+    values = values_of(x)
+    kind = "e4m3 " if matrices[0].values.dtype == E4M3 else ""
     for i, each in enumerate(candidates(x, matrices[0], options.skip)):
         runs = [product(x, matrix, each) for matrix in matrices]
         seconds = steady_seconds(runs, options.seconds)
-        found.append((seconds, each.name))
+        name = f"{kind}{each[0].name}"
+        found.append((seconds, name))
         moved = num_bytes(matrices[0]) + values.nbytes
         gain = f"{wide / seconds:6.2f}x" if wide else ""
         print(
-            f"{values.shape[1]:5} {len(values):5} {'*' if i == 0 else ' '}{each.name:13}"
+            f"{values.shape[1]:5} {len(values):5} {'*' if i == 0 else ' '}{name:13}"
             f"{seconds * 1e6:9.2f} {limit / seconds:6.1%} {moved / seconds / 1e9:6.0f} {gain}",
             flush=True,
         )
@@ -168,6 +185,8 @@ def table(options: argparse.Namespace, read: float, flops: float) -> list[str]:
         if options.bits == 4 and not options.zeros:
             packings.append(made._replace(for_e4m3=True))
         makers = [partial(random_dense, made), *(partial(random_packed, one) for one in packings)]
+        if len(packings) > 1:
+            makers.append(partial(random_e4m3, made))
         for make in makers:
             copies = max(3, math.ceil(ROTATION / num_bytes(make())))
             kinds.append([make() for _ in range(copies)])
@@ -180,7 +199,8 @@ def table(options: argparse.Namespace, read: float, flops: float) -> list[str]:
             dense = timed(xs[0], kinds[0], limits[0], 0.0, options)[0]
             found = timed(xs[1], kinds[1], limits[1], dense[0], options)
             for x, kind in zip(xs[2:], kinds[2:], strict=True):
-                found += timed(x, kind, limits[1], dense[0], options)
+                also = timed(x, kind, limits[1], dense[0], options)
+                found += also if kind[0].groups is not None else []
             found.sort()
             fastest = "  ".join(f"{name} {at * 1e6:.2f}" for at, name in found[:3])
             best.append(

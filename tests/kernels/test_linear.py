@@ -198,6 +198,7 @@ def test_another_architecture_has_what_is_not_hoppers() -> None:
         "pipe_e4m3": "needs sm_90a",
         "packed_wgmma": "needs sm_90a",
         "unpacked": "takes packed weights",
+        "unpacked_e4m3": "needs sm_90a",
         "torch": "runs on cpu",
     }
 

@@ -205,7 +205,7 @@ def test_routes(target: str, rows: int, route: str) -> None:
 
 def test_routes_of_rows_in_e4m3() -> None:
     made, norm = PACKED_4._replace(for_e4m3=True), torch.empty(4096, device="meta").bfloat16()
-    for rows in (1, 16, 128, 5000):
+    for rows in (1, 16, 128, 511):  # from 512 on: test_unpacked_e4m3.py
         for gate, more in (("", ""), ("silu", ""), ("gelu", " + behind")):
             chosen = linear.choose(spec(rows, made=made, norm=norm, gate=gate))
             assert f"{chosen.path} {chosen.gemm.name}" == f"quantise + GEMM{more} pipe_e4m3"

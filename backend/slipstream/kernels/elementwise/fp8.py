@@ -22,6 +22,7 @@ E4M3 = torch.float8_e4m3fn
 MIN_CAPABILITY = (8, 9)  # conversions and GEMMs
 DTYPES = (torch.float16, torch.bfloat16)  # that have kernels
 MULTIPLE = 16  # a GEMM needs both sides of the weights to be multiples of it
+ROW_MULTIPLE = 4  # rows that a GEMM may read at once, those behind the last one too
 MAX_WIDTH = 32_768  # elements of a row that a CTA can hold
 
 _LARGEST = 448.0
@@ -148,9 +149,12 @@ def _require(name: str, width: int, dtype: torch.dtype, *tensors: Tensor | None)
 
 
 def _empty(shape: tuple[int, ...], device: torch.device) -> Quantized:
+    """Rows to be written; behind the values is memory for a whole number of `ROW_MULTIPLE` rows."""
+    rows, width = shape
+    whole = (-(-rows // ROW_MULTIPLE) * ROW_MULTIPLE, width)
     return Quantized(
-        torch.empty(shape, dtype=E4M3, device=device),
-        torch.empty(shape[:1], dtype=torch.float32, device=device),
+        torch.empty(whole, dtype=E4M3, device=device)[:rows],
+        torch.empty(rows, dtype=torch.float32, device=device),
     )
 
 

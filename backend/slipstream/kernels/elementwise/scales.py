@@ -3,8 +3,10 @@
 Its reader applies them: a kernel that reads the product for something else anyway, or `fp8.scale`.
 """
 
+import functools
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -14,6 +16,16 @@ class Scales(NamedTuple):
     rows: Tensor  # [n] f32
     columns: Tensor  # [m] f32
     bias: Tensor | None  # [m], added after
+
+
+def ones(count: int, device: torch.device) -> Tensor:
+    """Return f32 scales `[count]` that change nothing; they stay in memory, and nobody writes."""
+    return _ones(1 << (count - 1).bit_length(), device)[:count]
+
+
+@functools.cache
+def _ones(count: int, device: torch.device) -> Tensor:
+    return torch.ones(count, dtype=torch.float32, device=device)
 
 
 def scaled(product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None) -> Tensor:

@@ -26,6 +26,9 @@ _DATA_TYPES = {
 }
 _COMPUTE_FP32, _SCALE_FP32 = 68, 0
 _TRANSPOSE_A, _FAST_ACCUMULATION = 3, 25  # of a description
+_SCALE_POINTERS, _SCALE_MODES = (17, 18), (31, 32)  # likewise, of A (the weights) and of B (x)
+# By `GemmShape.x_scales`; 4 is an f32 for 128 inputs of a row, 5 for 128 inputs of 128 rows.
+_MODES = {"rows": (4, 4), "blocks": (4, 5)}
 _MAX_WORKSPACE, _REDUCTIONS, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # of a preference
 _REDUCE_IN_FP32 = 2
 # Of an algorithm: name -> (number, type).
@@ -170,13 +173,17 @@ class GemmShape:
     strides: tuple[int, int, int]  # elements from a row to the next, of x, weight and out
     alignment: int  # bytes, of all three
     adds: bool
+    # "rows", "blocks": of e4m3 the weights have a scale for each 128 inputs of a row, and x has one
+    # for 128 inputs of a row, or of 128 rows.
+    x_scales: str = ""
 
     def __str__(self) -> str:
         types = f"{self.dtype}".removeprefix("torch.")
         if self.out_dtype != self.dtype:
             types += f" to {self.out_dtype}".replace("torch.", "")
-        added = " added" if self.adds else ""
-        return f"[{self.rows}, {self.inputs}] x [{self.outputs}, {self.inputs}]^T{added}, {types}"
+        more = " added" if self.adds else ""
+        more += f" scaled by groups and {self.x_scales}" if self.x_scales else ""
+        return f"[{self.rows}, {self.inputs}] x [{self.outputs}, {self.inputs}]^T{more}, {types}"
 
 
 class Problem:
@@ -200,11 +207,29 @@ class Problem:
         )
         _check(status, str(self.shape))
         weakref.finalize(self, self._library.cublasLtMatmulDescDestroy, made)
-        self._set(self._library.cublasLtMatmulDescSetAttribute, made, _TRANSPOSE_A, ctypes.c_int(1))
-        if self.shape.dtype == torch.float8_e4m3fn:
-            fast = ctypes.c_int8(1)
-            self._set(self._library.cublasLtMatmulDescSetAttribute, made, _FAST_ACCUMULATION, fast)
+        describe = self._library.cublasLtMatmulDescSetAttribute
+        self._set(describe, made, _TRANSPOSE_A, ctypes.c_int(1))
+        if self.shape.x_scales:  # sums of a group have fewer bits on the way, those of groups not
+            for number, mode in zip(_SCALE_MODES, _MODES[self.shape.x_scales], strict=True):
+                self._set(describe, made, number, ctypes.c_int32(mode))
+            # Without pointers no algorithm is found; a launch sets its own.
+            place = ctypes.c_void_p(_workspace(self.device).data_ptr())
+            for number in _SCALE_POINTERS:
+                self._set(describe, made, number, place)
+        elif self.shape.dtype == torch.float8_e4m3fn:
+            self._set(describe, made, _FAST_ACCUMULATION, ctypes.c_int8(1))
         return made
+
+    def set_scales(self, of_weight: int, of_x: int) -> None:
+        """Set the addresses of the scales that the next launch reads, of f32, aligned to 16 bytes.
+
+        With L = ceil(inputs / 128): of the weights `[L, outputs]`; of x `[L, rows]`, or of blocks
+        `[ceil(rows / 128), L rounded up to 4]`.
+        """
+        for number, address in zip(_SCALE_POINTERS, (of_weight, of_x), strict=True):
+            place = ctypes.c_void_p(address)
+            describe = self._library.cublasLtMatmulDescSetAttribute
+            self._set(describe, self._description, number, place)
 
     def _layout(self, dtype: torch.dtype, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
         made = ctypes.c_void_p()
@@ -275,7 +300,7 @@ class MatmulPlan:
     """A GEMM that is ready to be launched, any number of times."""
 
     def __init__(self, problem: Problem, algorithm: Algorithm) -> None:
-        self.algorithm = algorithm
+        self.algorithm, self.shape = algorithm, problem.shape
         self._problem = problem  # owns the descriptors
         self._matmul = library().cublasLtMatmul
         self._arguments = problem.arguments()
@@ -283,6 +308,13 @@ class MatmulPlan:
         self._workspace = _workspace(problem.device).data_ptr() if algorithm.workspace else None
         self._blob_address = ctypes.addressof(self._blob)
         self._beta = _ONE if problem.shape.adds else _ZERO
+
+    def launch_by_groups(
+        self, x: int, weight: int, out: int, stream: int, of_weight: int, of_x: int
+    ) -> None:
+        """`launch`, with the addresses of scales (`Problem.set_scales`)."""
+        self._problem.set_scales(of_weight, of_x)
+        self.launch(x, weight, out, stream)
 
     def launch(self, x: int, weight: int, out: int, stream: int) -> None:
         """`out = x weight^T`, `+=` if the shape adds; addresses, and the stream's handle."""
@@ -306,4 +338,4 @@ class MatmulPlan:
             stream,
         )
         if status != 0:
-            _check(status, str(self._problem.shape))
+            _check(status, str(self.shape))

@@ -42,7 +42,8 @@ class Path(NamedTuple):
 
     norms: bool = False
     quantises: bool = False  # and the norm, if that is not done
-    finishes: bool = False  # what follows the product: all of it if scaled, else gate and sum
+    finishes: bool = False  # what follows the product: gate and sum
+    scales: bool = False  # ... and first its scales and bias: the product is left unscaled
     cost: float = 0.0  # kernels
 
     def __str__(self) -> str:
@@ -86,10 +87,10 @@ def paths(spec: Spec) -> Iterator[tuple[Path, Spec]]:
     yield from befores
     for path, inner in befores:
         behind = path._replace(finishes=True, cost=path.cost + 1)
-        if inner.scales == "both" and not is_packed:
+        if inner.scales == "both":
             bare = inner._replace(scales="", bias=False, gate="", residual=False)
-            yield behind, bare
-        elif inner.gate and (is_packed or not is_scaled):
+            yield behind._replace(scales=True), bare
+        if inner.gate and (is_packed or not is_scaled):
             yield behind, inner._replace(gate="", residual=False)
 
 
@@ -192,8 +193,9 @@ def follow(route: Route, x: Operand, matrix: Matrix, around: Around) -> Tensor |
     if not path.finishes:
         y: Tensor = run(values, matrix.values, around)
         return y
-    if around.scales is not None:
-        return Unscaled(run(values, matrix.values, PLAIN), around.scales)
+    if path.scales:
+        bare = PLAIN._replace(groups=matrix.groups)
+        return Unscaled(run(values, matrix.values, bare), around.scales_behind)
     return _finish(run(values, matrix.values, around._replace(gate="", residual=None)), around)
 
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 from slipstream.kernels.elementwise.activation import GATES, activate
 from slipstream.kernels.elementwise.fp8 import E4M3 as E4M3
 from slipstream.kernels.elementwise.norm import layer_norm, rms_norm
-from slipstream.kernels.elementwise.scales import Scales, scaled
+from slipstream.kernels.elementwise.scales import Scales, ones, scaled
 from slipstream.kernels.gemm import cpu_packing
 from slipstream.kernels.gemm.packing import Groups, Packing, arranged, dense
 from slipstream.kernels.runtime.op import op
@@ -37,6 +37,13 @@ class Matrix(NamedTuple):
     values: Tensor  # [m, k]; packed ones of fewer bits (`packing.py`) i32
     scales: Tensor | None = None  # [m] f32, of rows of e4m3 values
     groups: Groups | None = None  # of packed values
+
+    @property
+    def takes_quantized(self) -> bool:
+        """Whether rows may come in e4m3, as a kernel before quantised them."""
+        if self.groups is None:
+            return self.values.dtype == E4M3
+        return self.groups.packing.for_e4m3 and self.groups.is_plain
 
 
 class Addend(Protocol):
@@ -78,6 +85,17 @@ class Around(NamedTuple):
             return None
         assert self.columns is not None, "e4m3 rows multiply e4m3 weights"
         return Scales(self.rows, self.columns, self.bias)
+
+    @property
+    def scales_behind(self) -> Scales:
+        """Scales and bias that a product still needs which was made without them."""
+        if (found := self.scales) is not None:
+            return found
+        assert self.rows is not None, "rows are of e4m3"
+        assert self.groups is not None, "else there are scales of columns"
+        count = self.groups.packing.outputs
+        columns = ones(count, self.rows.device) if self.columns is None else self.columns
+        return Scales(self.rows, columns, self.bias)
 
 
 PLAIN = Around()

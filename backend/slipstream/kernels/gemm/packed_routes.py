@@ -16,6 +16,8 @@ ROUTES: dict[str, tuple[tuple[int, int, tuple[str, ...]], ...]] = {
         (8, 16_384, ("packed_stream", "packed_pipe", "packed")),
         (64, _ANY, ("packed_pipe", "packed_wgmma", "packed")),
         (256, _ANY, ("pipe_scaled", "packed_pipe", "packed_wgmma")),
+        (511, _ANY, ("pipe_e4m3",)),
+        (_ANY, _ANY, ("unpacked_e4m3",)),
     ),
 }
 _UNNAMED = 9.0  # kernels: more than any other way costs

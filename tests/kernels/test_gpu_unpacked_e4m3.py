@@ -1,0 +1,184 @@
+"""Products of many rows of e4m3 by packed weights on a GPU, by way of e4m3: against fp64."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fixtures.kernels.checking import Judge, poison, random, same_bits, short
+from fixtures.kernels.packed_cases import Form, quantized
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise.fp8 import Unscaled
+from slipstream.kernels.gemm import cublaslt_groups, linear
+from slipstream.kernels.gemm.cublaslt_groups import matmul_by_groups
+from slipstream.kernels.gemm.op import Around, Matrix
+from slipstream.kernels.gemm.unpacked_e4m3 import by_e4m3, unpacked_e4m3
+from slipstream.kernels.runtime.registry import target_of
+from slipstream.quant.forms import make_packed_e4m3
+from slipstream.quant.matrix import dequantise
+from torch import Tensor
+from torch.nn import functional
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0),
+        reason="no Hopper",
+    ),
+]
+
+BF16 = torch.bfloat16
+LARGE = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # outputs, inputs
+# An odd number of groups, one that ends within, few outputs, less than a group.
+SMALL = [(2048, 4224), (528, 656), (16, 1024), (272, 112)]
+ROWS = (257, 258, 512, 1000, 2047, 4096)
+
+
+@pytest.fixture(params=cublaslt_groups.X_SCALES)
+def x_scales(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each way to scale x, the one that is not taken too."""
+    monkeypatch.setattr(cublaslt_groups, "X_SCALES", (request.param,))
+    cublaslt_groups.plan_of.cache_clear()
+    yield request.param
+    cublaslt_groups.plan_of.cache_clear()
+
+
+def pair(
+    outputs: int, inputs: int, group: int = 128, scale: torch.dtype = BF16
+) -> tuple[Matrix, Tensor]:
+    matrix = quantized(Form(group=group, scale=scale), outputs, inputs, "cuda")
+    return make_packed_e4m3(matrix), dequantise(matrix)
+
+
+@pytest.mark.parametrize("scale", [BF16, torch.float16, torch.float32], ids=short)
+def test_unpacking(scale: torch.dtype) -> None:
+    for shape in [*SMALL, *LARGE]:
+        for group in (128, 256, 1 << 20):
+            matrix, _ = pair(*shape, group, scale)
+            assert matrix.groups is not None
+            poison((shape[0] * shape[1] // 4,), dtype=torch.float32)
+            codes, scales = unpacked_e4m3(matrix.values, matrix.groups)
+            wanted = unpacked_e4m3.oracle(matrix.values, matrix.groups)
+            assert same_bits(codes, wanted[0]), (shape, group)
+            assert same_bits(scales, wanted[1]), (shape, group)
+
+
+@pytest.mark.parametrize("shape", [*SMALL, *LARGE], ids=str)
+def test_products(shape: tuple[int, int], x_scales: str) -> None:
+    judge = Judge(f"by groups {shape}, x by {x_scales}")
+    matrix, weight = pair(*shape)
+    why = cublaslt_groups.refusal(ROWS[0], shape[1], shape[0], target_of(torch.device("cuda", 0)))
+    if why is not None and shape in SMALL:
+        pytest.skip(why)
+    for rows in ROWS:
+        x = fp8.quantize(random(rows, shape[1], dtype=BF16, seed=rows)).values
+        exact = x.double() @ weight.double().T
+
+        def run(x: Tensor = x) -> Tensor:
+            poison((len(x), shape[0]), dtype=BF16)
+            return by_e4m3(x, matrix.values, Around(groups=matrix.groups))
+
+        judge.close(f"{rows} rows", run(), exact, exact.to(BF16))
+        judge.repeats(f"{rows} rows", run)
+    judge.verdict()
+
+
+@pytest.mark.parametrize("poisons", [float("nan"), float("inf")], ids=["nan", "inf"])
+def test_a_poisoned_row_stays_alone(poisons: float, x_scales: str) -> None:
+    matrix, _ = pair(2048, 4224)
+    x = random(517, 4224, dtype=BF16)
+
+    def run() -> Tensor:
+        y = linear.multiply(x, matrix)
+        assert isinstance(y, Unscaled)
+        return y.finish(BF16)
+
+    clean = run().clone()
+    for row in (0, 258, 516):
+        kept = x[row].clone()
+        x[row, ::7] = poisons
+        found = run()
+        others = [i for i in range(len(x)) if i != row]
+        assert same_bits(found[others], clean[others]), row
+        assert not bool(found[row].isfinite().any())
+        x[row] = kept
+
+
+def test_rows_that_are_not_there_may_hold_anything() -> None:
+    matrix, _ = pair(528, 656)
+    groups = Around(groups=matrix.groups)
+    memory = fp8.quantize(random(600, 656, dtype=BF16)).values
+    memory.view(torch.uint8)[597:] = 0x7F  # NaN
+    clean = by_e4m3(memory[:597].clone(), matrix.values, groups).clone()
+    assert same_bits(by_e4m3(memory[:597], matrix.values, groups), clean)
+    assert bool(clean.isfinite().all())
+
+
+@pytest.mark.parametrize("rows", [513, 2048])
+def test_layers(rows: int) -> None:
+    """With all that stands around the product, which others compute."""
+    judge = Judge(f"layers of {rows} rows")
+    for shape in ((2112, 1536), (4096, 4224)):
+        matrix, weight = pair(*shape)
+        x, bias = random(rows, shape[1], dtype=BF16), random(shape[0], dtype=BF16, seed=3)
+        assert linear.route_of(x, matrix, Around(bias=bias)).gemm.name == "unpacked_e4m3"
+        rounded = fp8.quantize(x)
+        values = rounded.values.double() * rounded.scales.double()[:, None]
+        exact = values @ weight.double().T + bias.double()
+        residual = random(rows, shape[0], dtype=BF16, seed=4)
+        gate, up = exact.chunk(2, -1)
+        for what, around, wanted in (
+            ("bias", Around(bias=bias), exact),
+            ("sum", Around(bias=bias, residual=residual.clone()), residual.double() + exact),
+            ("gate", Around(bias=bias, gate="silu"), functional.silu(gate) * up),
+        ):
+            # The product, and what stands before a gate, are rounded once more.
+            naive = wanted * (1 + 2 * torch.finfo(BF16).eps)
+            judge.close(f"{shape}, {what}", linear.linear(x, matrix, around), wanted, naive)
+    judge.verdict()
+
+
+def test_graphs_replay_chains_of_products() -> None:
+    """Each product reads what the one before wrote; the weights of all lie in the same memory."""
+    matrices = [pair(4096, 4096, group)[0] for group in (128, 256, 512, 1 << 20)]
+    x = random(600, 4096, dtype=BF16)
+
+    def run() -> Tensor:
+        y = x
+        for matrix in matrices:
+            y = linear.linear(y, matrix)
+        return y
+
+    expected = run().clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(20):
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same_bits(out, expected)
+
+
+def test_which_products_are_computed_so() -> None:
+    matrix, _ = pair(4096, 4096)
+    found = {}
+    for rows in (1, 128, 511, 512, 4096):
+        x = random(rows, 4096, dtype=BF16)
+        found[rows] = linear.route_of(x, matrix).gemm.name
+    assert found == dict.fromkeys((1, 128, 511), "pipe_e4m3") | dict.fromkeys(
+        (512, 4096), "unpacked_e4m3"
+    )
+    plan = cublaslt_groups.plan_of(4096, 4096, 4096, 0)
+    assert plan is not None
+    print(f"x scaled by {plan.shape.x_scales}, {plan.algorithm.workspace} bytes of workspace")
+
+
+def test_the_oracle_is_the_definition() -> None:
+    matrix, weight = pair(528, 656)
+    assert matrix.groups is not None
+    x = fp8.quantize(random(300, 656, dtype=BF16)).values
+    found = matmul_by_groups.oracle(x, *unpacked_e4m3.oracle(matrix.values, matrix.groups))
+    exact = x.double() @ weight.double().T
+    torch.testing.assert_close(found.double(), exact, rtol=0.005, atol=1e-3)

@@ -1,0 +1,260 @@
+"""Packed weights in e4m3 for one product of many rows: codes, scales as cuBLASLt reads them, and
+which products are computed so.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fixtures.kernels.emulation import emulate
+from fixtures.kernels.packed_cases import Form, quantized
+from fixtures.tiers import quick_of
+from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise.fp8 import Quantized, Unscaled
+from slipstream.kernels.gemm import cublaslt_api, cublaslt_groups, linear, unpacked_e4m3
+from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape
+from slipstream.kernels.gemm.cublaslt_groups import matmul_by_groups, padded
+from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Matrix, gemm, spec_of
+from slipstream.kernels.gemm.packing import Packing
+from slipstream.kernels.runtime.op import KernelError
+from slipstream.kernels.runtime.registry import KNOWN, Implementation
+from slipstream.quant.forms import make_packed_e4m3
+from slipstream.quant.matrix import QuantMatrix, dequantise
+from torch import Tensor
+
+HOPPER = KNOWN["sm_90a"]
+# Outputs that end within a tile, inputs within a block, an odd number of groups, groups of several
+# blocks, one for a row.
+SHAPES = [(21, 336, 128), (48, 640, 128), (40, 656, 256), (32, 400, 1 << 20)]
+SCALES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def pair(
+    outputs: int, inputs: int, group: int, scale: torch.dtype = torch.bfloat16
+) -> tuple[Matrix, QuantMatrix]:
+    matrix = quantized(Form(group=group, scale=scale), outputs, inputs)
+    return make_packed_e4m3(matrix), matrix
+
+
+def unpacked(matrix: Matrix, run: Any = unpacked_e4m3.unpacked_e4m3) -> tuple[Tensor, Tensor]:
+    assert matrix.groups is not None
+    return run(matrix.values, matrix.groups)
+
+
+# ---- unpacking ----
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
+def test_codes_times_scales_are_the_weights(outputs: int, inputs: int, group: int) -> None:
+    made, matrix = pair(outputs, inputs, group)
+    codes, scales = unpacked(made)
+    assert (codes.dtype, codes.shape) == (E4M3, (outputs, inputs))
+    assert (scales.dtype, scales.shape) == (torch.float32, (-(-inputs // 128), outputs))
+    spread = scales.T.repeat_interleave(128, 1)[:, :inputs]
+    assert torch.equal(codes.float() * spread, dequantise(matrix))
+
+
+@pytest.mark.parametrize("scale", quick_of(SCALES, SCALES[:1]), ids=str)
+def test_the_kernel_unpacks_as_its_oracle(
+    scale: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(monkeypatch)
+    for outputs, inputs, group in SHAPES:
+        made, _ = pair(outputs, inputs, group, scale)
+        codes, scales = unpacked(made, unpacked_e4m3.unpacked_e4m3.launcher)
+        wanted_codes, wanted_scales = unpacked(made)
+        assert torch.equal(codes.view(torch.uint8), wanted_codes.view(torch.uint8))
+        assert torch.equal(scales, wanted_scales)
+
+
+@pytest.mark.parametrize(("group", "inputs"), [(64, 256), (128, 200)])
+def test_what_is_not_unpacked(group: int, inputs: int) -> None:
+    made, _ = pair(16, inputs, group)
+    with pytest.raises(KernelError, match=f"multiples of 128 inputs|{inputs} inputs"):
+        unpacked(made, unpacked_e4m3.unpacked_e4m3.launcher)
+
+
+# ---- the product ----
+
+
+def as_cublaslt_reads(x: Tensor, weight: Tensor, of_weight: Tensor, of_x: Tensor) -> Tensor:
+    """`D_nm = sum over groups b of a(m, b) s(n, b) sum over k in b of W_mk x_nk`, in fp32.
+
+    By the addresses of cuBLAS's documentation, "128-element 1D and 128x128 2D block scaling": a(m,
+    b) is word `b M + m` of the scales of A, our weights; s(n, b) is word `p L4 + b` of those of B,
+    with p = n / 128 and L4 the groups, rounded up to 4.
+    """
+    (rows, inputs), outputs = x.shape, len(weight)
+    groups = -(-inputs // 128)
+    pitch = -(-groups // 4) * 4
+    result = torch.zeros(rows, outputs)
+    for b in range(groups):
+        k = slice(b * 128, min(b * 128 + 128, inputs))
+        a = torch.stack([of_weight.flatten()[b * outputs + m] for m in range(outputs)])
+        s = torch.stack([of_x.flatten()[n // 128 * pitch + b] for n in range(rows)])
+        result += s[:, None] * a * (x[:, k].float() @ weight[:, k].float().T)
+    return result
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
+def test_the_product_is_that_of_the_weights(outputs: int, inputs: int, group: int) -> None:
+    made, matrix = pair(outputs, inputs, group)
+    x = fp8.quantize(torch.randn(133, inputs))
+    codes, scales = unpacked(made)
+    shape = GemmShape(133, inputs, outputs, E4M3, torch.bfloat16, (0, 0, 0), 16, False, "blocks")
+    ones = torch.ones(cublaslt_groups._num_x_scales(shape))
+    found = as_cublaslt_reads(x.values, codes, scales, ones)
+    exact = x.values.double() @ dequantise(matrix).double().T
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
+    y = matmul_by_groups(x.values, codes, scales)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), exact, rtol=0.005, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("x_scales", "rows", "inputs", "count"),
+    [("blocks", 260, 640, 24), ("blocks", 4, 400, 4), ("rows", 260, 640, 1300)],
+)
+def test_scales_of_x(x_scales: str, rows: int, inputs: int, count: int) -> None:
+    shape = GemmShape(rows, inputs, 16, E4M3, torch.bfloat16, (0, 0, 0), 16, False, x_scales)
+    assert cublaslt_groups._num_x_scales(shape) == count
+
+
+def test_rows_are_padded_where_they_lie_if_there_is_memory_behind_them() -> None:
+    quantized_rows = fp8._empty((5, 32), torch.device("cpu"))
+    values = quantized_rows.values
+    assert (values.shape, values.is_contiguous()) == ((5, 32), True)
+    assert cublaslt_groups._with_memory(values, padded(5)) is values
+    bare = torch.ones(5, 32).to(E4M3)
+    for rows in (bare, values[1:], torch.ones(5, 64).to(E4M3)[:, :32]):
+        longer = cublaslt_groups._with_memory(rows, padded(len(rows) + 3))
+        assert longer.is_contiguous()
+        room = longer.untyped_storage().nbytes() - longer.storage_offset()
+        assert room >= padded(len(rows) + 3) * 32
+        assert torch.equal(longer[: len(rows)].view(torch.uint8), rows.view(torch.uint8))
+
+
+# ---- which products ----
+
+MADE = Packing(4, 128, 4096, 4096, torch.bfloat16, False, for_e4m3=True)
+
+
+def route(rows: int, made: Packing = MADE, gate: str = "", target: str = "sm_90a") -> str:
+    x = torch.empty(rows, made.inputs, dtype=torch.bfloat16, device="meta")
+    values = torch.empty(made.tiles, made.blocks * 256, dtype=torch.int32, device="meta")
+    groups = SimpleNamespace(packing=made)
+    norm = torch.empty(made.inputs, dtype=torch.bfloat16, device="meta")
+    around = Around(norm=norm, bias=norm, gate=gate, groups=groups)  # type: ignore[arg-type]
+    chosen = linear.choose(spec_of(x, values, around)._replace(target=KNOWN[target]))
+    return f"{chosen.path} {chosen.gemm.name}"
+
+
+@pytest.mark.parametrize("gate", ["", "silu"])
+def test_routes(gate: str) -> None:
+    assert route(128, gate=gate) == "quantise + GEMM pipe_e4m3"  # as in the deterministic mode
+    assert route(511, gate=gate) == "quantise + GEMM pipe_e4m3"
+    assert route(512, gate=gate) == "quantise + GEMM + behind unpacked_e4m3"
+    assert route(5001, gate=gate) == "quantise + GEMM + behind unpacked_e4m3"
+    for other in (MADE._replace(group=64), MADE._replace(outputs=4088)):
+        assert route(4096, other, gate).endswith(" pipe_e4m3")
+
+
+class FakeProblem:
+    """Stands where cuBLASLt would: it has a kernel for x that is scaled so."""
+
+    has = "blocks"
+    asked: list[str] = []
+
+    def __init__(self, shape: GemmShape, device: int) -> None:
+        self.shape = shape
+        if self.has == "nothing it knows":
+            raise KernelError("cuBLASLt status 7")
+
+    def heuristics(self, workspace: int, count: int = 8) -> list[Algorithm]:
+        self.asked.append(f"{self.shape.x_scales} {workspace > 0}")
+        return [Algorithm(bytes(64), 0)] if self.shape.x_scales == self.has else []
+
+
+@contextmanager
+def library(version: int = 130_100, has: str = "blocks") -> Iterator[list[str]]:
+    """As on a Hopper with a version of cuBLASLt; what it was asked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cublaslt_groups, "_is_here", lambda target: target == HOPPER)
+        patch.setattr(torch.cuda, "current_device", lambda: 0)
+        patch.setattr(cublaslt_api, "version", lambda: version)
+        patch.setattr(cublaslt_groups, "Problem", FakeProblem)
+        plan = lambda problem, algorithm: problem.shape  # noqa: E731
+        patch.setattr(cublaslt_groups, "MatmulPlan", plan)
+        patch.setattr(FakeProblem, "has", has)
+        patch.setattr(FakeProblem, "asked", [])
+        cublaslt_groups.plan_of.cache_clear()
+        yield FakeProblem.asked
+        cublaslt_groups.plan_of.cache_clear()
+
+
+def test_the_library_is_asked_before_a_product_is_computed_so() -> None:
+    with library() as asked:
+        assert route(5001).endswith(" unpacked_e4m3")
+        assert route(5003).endswith(" unpacked_e4m3")  # of as many rows, padded
+        assert asked == ["blocks False"]
+        assert cublaslt_groups.plan_of(5004, 4096, 4096, 0).rows == 5004  # type: ignore[union-attr]
+    with library(has="rows") as asked:
+        assert route(5001).endswith(" unpacked_e4m3")
+        assert asked == ["blocks False", "blocks True", "rows False"]
+    for has in ("neither", "nothing it knows"):
+        with library(has=has):
+            assert route(5001).endswith(" pipe_e4m3")
+            refused = cublaslt_groups.refusal(5001, 4096, 4096, HOPPER)
+            assert refused == "finds no kernel in cuBLASLt"
+    with library(version=120_805) as asked:
+        assert route(5001).endswith(" pipe_e4m3")
+        refused = cublaslt_groups.refusal(5001, 4096, 4096, HOPPER)
+        assert refused == "needs version 120900 of cuBLASLt, not 120805"
+        assert asked == []
+
+
+# ---- what follows ----
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["groups", "groups and rows"])
+def test_scales_of_rows_and_biases_are_left_to_the_reader(outer: bool) -> None:
+    made, matrix = pair(48, 640, 128)
+    columns = torch.rand(48) if outer else None
+    made = made._replace(scales=columns)
+    path = linear.Path(quantises=True, finishes=True, scales=True)
+    way = linear.Route(path, Implementation("unpacked_e4m3", by_oracles, "cpu"))
+    x, bias = torch.randn(5, 640).bfloat16(), torch.randn(48).bfloat16()
+    y = linear.follow(way, x, made, Around(bias=bias))
+    assert isinstance(y, Unscaled)
+    rows = fp8.quantize(x)
+    weight = dequantise(matrix) * (1 if columns is None else columns[:, None])
+    exact = (rows.values.float() * rows.scales[:, None]) @ weight.T + bias.float()
+    torch.testing.assert_close(y.finish(torch.float32), exact, rtol=0.01, atol=0.01)
+    whole = gemm.oracle(rows.values, made.values, around(rows, made)._replace(bias=bias))
+    torch.testing.assert_close(y.finish(torch.bfloat16), whole, rtol=0.02, atol=0.02)
+
+
+def by_oracles(x: Tensor, weight: Tensor, given: Around) -> Tensor:
+    assert given == PLAIN._replace(groups=given.groups), "the product is bare"
+    assert given.groups is not None
+    return matmul_by_groups(x, *unpacked_e4m3.unpacked_e4m3(weight, given.groups))
+
+
+def around(rows: Quantized, matrix: Matrix) -> Around:
+    return Around(rows=rows.scales, columns=matrix.scales, groups=matrix.groups)
+
+
+def test_matrices_that_take_quantised_rows() -> None:
+    made, matrix = pair(16, 128, 128)
+    assert made.takes_quantized
+    assert made.groups is not None
+    factors = made.groups._replace(factors=torch.ones(128))
+    assert not made._replace(groups=factors).takes_quantized
+    for_16_bits = made.groups._replace(packing=made.groups.packing._replace(for_e4m3=False))
+    assert not made._replace(groups=for_16_bits).takes_quantized
+    assert Matrix(torch.zeros(4, 4).to(E4M3)).takes_quantized
+    assert not Matrix(torch.zeros(4, 4)).takes_quantized
+    assert matrix.is_plain
