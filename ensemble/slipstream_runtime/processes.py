@@ -82,14 +82,39 @@ def progress_of(pid: int, threads: Iterable[int]) -> object:
 
 
 def could_run(pid: int, threads: Iterable[int]) -> bool:
-    """Return whether one of these threads runs, or waits for a processor or for a child process."""
+    """Return whether one of these threads runs or waits for a processor."""
     for thread in threads:
         with contextlib.suppress(OSError):
             if _fields(pid, thread)[0] == "R":
                 return True
-            if Path(f"/proc/{pid}/task/{thread}/children").read_bytes():
-                return True
     return False
+
+
+def descendants_of(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have."""
+    found = []
+    for thread in threads_of(pid):
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{pid}/task/{thread}/children").read_text()
+            for child in map(int, children.split()):
+                found += [child, *descendants_of(child)]
+    return found
+
+
+def output_of(pids: Iterable[int]) -> object:
+    """Return what changes while one of these processes computes, reads or writes.
+
+    That is what each has used and come to, as for `work_of`, and the bytes that it has read and
+    written. One that only sleeps and looks does nothing of that.
+    """
+    done = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields, moved = _fields(pid), b""
+            with contextlib.suppress(OSError):  # it is of another user
+                moved = Path(f"/proc/{pid}/io").read_bytes()
+            done.append((pid, moved, *(fields[at] for at in _WORK)))
+    return done
 
 
 def in_group(leader: int) -> list[int]:

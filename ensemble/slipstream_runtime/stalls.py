@@ -5,13 +5,22 @@ a read from a file server that is gone, a write to a pipe that nobody reads, a l
 read from the threads that work. A rank that serves waits for others by short sleeps, for messages a
 second at most, and for its GPU by looking: its first thread never waits long for one thing. One
 that starts may, for a disk or a network, and others of its threads read weights meanwhile.
+
+Processes that a rank has started, as compilers, count while they compute, read or write: the rank
+may wait for them. One that sleeps, hangs or has ended says nothing of the rank.
 """
 
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from slipstream_runtime.processes import could_run, progress_of, threads_of
+from slipstream_runtime.processes import (
+    could_run,
+    descendants_of,
+    output_of,
+    progress_of,
+    threads_of,
+)
 from slipstream_runtime.ranks import RankMemory
 
 SERVING_S = 4.0  # without progress, a rank that serves hangs: noticed within 5 s
@@ -58,8 +67,15 @@ class Stalls:
             if pid not in threads:
                 continue
             watched = [pid] if serves else threads
-            before, self._last[rank] = self._last[rank], (serves, progress_of(pid, watched))
-            is_still = self._last[rank] == before and not could_run(pid, threads)
+            children = descendants_of(pid)
+            done = (serves, progress_of(pid, watched), output_of(children))
+            before, self._last[rank] = self._last[rank], done
+            is_still = done == before and not any(
+                [
+                    could_run(pid, threads),
+                    *(could_run(child, threads_of(child)) for child in children),
+                ]
+            )
             self._seconds[rank] = self._seconds[rank] + elapsed_s if is_still else 0.0
             if self._seconds[rank] >= (SERVING_S if serves else self._starting_s):
                 return Stall(rank, self._seconds[rank])

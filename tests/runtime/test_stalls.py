@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from slipstream_runtime import stalls
-from slipstream_runtime.processes import progress_of, threads_of
+from slipstream_runtime.processes import descendants_of, output_of, progress_of, threads_of
 from slipstream_runtime.stalls import SERVING_S, Stall, Stalls
 
 # `beat` sleeps shortly for ever, in a thread; each rank says which thread that is, and goes on.
@@ -29,7 +30,18 @@ NAPS = "nap()"
 COMPUTES = "while True: pass"
 ALONE = "print(0, flush=True)\n"  # no thread gives signs of life, with which it would take turns
 READS_IN_A_THREAD = f"start(); {HANGS}"
-WAITS_FOR_A_CHILD = "subprocess.run(['sleep', '600'])"
+CHILDREN = {  # of a rank that waits for one, or hangs beside one
+    "computes": "while :; do :; done",
+    "its own child computes": "(while :; do :; done) & wait",
+    "reads": "while sleep 0.01; do read -r line < /proc/uptime; done",
+}
+IDLE_CHILDREN = {
+    "sleeps": ("import time; time.sleep(600)", HANGS),
+    "looks from time to time": ("import time\nwhile True: time.sleep(0.05)", HANGS),
+    "hangs, and is waited for": (HANGS, "child.wait()"),
+    "has ended": ("", HANGS),
+    "was stopped": ("import os; os.kill(os.getpid(), 19)", HANGS),
+}
 
 
 class Memory:
@@ -67,8 +79,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.perf_counter() + 60
     while not condition():
-        pass
+        assert time.perf_counter() < deadline
 
 
 def looks(found: Stalls, clock: list[float], before_each: Callable[[], None]) -> list[Stall | None]:
@@ -83,7 +96,9 @@ def looks(found: Stalls, clock: list[float], before_each: Callable[[], None]) ->
 
 def stall_of(found: Stalls, clock: list[float], pid: int, beating: int) -> Stall:
     """Look until a rank hangs, which it may not do yet; before each look it gives a sign."""
+    deadline = time.perf_counter() + 60
     while True:
+        assert time.perf_counter() < deadline
         before = progress_of(pid, [beating])
         wait_for(lambda before=before: progress_of(pid, [beating]) != before)
         clock[0] += 1.0
@@ -149,12 +164,33 @@ def test_threads_that_read_weights_count_while_a_rank_starts(clock: list[float])
         assert not any(looks(found, clock, get_on))
 
 
-def test_a_rank_that_waits_for_its_child_works(clock: list[float]) -> None:
-    with rank(WAITS_FOR_A_CHILD) as (pid, beating):
-        children = Path(f"/proc/{pid}/task/{pid}/children")
-        wait_for(children.read_text)
+@pytest.mark.parametrize("script", CHILDREN.values(), ids=CHILDREN)
+def test_a_rank_that_waits_for_a_child_that_gets_on_is_left_alone(
+    script: str, clock: list[float]
+) -> None:
+    with rank(f"subprocess.run(['sh', '-c', {script!r}])") as (pid, beating):
+        wait_for(lambda: descendants_of(pid))
         found = Stalls(Memory(beating, True), lambda rank: pid, 2)
-        assert not any(looks(found, clock, lambda: None))
+
+        def get_on() -> None:
+            children = descendants_of(pid)
+            before = output_of(children)
+            wait_for(lambda: output_of(descendants_of(pid)) != before)
+
+        assert not any(looks(found, clock, get_on))
+
+
+@pytest.mark.parametrize("name", IDLE_CHILDREN)
+@pytest.mark.parametrize("serves", [True, False], ids=["serves", "starts"])
+def test_a_child_that_does_nothing_hides_no_rank_that_hangs(
+    name: str, serves: bool, clock: list[float]
+) -> None:
+    script, waits = IDLE_CHILDREN[name]
+    code = f"child = subprocess.Popen([sys.executable, '-c', {'import os; ' + script!r}]); {waits}"
+    with rank(code) as (pid, beating):
+        wait_for(lambda: descendants_of(pid))
+        found = Stalls(Memory(beating, serves), lambda rank: pid, 9)
+        assert stall_of(found, clock, pid, beating) == Stall(0, SERVING_S if serves else 9)
 
 
 def test_ranks_of_other_hosts_and_those_that_have_ended_are_not_looked_at(
