@@ -9,7 +9,8 @@ The limit of a product is its bytes over what this GPU reads, or its
 operations over what it multiplies in 16 bits, whichever takes longer; both are measured first.
 Rows in e4m3 have the same limit, which they can beat. Beside 4 bits without zeros stand weights in
 e4m3 (`e4m3 NAME`). Products of e4m3 that are left unscaled, as those of prompts are, are timed
-without the kernel that scales them with what follows. Prompts: `--rows 512 1024 2048 4096`.
+without the kernel that scales them with what follows. Prompts: `--rows 512 1024 2048 4096`; of
+`unpacked_e4m3` they show the parts, too: unpacking, and the product by each way to scale x.
 """
 
 import argparse
@@ -24,9 +25,13 @@ import torch
 from ceilings import read_bandwidth
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.fp8 import Quantized
+from slipstream.kernels.gemm import cublaslt_groups
+from slipstream.kernels.gemm.cublaslt_groups import matmul_by_groups
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Matrix, gemm, spec_of
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
+from slipstream.kernels.gemm.search import describe
+from slipstream.kernels.gemm.unpacked_e4m3 import unpacked_e4m3
 from slipstream.kernels.runtime import jit
 from timing import DTYPE, ROTATION
 
@@ -143,6 +148,29 @@ def compile_all(kinds: list[list[Matrix]], inputs: int, options: argparse.Namesp
                 product(x, matrices[0], each)()
 
 
+def parts(x: Rows, matrices: list[Matrix], seconds: float) -> None:
+    """Print what unpacking to e4m3 takes, and the product behind it by each way to scale x."""
+    values, device = values_of(x), matrices[0].values.get_device()
+    groups = [matrix.groups for matrix in matrices if matrix.groups is not None]
+    runs = [partial(unpacked_e4m3, m.values, g) for m, g in zip(matrices, groups, strict=True)]
+    print(f"{'':12}- {'unpacking':13}{steady_seconds(runs, seconds) * 1e6:8.2f}", flush=True)
+    ways, weights = cublaslt_groups.X_SCALES, [run() for run in runs]
+    outputs, inputs = weights[0][0].shape
+    for way in ways:
+        cublaslt_groups.X_SCALES = (way,)
+        cublaslt_groups.plan_of.cache_clear()
+        rows = cublaslt_groups.padded(len(values))
+        plan = cublaslt_groups.plan_of(rows, inputs, outputs, device)
+        if plan is None:
+            print(f"{'':12}- x by {way}: no kernel")
+            continue
+        products = [partial(matmul_by_groups, values, *weight) for weight in weights]
+        time_us = steady_seconds(products, seconds) * 1e6
+        print(f"{'':12}- x by {way:8}{time_us:8.2f} {describe(plan.algorithm)}", flush=True)
+    cublaslt_groups.X_SCALES = ways
+    cublaslt_groups.plan_of.cache_clear()
+
+
 def timed(
     x: Rows, matrices: list[Matrix], limit: float, wide: float, options: argparse.Namespace
 ) -> list[tuple[float, str]]:
@@ -170,6 +198,8 @@ def timed(
             f"{seconds * 1e6:9.2f} {limit / seconds:6.1%} {moved / seconds / 1e9:6.0f} {gain}",
             flush=True,
         )
+        if each[0].name == "unpacked_e4m3":
+            parts(x, matrices, options.seconds)
     return sorted(found)
 
 

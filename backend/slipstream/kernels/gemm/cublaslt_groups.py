@@ -23,7 +23,7 @@ from slipstream.kernels.runtime.registry import Target, target_of
 GROUP = 128  # inputs; of blocks, rows of x, too
 MULTIPLE = 16  # of inputs and outputs
 MIN_VERSION = 120_900
-X_SCALES = ("blocks", "rows")  # the first for which there is a kernel
+X_SCALES: tuple[str, ...] = ("blocks", "rows")  # the first for which there is a kernel
 _ALIGNED = 16  # bytes
 _log = logging.getLogger(__name__)
 

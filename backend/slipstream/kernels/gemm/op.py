@@ -185,7 +185,7 @@ def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
         x: fp32, fp16, bf16 or e4m3.
         weight: of the type of `x`, e4m3, or packed.
         around: the stages; a product of e4m3 by e4m3 is rounded to bf16 before its scales, one by
-            packed weights is not.
+            packed weights is not. A route that leaves scales to another kernel rounds either.
     """
     y = x.float()
     if around.is_centred and around.norm is not None:
