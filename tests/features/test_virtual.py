@@ -59,6 +59,20 @@ def test_keys_of_tokens_say_what_their_rows_say_beside_every_feature(
         assert rows == "prompt_logprobs: virtual tokens have no log probs"
 
 
+def log_probs(house: House, adapter: str) -> list[float]:
+    names = ("greedy", "log_probs")
+    responses = house.ask(MODEL, with_adapter(body_of(MODEL, names), adapter))
+    [found] = answers.read(MODEL, names, responses).log_probs
+    return found
+
+
+def test_keys_stand_where_their_rows_stand(house: House, staged: House) -> None:
+    """A text may be the same with keys that are turned by another position: what is likely is not."""
+    expected = log_probs(house, "rows")
+    for each in (house, staged):
+        assert log_probs(each, "keys") == pytest.approx(expected, abs=1e-3)
+
+
 def test_each_says_something_else(house: House) -> None:
     assert len({str(ask(house, ("greedy",), name)) for name in ("", "lora", "rows")}) == 3
 
