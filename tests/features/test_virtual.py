@@ -67,7 +67,7 @@ def log_probs(house: House, adapter: str) -> list[float]:
 
 
 def test_keys_stand_where_their_rows_stand(house: House, staged: House) -> None:
-    """A text may be the same with keys that are turned by another position: what is likely is not."""
+    """Keys turned by another position may give the same text, but no such log probs."""
     expected = log_probs(house, "rows")
     for each in (house, staged):
         assert log_probs(each, "keys") == pytest.approx(expected, abs=1e-3)
