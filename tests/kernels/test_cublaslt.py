@@ -321,6 +321,15 @@ def test_the_fastest_that_is_right_wins(
 
 
 @pytest.mark.usefixtures("plans")
+@pytest.mark.parametrize(("rows", "fewer"), [(64, 56), (1000, 936), (8, 1)])
+def test_bits_are_compared_at_fewer_rows_that_every_kernel_takes(rows: int, fewer: int) -> None:
+    trial = FakeTrial({1: 1e-4, 2: 8e-5}, rows=rows)
+    finished(trial.time(map(algorithm, (1, 2))))
+    finished(trial.finish(algorithm(1)))
+    assert {given for _, given in trial.proofs} == {rows, fewer}
+
+
+@pytest.mark.usefixtures("plans")
 @pytest.mark.parametrize(("rows", "winner"), [(1023, 2), (1024, 3), (4096, 3)])
 def test_of_many_rows_the_fastest_under_load_wins(rows: int, winner: int) -> None:
     trial = FakeTrial({1: 1e-4, 2: 8e-5, 3: 9e-5}, rows=rows, hot=(2,))

@@ -1,6 +1,8 @@
 """Products of many rows of e4m3 by packed weights on a GPU, by way of e4m3: against fp64."""
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,9 +10,9 @@ from fixtures.kernels.checking import Judge, poison, random, same_bits, short
 from fixtures.kernels.packed_cases import Form, quantized
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.fp8 import Unscaled
-from slipstream.kernels.gemm import cublaslt_groups, linear
+from slipstream.kernels.gemm import cublaslt_groups, linear, search, tuning
 from slipstream.kernels.gemm.cublaslt_groups import matmul_by_groups
-from slipstream.kernels.gemm.op import Around, Matrix
+from slipstream.kernels.gemm.op import E4M3, Around, Matrix
 from slipstream.kernels.gemm.unpacked_e4m3 import by_e4m3, unpacked_e4m3
 from slipstream.kernels.runtime.registry import target_of
 from slipstream.quant.forms import make_packed_e4m3
@@ -32,6 +34,19 @@ LARGE = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # outputs, i
 # An odd number of groups, one that ends within, few outputs, less than a group.
 SMALL = [(2048, 4224), (528, 656), (16, 1024), (272, 112)]
 ROWS = (257, 258, 512, 1000, 2047, 4096)
+
+
+@pytest.fixture(autouse=True)
+def _untuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    forget_choices()
+    yield
+    forget_choices()
+
+
+def forget_choices() -> None:
+    tuning.choices.cache_clear()
+    cublaslt_groups.plan_of.cache_clear()
 
 
 @pytest.fixture(params=cublaslt_groups.X_SCALES)
@@ -159,6 +174,30 @@ def test_graphs_replay_chains_of_products() -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert same_bits(out, expected)
+
+
+@pytest.mark.parametrize("rows", [512, 1000])
+def test_tuned(rows: int) -> None:
+    """What the search finds is what then runs, with the bits of the guess."""
+    matrix, _ = pair(2048, 4096)
+    x = fp8.quantize(random(rows, 4096, dtype=BF16)).values
+    sizes = (4096, 2048)
+    guessed = by_e4m3(x, matrix.values, Around(groups=matrix.groups)).clone()
+    guess = cublaslt_groups.plan_of(rows, *sizes, 0)
+    assert guess is not None
+    operands = replace(search.Operands.random(*sizes, E4M3), x_scales=guess.shape.x_scales)
+    found = search.search(operands, rows)
+    print(rows, search.describe(found.algorithm), found.seconds, found.default_seconds)
+    product = tuning.Product.of(operands.shape(rows))
+    choice = tuning.Choice(product, rows, found.algorithm.blob.hex(), "", 1.0, 1.0)
+    tuning.save(tuning.Machine.of(0), [choice])
+    forget_choices()
+    for n in (rows - 8, rows):
+        y = by_e4m3(x[:n], matrix.values, Around(groups=matrix.groups))
+        plan = cublaslt_groups.plan_of(n, *sizes, 0)
+        assert plan is not None
+        assert plan.algorithm.blob == found.algorithm.blob
+        assert same_bits(y, guessed[:n])
 
 
 def test_which_products_are_computed_so() -> None:

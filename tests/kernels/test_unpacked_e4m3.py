@@ -2,11 +2,12 @@
 which products are computed so.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from fixtures.kernels.emulation import emulate
@@ -14,7 +15,13 @@ from fixtures.kernels.packed_cases import Form, quantized
 from fixtures.tiers import quick_of
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.fp8 import Quantized, Unscaled
-from slipstream.kernels.gemm import cublaslt_api, cublaslt_groups, linear, unpacked_e4m3
+from slipstream.kernels.gemm import (
+    cublaslt_api,
+    cublaslt_groups,
+    linear,
+    tuning,
+    unpacked_e4m3,
+)
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape
 from slipstream.kernels.gemm.cublaslt_groups import matmul_by_groups, padded
 from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Matrix, gemm, spec_of
@@ -25,6 +32,7 @@ from slipstream.quant.forms import make_packed_e4m3
 from slipstream.quant.matrix import QuantMatrix, dequantise
 from torch import Tensor
 
+GUESS, MEASURED = Algorithm(bytes(64), 0), Algorithm(bytes([7]) * 64, 0)
 HOPPER = KNOWN["sm_90a"]
 # Outputs that end within a tile, inputs within a block, an odd number of groups, groups of several
 # blocks, one for a row.
@@ -169,25 +177,35 @@ class FakeProblem:
     asked: list[str] = []
 
     def __init__(self, shape: GemmShape, device: int) -> None:
-        self.shape = shape
+        self.shape, self.device = shape, device
         if self.has == "nothing it knows":
             raise KernelError("cuBLASLt status 7")
 
     def heuristics(self, workspace: int, count: int = 8) -> list[Algorithm]:
         self.asked.append(f"{self.shape.x_scales} {workspace > 0}")
-        return [Algorithm(bytes(64), 0)] if self.shape.x_scales == self.has else []
+        return [GUESS] if self.shape.x_scales == self.has else []
+
+    def algorithm_of(self, blob: bytes) -> Algorithm:
+        return Algorithm(blob, 0)
+
+
+class FakePlan:
+    def __init__(self, problem: FakeProblem, algorithm: Algorithm) -> None:
+        self.shape, self.algorithm = problem.shape, algorithm
 
 
 @contextmanager
-def library(version: int = 130_100, has: str = "blocks") -> Iterator[list[str]]:
+def library(
+    version: int = 130_100, has: str = "blocks", choices: Sequence[tuning.Choice] = ()
+) -> Iterator[list[str]]:
     """As on a Hopper with a version of cuBLASLt; what it was asked."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cublaslt_groups, "_is_here", lambda target: target == HOPPER)
         patch.setattr(torch.cuda, "current_device", lambda: 0)
         patch.setattr(cublaslt_api, "version", lambda: version)
         patch.setattr(cublaslt_groups, "Problem", FakeProblem)
-        plan = lambda problem, algorithm: problem.shape  # noqa: E731
-        patch.setattr(cublaslt_groups, "MatmulPlan", plan)
+        patch.setattr(cublaslt_groups, "MatmulPlan", FakePlan)
+        patch.setattr(tuning, "choices", lambda device: tuning.Choices(choices))
         patch.setattr(FakeProblem, "has", has)
         patch.setattr(FakeProblem, "asked", [])
         cublaslt_groups.plan_of.cache_clear()
@@ -200,7 +218,9 @@ def test_the_library_is_asked_before_a_product_is_computed_so() -> None:
         assert route(5001).endswith(" unpacked_e4m3")
         assert route(5003).endswith(" unpacked_e4m3")  # of as many rows, padded
         assert asked == ["blocks False"]
-        assert cublaslt_groups.plan_of(5004, 4096, 4096, 0).rows == 5004  # type: ignore[union-attr]
+        plan = cublaslt_groups.plan_of(5004, 4096, 4096, 0)
+        assert plan is not None
+        assert plan.shape.rows == 5004
     with library(has="rows") as asked:
         assert route(5001).endswith(" unpacked_e4m3")
         assert asked == ["blocks False", "blocks True", "rows False"]
@@ -214,6 +234,17 @@ def test_the_library_is_asked_before_a_product_is_computed_so() -> None:
         refused = cublaslt_groups.refusal(5001, 4096, 4096, HOPPER)
         assert refused == "needs version 120900 of cuBLASLt, not 120805"
         assert asked == []
+
+
+def test_the_measured_kernel_is_taken() -> None:
+    product = tuning.Product(4096, 4096, "float8_e4m3fn", "bfloat16", False, "blocks")
+    choice = tuning.Choice(product, 1024, MEASURED.blob.hex(), "", 1.0, 2.0)
+    other = msgspec.structs.replace(choice, product=msgspec.structs.replace(product, x_scales=""))
+    for kept, found in ((choice, MEASURED), (other, GUESS)):
+        with library(choices=[kept]):
+            plan = cublaslt_groups.plan_of(1000, 4096, 4096, 0)
+            assert plan is not None
+            assert plan.algorithm == found
 
 
 # ---- what follows ----

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +15,9 @@ import pytest
 import torch
 from fixtures.models.checkpoints import FAMILIES, make_model, save
 from slipstream.config import EngineConfig
-from slipstream.kernels.gemm import search, tuning
+from slipstream.kernels.gemm import cublaslt_groups, search, tuning
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape
+from slipstream.kernels.gemm.op import E4M3
 from slipstream.kernels.gemm.tuning import Choices, Machine, Product
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Target
 from slipstream.layers.dims import ExpertsConfig
@@ -102,14 +104,23 @@ def test_fp8_leaves_the_head_alone(checkpoint: Path) -> None:
     assert set(types.values()) == {torch.float8_e4m3fn}
 
 
+@dataclass(frozen=True)
 class FakeOperands:
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype, adds: bool) -> None:
-        self.sizes = (inputs, outputs, dtype, dtype, (inputs, inputs, outputs), 16, adds)
+    inputs: int
+    outputs: int
+    dtype: torch.dtype
+    adds: bool = False
+    x_scales: str = ""
 
     random = classmethod(lambda cls, *sizes: cls(*sizes))
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.inputs, self.outputs
+
     def shape(self, rows: int) -> GemmShape:
-        return GemmShape(rows, *self.sizes)
+        types = (self.dtype, self.dtype if self.dtype != E4M3 else torch.bfloat16)
+        return GemmShape(rows, *self.sizes, *types, (0, 0, 0), 16, self.adds, self.x_scales)
 
 
 def set_target(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
@@ -202,6 +213,29 @@ def test_packed_weights_are_tuned_where_they_are_put_into_16_bits(
     said = "gate_up  4 bits by 64, packed: tuned where it is put into 16 bits again"
     assert said in lines
     assert [choice.rows for choice in tuning.load(MACHINE)].count(16) == 1
+
+
+@pytest.mark.usefixtures("gpu")
+def test_packed_weights_for_e4m3_are_tuned_where_they_are_put_into_e4m3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_target(monkeypatch, KNOWN["sm_90a"])
+
+    def plan_of(rows: int, *sizes: int) -> SimpleNamespace:
+        return SimpleNamespace(shape=SimpleNamespace(x_scales="blocks"))
+
+    monkeypatch.setattr(cublaslt_groups, "plan_of", plan_of)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1001}
+    folder = save(make_model(tie_word_embeddings=False, **sizes), tmp_path / "tiny")
+    config = msgspec.json.encode(EngineConfig(checkpoint=str(folder), quantization="w4a8"))
+    assert run(monkeypatch, config, "--rows", "16", "320", "513", "1024") == 0
+    found = [each for each in tuning.load(MACHINE) if each.product.outputs != 1001]  # the head
+    assert {each.rows for each in found} == {516, 1024}  # as many as a GEMM computes
+    kinds = {(each.product.dtype, each.product.out_dtype, each.product.x_scales) for each in found}
+    assert kinds == {("float8_e4m3fn", "bfloat16", "blocks")}
+    assert not any(each.product.adds for each in found)
+    lines = capsys.readouterr().out.splitlines()
+    assert "gate_up  4 bits by 128, packed for e4m3: tuned where it is put into e4m3" in lines
 
 
 @pytest.mark.usefixtures("gpu")

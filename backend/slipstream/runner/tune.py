@@ -12,13 +12,14 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
 import torch
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, StartError
-from slipstream.kernels.gemm import search, tuning
+from slipstream.kernels.gemm import cublaslt_groups, search, tuning
 from slipstream.kernels.gemm.cublaslt import DTYPES
 from slipstream.kernels.gemm.linear import choose
 from slipstream.kernels.gemm.op import ALIGNED, E4M3
@@ -59,7 +60,8 @@ def tune(plan: Plan, rows: list[int]) -> None:
     for matrix in wanted:
         choices = []
         if matrix.packing is not None:
-            print(f"{matrix.name:8} {matrix.kind}: tuned where it is put into 16 bits again")
+            wide = "e4m3" if matrix.packing.for_e4m3 else "16 bits again"
+            print(f"{matrix.name:8} {matrix.kind}: tuned where it is put into {wide}")
         for choice in _tune(matrix, rows, target):
             print(_line(matrix, choice), flush=True)
             choices.append(choice)
@@ -92,7 +94,12 @@ def _keeps_packed(matrix: Weight, rows: int, target: Target) -> bool:
 
 
 def _tune(matrix: Weight, rows: list[int], target: Target) -> Iterable[tuning.Choice]:
-    """Search for numbers of rows with which cuBLASLt multiplies: packed weights in 16 bits then."""
+    """Search for numbers of rows with which cuBLASLt multiplies: packed weights in 16 bits then, or
+    in e4m3.
+    """
+    if matrix.packing is not None and matrix.packing.for_e4m3:
+        yield from _tune_by_groups(matrix, rows, target)
+        return
     sizes = (matrix.inputs, matrix.outputs)
     operands = search.Operands.random(*sizes, matrix.dense_dtype, adds_in_product(matrix))
     for num_rows in rows:
@@ -100,6 +107,18 @@ def _tune(matrix: Weight, rows: list[int], target: Target) -> Iterable[tuning.Ch
             continue
         if runs_by_cublaslt(matrix, num_rows, target):
             yield choice_of(operands, num_rows, search.search(operands, num_rows))
+
+
+def _tune_by_groups(matrix: Weight, rows: list[int], target: Target) -> Iterable[tuning.Choice]:
+    sizes = (matrix.inputs, matrix.outputs)
+    for num_rows in sorted({cublaslt_groups.padded(each) for each in rows}):
+        if choose(matrix.spec(num_rows, target)).gemm.name != "unpacked_e4m3":
+            continue
+        plan = cublaslt_groups.plan_of(num_rows, *sizes, torch.cuda.current_device())
+        assert plan is not None, "it was chosen"
+        operands = search.Operands.random(*sizes, E4M3)
+        operands = replace(operands, x_scales=plan.shape.x_scales)
+        yield choice_of(operands, num_rows, search.search(operands, num_rows))
 
 
 def choice_of(operands: search.Operands, rows: int, found: search.Found) -> tuning.Choice:
@@ -135,7 +154,8 @@ def runs_by_cublaslt(matrix: Weight, rows: int, target: Target) -> bool:
 def _line(matrix: Weight, choice: tuning.Choice) -> str:
     seconds = choice.microseconds * 1e-6
     size = matrix.inputs * matrix.outputs
-    rates = f"{size * matrix.dense_dtype.itemsize / seconds / 1e12:5.2f}"
+    itemsize = getattr(torch, choice.product.dtype).itemsize
+    rates = f"{size * itemsize / seconds / 1e12:5.2f}"
     rates += f"  {2 * size * choice.rows / seconds / 1e12:7.1f}"
     gain = 1 - choice.microseconds / choice.default_microseconds
     return (

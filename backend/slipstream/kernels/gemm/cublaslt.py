@@ -154,7 +154,7 @@ def _plan(
     )
     shape = GemmShape(rows, inputs, outputs, dtype, out_dtype, strides, alignment, accumulate)
     problem = Problem(shape, device)
-    return MatmulPlan(problem, _tuned(problem) or default(problem))
+    return MatmulPlan(problem, tuned(problem) or default(problem))
 
 
 def _row_stride(name: str, rows: int, width: int, strides: tuple[int, ...]) -> int:
@@ -176,8 +176,8 @@ def default(problem: Problem) -> Algorithm:
     raise KernelError(f"{problem.shape}: cuBLASLt has no kernel for it")
 
 
-def _tuned(problem: Problem) -> Algorithm | None:
-    """The measured choice, if there is one and it can do this very layout."""
+def tuned(problem: Problem) -> Algorithm | None:
+    """Return the measured choice, if there is one and it can do this very layout."""
     shape = problem.shape
     sizes = (shape.dtype.itemsize, shape.dtype.itemsize, shape.out_dtype.itemsize)
     strides = (stride * size for stride, size in zip(shape.strides, sizes, strict=True))

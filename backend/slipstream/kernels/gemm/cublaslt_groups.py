@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from slipstream.kernels.elementwise.fp8 import E4M3, ROW_MULTIPLE
 from slipstream.kernels.elementwise.scales import ones
-from slipstream.kernels.gemm import cublaslt_api
-from slipstream.kernels.gemm.cublaslt_api import GemmShape, MatmulPlan, Problem
+from slipstream.kernels.gemm import cublaslt, cublaslt_api
+from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape, MatmulPlan, Problem
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import KernelError, op
 from slipstream.kernels.runtime.registry import Target, target_of
@@ -112,8 +112,8 @@ def _is_here(target: Target) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def plan_of(rows: int, inputs: int, outputs: int, device: int) -> MatmulPlan | None:
-    """Return the plan of a GEMM, without splitting sums wherever that is possible; None: there is
-    none.
+    """Return the plan of a GEMM, by the kernel that was measured, else without splitting sums
+    wherever that is possible; None: there is no kernel.
     """
     strides = (inputs, inputs, outputs)
     for x_scales in X_SCALES:
@@ -122,9 +122,26 @@ def plan_of(rows: int, inputs: int, outputs: int, device: int) -> MatmulPlan | N
         )
         try:
             problem = Problem(shape, device)
-            for workspace in (0, cublaslt_api.WORKSPACE):
-                for algorithm in problem.heuristics(workspace, 1):
-                    return MatmulPlan(problem, algorithm)
+            if (algorithm := _algorithm(problem)) is not None:
+                return MatmulPlan(problem, algorithm)
         except KernelError as error:  # it answers so, too, to what it does not know
             _log.warning("%s: %s", shape, error)
     return None
+
+
+def _algorithm(problem: Problem) -> Algorithm | None:
+    for workspace in (0, cublaslt_api.WORKSPACE):
+        for algorithm in problem.heuristics(workspace, 1):
+            return cublaslt.tuned(problem) or algorithm
+    return None
+
+
+def measurable(shape: GemmShape, device: int) -> Problem:
+    """Describe a GEMM that is launched without scales of its own; those by groups read ones."""
+    problem = Problem(shape, device)
+    if shape.x_scales:
+        place = torch.device("cuda", device)
+        of_weight = ones(-(-shape.inputs // GROUP) * shape.outputs, place)
+        of_x = ones(_num_x_scales(shape), place)
+        problem.set_scales(of_weight.data_ptr(), of_x.data_ptr())
+    return problem

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from slipstream.kernels.gemm import cublaslt
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape, MatmulPlan, Problem
+from slipstream.kernels.gemm.cublaslt_groups import measurable
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.collection import without_collection
 from slipstream.kernels.runtime.op import KernelError
@@ -89,6 +90,7 @@ class Operands:
 
     weights: Sequence[Tensor]  # equal in shape and dtype, contiguous
     adds: bool = False
+    x_scales: str = ""  # of a GEMM by groups: how x is scaled
 
     @staticmethod
     def random(inputs: int, outputs: int, dtype: torch.dtype, adds: bool = False) -> "Operands":
@@ -117,7 +119,8 @@ class Operands:
         """The product of so many rows."""
         outputs, inputs = self.weights[0].shape
         strides = (inputs, inputs, outputs)
-        return GemmShape(rows, inputs, outputs, self.dtype, self.out_dtype, strides, 16, self.adds)
+        sizes, types = (rows, inputs, outputs), (self.dtype, self.out_dtype)
+        return GemmShape(*sizes, *types, strides, 16, self.adds, self.x_scales)
 
     def x(self, rows: int) -> Tensor:
         """Make rows."""
@@ -166,7 +169,7 @@ def searched(operands: Operands, rows: int, longest_s: float = math.inf) -> Piec
     Raises KernelError if none runs.
     """
     device = torch.cuda.current_device()
-    problem = Problem(operands.shape(rows), device)
+    problem = measurable(operands.shape(rows), device)
     num_sms = jit.num_multiprocessors(device)
     default = cublaslt.default(problem)
     trial = _Trial(problem, operands)
@@ -412,12 +415,12 @@ class _Trial:
     def _has_bits_of(self, default: Algorithm, algorithm: Algorithm) -> Generator[None, None, bool]:
         """Whether outputs are the same, bit for bit, with several matrices, and rows made for each.
 
-        Of fewer rows, too: it is taken for those.
+        Of fewer rows, too, a multiple of 4: it is taken for those.
         """
         rows, weights = self._problem.shape.rows, self._operands.weights
         for index in range(_NUM_PROOFS):
             weight = weights[index % len(weights)]
-            given = rows if index % 2 == 0 else max(1, rows - max(8, rows // 16))
+            given = rows if index % 2 == 0 else max(1, (rows - max(8, rows // 16)) // 4 * 4)
             is_same = self._agree(default, algorithm, weight, given)
             yield
             if not is_same:
@@ -428,7 +431,7 @@ class _Trial:
         """Whether two kernels make the same bits of new rows; of fewer, its default."""
         problem, other = self._problem, algorithm
         if rows != problem.shape.rows:
-            problem = Problem(self._operands.shape(rows), problem.device)
+            problem = measurable(self._operands.shape(rows), problem.device)
             default = cublaslt.default(problem)
             found = problem.algorithm_of(algorithm.blob)
             if found is None:

@@ -62,6 +62,7 @@ class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str
     out_dtype: str
     adds: bool  # to what is there
+    x_scales: str = ""  # of a GEMM by groups: how x is scaled
 
     @staticmethod
     def of(shape: GemmShape) -> "Product":
@@ -69,7 +70,8 @@ class Product(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         dtype, out_dtype = (
             str(dtype).removeprefix("torch.") for dtype in (shape.dtype, shape.out_dtype)
         )
-        return Product(shape.inputs, shape.outputs, dtype, out_dtype, shape.adds)
+        sizes = (shape.inputs, shape.outputs)
+        return Product(*sizes, dtype, out_dtype, shape.adds, shape.x_scales)
 
 
 class Choice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
