@@ -1,19 +1,24 @@
 """Decode attention in every legal configuration: against fp64, poisoned, repeated bitwise."""
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from fixtures.kernels.attention_cases import Case, attend, configurations, make_case
+from fixtures.kernels.attention_cases import (
+    Case,
+    attend,
+    configurations,
+    make_case,
+    with_windows,
+)
 from fixtures.kernels.checking import DTYPES, Judge, poison, same_bits, short
+from fixtures.kernels.compiling import compile_all, those_with
 from fixtures.kernels.newest import HALVES, newest_of
 from slipstream.kernels.attention import decode as module
 from slipstream.kernels.attention import decode_shapes
 from slipstream.kernels.attention.decode import decode_attention, plan_decode
 from slipstream.kernels.attention.decode_shapes import part_words
 from slipstream.kernels.elementwise.rope import rope_and_cache
-from slipstream.kernels.runtime import jit
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,10 +35,9 @@ shapes_of = decode_shapes.shapes  # as they are, whatever a test makes of them
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """Every instantiation, side by side."""
-    arch = jit._architecture(0)
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda wanted: jit.cubin_path(wanted, arch), module.variants()))
+    """All that is tested here."""
+    plain = {"FORMAT": None, "SCORES": None, "SINKS": None, "SHARES": None}
+    compile_all(those_with(module.variants(), **plain))
 
 
 def decode(case: Case, poisoned: bool = False) -> torch.Tensor:
@@ -72,15 +76,14 @@ def test_windows(dtype: torch.dtype) -> None:
     """By plan and by split; no entry in front of a window is read."""
     judge = Judge(f"windows {short(dtype)}")
     none = torch.empty(0, dtype=torch.int32, device="cuda")
-    for heads, d, block in configurations()[::4]:
-        for window in (1, 33, 256, 1000):
-            case = make_case([1] * len(SHORT), SHORT, heads, d, block, dtype, window=window)
-            want = (attend(case, torch.float64), attend(case, dtype))
-            name = f"heads {heads} d {d} block {block} window {window}"
-            judge.close(name, decode(case, poisoned=True), *want)
-            judge.repeats(name, lambda case=case: decode(case, poisoned=True))
-            where = (case.cache, case.block_tables, case.lengths, none, case.scale)
-            judge.close(f"{name} split", decode_attention(case.q, *where, window=window), *want)
+    for heads, d, block, window in with_windows((1, 33, 256, 1000), 2):
+        case = make_case([1] * len(SHORT), SHORT, heads, d, block, dtype, window=window)
+        want = (attend(case, torch.float64), attend(case, dtype))
+        name = f"heads {heads} d {d} block {block} window {window}"
+        judge.close(name, decode(case, poisoned=True), *want)
+        judge.repeats(name, lambda case=case: decode(case, poisoned=True))
+        where = (case.cache, case.block_tables, case.lengths, none, case.scale)
+        judge.close(f"{name} split", decode_attention(case.q, *where, window=window), *want)
     judge.verdict()
 
 

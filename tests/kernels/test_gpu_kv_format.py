@@ -1,13 +1,13 @@
 """Quantised caches on a GPU: what is written, byte for byte; attention over what is left."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 
 import pytest
 import torch
-from fixtures.kernels.attention_cases import attend, configurations, in_format, make_case
+from fixtures.kernels.attention_cases import attend, in_format, make_case, with_windows
 from fixtures.kernels.checking import DTYPES, Judge, poison, same_bits, short
+from fixtures.kernels.compiling import compile_all, those_with
 from slipstream.kernels.attention import decode as decoding
 from slipstream.kernels.attention import prefill as prefilling
 from slipstream.kernels.attention.decode import decode_attention, plan_decode
@@ -32,20 +32,15 @@ CHUNKS = [1, 5, 0, 64, 65, 100, 17, 128, 1, 33, 3]
 CHUNK_LENGTHS = [1, 5, 50, 64, 65, 300, 2049, 1000, 777, 33, 259]
 
 
-def compile_all(module: ModuleType, dtype: torch.dtype, name: str) -> None:
-    """A module's instantiations of these, side by side."""
-    arch, macros = jit._architecture(0), kv_format.macros(FORMATS[name])
-    macros |= {"ELEMENT": jit.type_name(dtype)}
-    wanted = {(key, str(value)) for key, value in macros.items()}
-    variants = [v for v in module.variants() if wanted <= set(v.defines)]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda one: jit.cubin_path(one, arch), variants))
+def compile_of(module: ModuleType, dtype: torch.dtype, name: str) -> None:
+    """What a module has of these."""
+    macros = {"SCORES": None, "SINKS": None, "SHARES": None, "ELEMENT": jit.type_name(dtype)}
+    compile_all(those_with(module.variants(), **macros, **kv_format.macros(FORMATS[name])))
 
 
-def legal(dtype: torch.dtype) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """Many of bf16, a few of others."""
-    step = 5 if dtype == torch.bfloat16 else 11
-    return (case for case in configurations()[::step] if case[2] >= kv_format.MIN_BLOCK_SIZE)
+def legal() -> Iterator[tuple[tuple[int, int], int, int, int]]:
+    """Configurations, each with a window or none."""
+    return with_windows((0, 77), 3, kv_format.MIN_BLOCK_SIZE)
 
 
 class Pooled:
@@ -88,9 +83,9 @@ def rows_of(dtype: torch.dtype, heads: tuple[int, int], d: int, n: int) -> list[
 @by_dtype
 def test_what_is_written(dtype: torch.dtype, name: str) -> None:
     """The bytes that the CPU makes of the same K and V; no others change."""
-    compile_all(rope, dtype, name)
+    compile_of(rope, dtype, name)
     judge = Judge(f"rope_and_cache {short(dtype)} {name}")
-    for heads, d, block in legal(dtype):
+    for heads, d, block, _ in legal():
         case, n = f"heads {heads} d {d} block {block}", 37
         q, k, v = rows_of(dtype, heads, d, n)
         angles = torch.rand(500, d // 2, device="cuda") * 6.3
@@ -124,10 +119,10 @@ def test_what_is_written(dtype: torch.dtype, name: str) -> None:
 @by_dtype
 def test_what_is_written_in_static_scales(dtype: torch.dtype, scale: float) -> None:
     """The CPU's bytes, numbers far beyond the scale among them; V's scale is another."""
-    compile_all(rope, dtype, "fp8")
+    compile_of(rope, dtype, "fp8")
     judge = Judge(f"rope_and_cache {short(dtype)} scale {scale}")
     largest = torch.finfo(dtype).max
-    for heads, d, block in legal(dtype):
+    for heads, d, block, _ in legal():
         n = 37
         q, k, v = rows_of(dtype, heads, d, n)
         v[10, 0, 1], v[11, 0, 2] = largest, -largest
@@ -150,20 +145,19 @@ def test_what_is_written_in_static_scales(dtype: torch.dtype, scale: float) -> N
     judge.verdict()
 
 
-@pytest.mark.parametrize("window", [0, 77])
 @by_format
 @by_dtype
-def test_decode(dtype: torch.dtype, name: str, window: int) -> None:
+def test_decode(dtype: torch.dtype, name: str) -> None:
     """Attention equals that over the values that are left in the cache, by plan and by split."""
-    compile_all(decoding, dtype, name)
-    judge = Judge(f"decode_attention {short(dtype)} {name} window {window}")
+    compile_of(decoding, dtype, name)
+    judge = Judge(f"decode_attention {short(dtype)} {name}")
     pooled = Pooled(judge)
-    for heads, d, block in legal(dtype):
+    for heads, d, block, window in legal():
         case = make_case([1] * len(LENGTHS), LENGTHS, heads, d, block, dtype, window=window)
         case, left = in_format(case, FORMATS[name])
         want = (attend(left, torch.float64), attend(left, dtype))
 
-        def run(is_planned: bool, case=case) -> torch.Tensor:
+        def run(is_planned: bool, case=case, window=window) -> torch.Tensor:
             poison(case.q.shape, dtype=case.q.dtype)
             plan = empty_plan()
             if is_planned:
@@ -172,7 +166,7 @@ def test_decode(dtype: torch.dtype, name: str, window: int) -> None:
             return decode_attention(case.q, *where, window=window)
 
         for is_planned in (True, False):
-            label = f"heads {heads} d {d} block {block} planned {is_planned}"
+            label = f"heads {heads} d {d} block {block} window {window} planned {is_planned}"
             out = run(is_planned)
             pooled.close(label, out, *want)
             judge.true(f"{label}: length 0", not out[case.lengths == 0].any())
@@ -180,19 +174,18 @@ def test_decode(dtype: torch.dtype, name: str, window: int) -> None:
     pooled.verdict()
 
 
-@pytest.mark.parametrize("window", [0, 77])
 @by_format
 @by_dtype
-def test_prefill(dtype: torch.dtype, name: str, window: int) -> None:
-    compile_all(prefilling, dtype, name)
-    judge = Judge(f"prefill_attention {short(dtype)} {name} window {window}")
+def test_prefill(dtype: torch.dtype, name: str) -> None:
+    compile_of(prefilling, dtype, name)
+    judge = Judge(f"prefill_attention {short(dtype)} {name}")
     pooled = Pooled(judge)
-    for heads, d, block in legal(dtype):
+    for heads, d, block, window in legal():
         case = make_case(CHUNKS, CHUNK_LENGTHS, heads, d, block, dtype, window=window)
         case, left = in_format(case, FORMATS[name])
-        label = f"heads {heads} d {d} block {block}"
+        label = f"heads {heads} d {d} block {block} window {window}"
 
-        def run(case=case) -> torch.Tensor:
+        def run(case=case, window=window) -> torch.Tensor:
             poison(case.q.shape, dtype=case.q.dtype)
             where = (case.cache, case.block_tables, case.query_starts, case.lengths, case.scale)
             return prefill_attention(case.q, *where, max(CHUNKS), window=window)
@@ -202,23 +195,23 @@ def test_prefill(dtype: torch.dtype, name: str, window: int) -> None:
     pooled.verdict()
 
 
-@pytest.mark.parametrize("window", [0, 77])
 @by_format
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
-def test_prefill_over_unpacked_blocks(dtype: torch.dtype, name: str, window: int) -> None:
+def test_prefill_over_unpacked_blocks(dtype: torch.dtype, name: str) -> None:
     """The copy is the oracle's, bit for bit; attention over it is as near as over packed blocks."""
-    compile_all(prefilling, dtype, name)
-    compile_all(unpacking, dtype, name)
-    judge = Judge(f"unpack_blocks {short(dtype)} {name} window {window}")
-    for heads, d, block in legal(dtype):
+    plain = {"FORMAT": None, "SCORES": None, "SINKS": None, "ELEMENT": jit.type_name(dtype)}
+    compile_all(those_with(prefilling.variants(), **plain))
+    compile_of(unpacking, dtype, name)
+    judge = Judge(f"unpack_blocks {short(dtype)} {name}")
+    for heads, d, block, window in legal():
         case = make_case(CHUNKS, CHUNK_LENGTHS, heads, d, block, dtype, window=window)
         case, left = in_format(case, FORMATS[name])
-        label = f"heads {heads} d {d} block {block}"
+        label = f"heads {heads} d {d} block {block} window {window}"
         contexts = list(zip(case.chunks, CHUNK_LENGTHS, strict=True))
         count = unpacking.num_seen_blocks(contexts, block, window)
         shape = (count + 1, *case.cache.shape[1:4], d)
 
-        def run(case=case, shape=shape, count=count) -> tuple[torch.Tensor, ...]:
+        def run(case=case, shape=shape, count=count, window=window) -> tuple[torch.Tensor, ...]:
             into = torch.full(shape, torch.nan, dtype=dtype, device="cuda")
             tables = torch.full_like(case.block_tables, 2**30)
             where = (case.cache, case.block_tables, case.query_starts, case.lengths)
@@ -255,7 +248,7 @@ def test_chunks_change_nothing(dtype: torch.dtype, name: str) -> None:
 
         whole = rows(0, length)
         for size in (1, 33, 64, 127, 300):
-            for begin in range(0, length, size):
+            for begin in range(0, length, max(size, 7)):  # places in tiles of every kind
                 end = min(length, begin + size)
                 judge.true(f"d {d} {begin}:{end}", same_bits(rows(begin, end), whole[begin:end]))
         case, _ = in_format(make_case([1] * 15, LENGTHS, heads, d, 32, dtype), FORMATS[name])

@@ -2,12 +2,12 @@
 
 import dataclasses
 import random
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from fixtures.kernels.attention_cases import Case, attend, configurations
 from fixtures.kernels.checking import Judge, poison, same_bits, short
+from fixtures.kernels.compiling import compile_all, those_with
 from fixtures.kernels.newest import HALVES, newest_of
 from fixtures.kernels.prefix_cases import Rows, Words, shared_case
 from slipstream.kernels.attention import decode as module
@@ -15,7 +15,6 @@ from slipstream.kernels.attention import decode_prefixes, decode_shapes
 from slipstream.kernels.attention.decode import decode_attention, plan_decode
 from slipstream.kernels.attention.decode_prefixes import Work, find_prefixes, num_words
 from slipstream.kernels.elementwise.rope import rope_and_cache
-from slipstream.kernels.runtime import jit
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,11 +40,10 @@ MIXES: dict[str, Rows] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
-    """Every instantiation, side by side."""
-    arch = jit._architecture(0)
-    wanted = [v for v in module.variants() if v.source != "attention/decode_split.cu"]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda one: jit.cubin_path(one, arch), wanted))
+    """All that is tested here."""
+    plain = {"FORMAT": None, "SCORES": None, "SINKS": None, "WINDOWED": 0}
+    wanted = those_with(module.variants(), **plain)
+    compile_all(v for v in wanted if v.source != "attention/decode_split.cu")
 
 
 @pytest.fixture(autouse=True)

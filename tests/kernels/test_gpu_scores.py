@@ -1,21 +1,20 @@
 """Capped scores, ALiBi and sinks in the softmax on a GPU: against fp64, repeated bitwise."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from fixtures.kernels.attention_cases import (
     Case,
     attend,
-    configurations,
     in_format,
     kinds_of_scores,
     make_case,
+    with_windows,
 )
 from fixtures.kernels.checking import DTYPES, Judge, poison, same_bits, short
+from fixtures.kernels.compiling import compile_all, those_with
 from fixtures.kernels.newest import HALVES, newest_of
 from fixtures.kernels.prefix_cases import shared_case
 from slipstream.kernels.attention import decode as decoding
@@ -42,18 +41,11 @@ by_kind = pytest.mark.parametrize("kind", KINDS)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=short)
 
 
-def compile_all(dtype: torch.dtype, cached: torch.dtype | None, kind: str) -> None:
-    """Instantiations of this GPU's shapes, side by side."""
-    macros = kv_format.macros(cached or dtype) | {"ELEMENT": jit.type_name(dtype)}
-    macros |= macros_of(kind)
-    wanted, arch = {(name, str(value)) for name, value in macros.items()}, jit._architecture(0)
-    found = [
-        v
-        for v in (*decoding.variants(), *prefilling.variants())
-        if wanted <= set(v.defines) and ("FORMAT" in dict(v.defines)) == ("FORMAT" in macros)
-    ]
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda one: jit.cubin_path(one, arch), found))
+def compile_of(dtype: torch.dtype, cached: torch.dtype | None, kind: str) -> None:
+    """What steps without a rotation need."""
+    macros = {"FORMAT": None, "SINKS": None, "ROTATES": 0, "ELEMENT": jit.type_name(dtype)}
+    macros |= kv_format.macros(cached or dtype) | macros_of(kind)
+    compile_all(those_with((*decoding.variants(), *prefilling.variants()), **macros))
 
 
 def by_plan(case: Case, scores: str) -> torch.Tensor:
@@ -84,8 +76,7 @@ def check(judge: Judge, name: str, run: Callable[[], torch.Tensor], left: Case) 
 
 
 def cases(step: int, kind: str, smallest: int = 8) -> Iterator[tuple[str, tuple, int, object]]:
-    chosen = [each for each in configurations() if each[2] >= smallest][::step]
-    for (heads, d, block), window in itertools.product(chosen, WINDOWS):
+    for heads, d, block, window in with_windows(WINDOWS, step, smallest):
         name = f"{kind} heads {heads} d {d} block {block} window {window}"
         yield name, (heads, d, block), window, kinds_of_scores(heads[0])[kind]
 
@@ -93,9 +84,9 @@ def cases(step: int, kind: str, smallest: int = 8) -> Iterator[tuple[str, tuple,
 @by_kind
 @by_dtype
 def test_decodes_and_chunks(dtype: torch.dtype, kind: str) -> None:
-    compile_all(dtype, None, kind)
-    judge, step = Judge(f"{kind} {short(dtype)}"), 5 if dtype == torch.bfloat16 else 11
-    for name, shape, window, changed in cases(step, kind):
+    compile_of(dtype, None, kind)
+    judge = Judge(f"{kind} {short(dtype)}")
+    for name, shape, window, changed in cases(3, kind):
         single = make_case([1] * len(LENGTHS), LENGTHS, *shape, dtype, window=window)
         single = dataclasses.replace(single, changed=changed)
         if dtype != torch.float32:
@@ -112,9 +103,9 @@ def test_decodes_and_chunks(dtype: torch.dtype, kind: str) -> None:
 @pytest.mark.parametrize("format_name", FORMATS)
 def test_over_a_cache_in_fewer_bits(format_name: str, kind: str) -> None:
     dtype, cached = torch.bfloat16, FORMATS[format_name]
-    compile_all(dtype, cached, kind)
+    compile_of(dtype, cached, kind)
     judge = Judge(f"{kind} over {format_name}")
-    for name, shape, window, changed in cases(9, kind, kv_format.MIN_BLOCK_SIZE):
+    for name, shape, window, changed in cases(2, kind, kv_format.MIN_BLOCK_SIZE):
         for chunks, lengths in (([1] * 15, LENGTHS), (CHUNKS, CHUNK_LENGTHS)):
             plain = make_case(chunks, lengths, *shape, dtype, window=window)
             whole = dataclasses.replace(plain, changed=changed)
@@ -142,7 +133,7 @@ def test_cuts_of_chunks_change_no_bit(dtype: torch.dtype, kind: str) -> None:
 
     whole = rows(0, 500)
     for size in (1, 33, 64, 127):
-        for begin in range(0, 500, size):
+        for begin in range(0, 500, max(size, 7)):  # places in tiles of every kind
             end = min(500, begin + size)
             judge.true(f"{begin}:{end}", same_bits(rows(begin, end), whole[begin:end]))
     judge.verdict()
