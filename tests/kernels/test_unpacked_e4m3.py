@@ -12,7 +12,10 @@ import pytest
 import torch
 from fixtures.kernels.emulation import emulate
 from fixtures.kernels.packed_cases import Form, quantized
+from fixtures.kernels.recording import recorded
 from fixtures.tiers import quick_of
+from slipstream import quant
+from slipstream.fuse.places import FusedGatedLinear
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.fp8 import Quantized, Unscaled
 from slipstream.kernels.gemm import (
@@ -28,6 +31,8 @@ from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Matrix, gemm, spec_o
 from slipstream.kernels.gemm.packing import Packing
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import KNOWN, Implementation
+from slipstream.layers.linear import Linear
+from slipstream.layers.residual import Residual
 from slipstream.quant.forms import make_packed_e4m3
 from slipstream.quant.matrix import QuantMatrix, dequantise
 from torch import Tensor
@@ -289,3 +294,21 @@ def test_matrices_that_take_quantised_rows() -> None:
     assert Matrix(torch.zeros(4, 4).to(E4M3)).takes_quantized
     assert not Matrix(torch.zeros(4, 4)).takes_quantized
     assert matrix.is_plain
+
+
+def test_a_gate_is_quantised_with_its_scales_and_not_before_adapters_of_few_rows() -> None:
+    """Adapters of a layer with packed weights have its rows as they are where that is free."""
+    made, _ = pair(512, 256, 128)
+    down, _ = pair(256, 256, 128)
+    linears = [Linear(quant.named("w4a8"), matrix, None, False) for matrix in (made, down)]
+    place = FusedGatedLinear(linears[0], "silu", linears[1])
+    for rows, kind, names in (
+        (16, Tensor, ["quantize", "packed_pipe"]),
+        (600, Quantized, ["quantize", "unpacked_e4m3", "cublaslt_groups", "silu_mul_quantize"]),
+    ):
+        residual = Residual(torch.empty(rows, 256, dtype=torch.bfloat16))
+        with recorded() as notes:
+            y = place(lambda values: values, residual)  # type: ignore[arg-type,return-value]
+        assert isinstance(y, kind)
+        found = [name for name, _ in notes if not name.startswith("torch.")]
+        assert [name for name in found if name != "packed_pipe_sum"] == names

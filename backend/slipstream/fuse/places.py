@@ -17,7 +17,7 @@ from slipstream.kernels.gemm.linear import (
     multiply_adapted,
     route_of,
 )
-from slipstream.kernels.gemm.op import Around, TermTable
+from slipstream.kernels.gemm.op import E4M3, Around, TermTable
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import LayerNorm, Norm, RowNorm
 from slipstream.layers.residual import Residual
@@ -104,10 +104,10 @@ class FusedGatedLinear(GatedLinear):
         route = route_of(x, matrix, around)
         y = follow(route, x, matrix, around)
         next_matrix = None if self.feeds is None else self.feeds.matrix
-        quantises = next_matrix is not None and next_matrix.takes_quantized
-        if isinstance(y, Tensor):
+        if isinstance(y, Tensor):  # adapters of a reader with packed weights take it as it is
+            quantises = next_matrix is not None and next_matrix.values.dtype == E4M3
             return fp8.quantize(y) if quantises and route.path.quantises else y
-        if quantises and self.gate == "silu":
+        if next_matrix is not None and next_matrix.takes_quantized and self.gate == "silu":
             return fp8.silu_mul_quantize(y.product, *y.scales)
         return activate(self.gate, y.finish(x.dtype))
 
