@@ -1,4 +1,4 @@
-"""Places with adapters on a GPU that notes launches: one kernel a place where a GEMV adds terms."""
+"""Places with adapters on a GPU that notes launches: one kernel a place where a GEMM adds terms."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from slipstream.fuse.rewrite import fused
 from slipstream.kernels.gemm import linear as gemm_linear
 from slipstream.kernels.gemm.op import scratch_of
 from slipstream.kernels.lora.terms import Table
+from slipstream.kernels.runtime.registry import KNOWN
 from slipstream.layers.adapted import Delta, StepGroups
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import Norm
@@ -28,7 +29,7 @@ def table(num_rows: int) -> Table:
 
 def launches(num_rows: int, scheme: str) -> dict[str, list[str]]:
     """The kernels of each place of a block in a step of which rows have adapters."""
-    w = Weights(SizeSource(), META, torch.bfloat16, scheme, False)
+    w = Weights(SizeSource(), META, torch.bfloat16, scheme, False, target=KNOWN["sm_90a"])
     groups, found = StepGroups(), {}
     groups.tables = {"tokens": table(num_rows)}
     norm = Norm(w, HIDDEN, 1e-5)
@@ -60,6 +61,17 @@ def choices() -> None:
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_few_rows_take_one_launch_a_place(num_rows: int, scheme: str) -> None:
     assert launches(num_rows, scheme) == {name: ["gemv"] for name in ("qkv", "gated", "add")}
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8])
+def test_few_rows_of_packed_weights_take_one_launch_beside_a_norm(num_rows: int) -> None:
+    assert launches(num_rows, "int4") == {
+        "qkv": ["rms_norm", "packed_stream"],
+        "gated": ["rms_norm", "packed_stream"],
+        "add": ["packed_stream"],
+    }
+    more = launches(9, "int4")
+    assert more["add"][0::2] == ["shrink", "expand"]
 
 
 def test_more_rows_take_a_gemm_and_two_launches_beside_the_norm() -> None:

@@ -62,6 +62,8 @@ REPORT = re.compile(
     r"Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
+# A function that is called and not inlined: no entry.
+OF_CALLED = re.compile(r"Function properties for _Z\w+\n.*?(\d+) bytes spill stores")
 
 
 def compile_and_check(wanted: Variant, arch: str, max_spill: int = 0) -> None:
@@ -74,6 +76,8 @@ def compile_and_check(wanted: Variant, arch: str, max_spill: int = 0) -> None:
     for report in reports:
         spilled = int(report["stores"]) + int(report["loads"])
         assert spilled <= max_spill, f"{wanted} {arch} {report['entry']} spills {spilled} bytes"
+    called = sum(int(stores) for stores in OF_CALLED.findall(log))
+    assert called <= max_spill, f"{wanted} {arch} spills {called} bytes in what it calls"
 
 
 def is_quantized(wanted: Variant) -> bool:

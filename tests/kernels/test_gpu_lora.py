@@ -5,10 +5,19 @@ import random
 import pytest
 import torch
 from fixtures.kernels.lora import Adapted, Shape
+from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair
 from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
-from slipstream.kernels.gemm.op import Around, TermTable, gemm, scratch_of, spec_of
-from slipstream.kernels.gemm.sm90 import gemv
+from slipstream.kernels.gemm.op import (
+    COUNTS,
+    WHOLE_ROWS,
+    Around,
+    TermTable,
+    gemm,
+    scratch_of,
+    spec_of,
+)
+from slipstream.kernels.gemm.sm90 import gemv, packed_stream
 from slipstream.kernels.lora import terms as lora
 from torch import Tensor
 
@@ -234,3 +243,109 @@ def test_gemvs_with_terms_behind_each_other_in_a_graph() -> None:
             plain = gemm.oracle(wanted, weight, Around(x[0], 1e-5))
             wanted = made.by_torch(plain, behind, numbers).bfloat16()
         assert ((out.float() - wanted.float()).abs().max() / wanted.float().abs().max()) < 0.1
+
+
+def of_packed(seed: int) -> tuple[Shape, list[int], str, Form]:
+    """A place over packed weights, the adapters of up to eight rows, the stage behind, the form."""
+    rng = random.Random(seed)
+    stage = rng.choice(("", "silu", "residual"))
+    size = 32 * rng.randint(1, 448)
+    sizes = {
+        "silu": (size, size),
+        "residual": (size,),
+        "": tuple(2 * rng.randint(1, 3000) for _ in range(3)),
+    }[stage]
+    most = rng.choice((16, 16, 64, 512))
+    own = [tuple(rng.choice((0, rng.randint(1, most))) for _ in sizes) for _ in range(5)]
+    numbers = [rng.randint(0, 5) for _ in range(rng.choice((1, 1, 2, 3, 8)))]
+    form = rng.choice((FORMS[0], *FORMS, FLOATS[1]))
+    return Shape(8 * rng.randint(1, 1024), sizes, tuple(own)), numbers, stage, form
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_packed_gemms_add_terms(seed: int) -> None:
+    """Again and again, as launches share t; rows without an adapter keep their bits."""
+    shape, numbers, stage, form = of_packed(seed)
+    dtype = (torch.bfloat16, torch.float16)[seed % 3 == 2]
+    made = Adapted(shape, dtype, "cuda", seed)
+    y, x = rows_of(shape, len(numbers), dtype, seed)
+    matrix, dense = packed_pair(form, sum(shape.sizes), shape.inputs, "cuda", dtype)
+    gate = stage if stage == "silu" else ""
+
+    def around() -> Around:
+        residual = y.clone() if stage == "residual" else None
+        how = Around(columns=matrix.scales, groups=matrix.groups)
+        return how._replace(gate=gate, residual=residual)
+
+    assert packed_stream.adapts(spec_of(x, matrix.values, around())) is None
+    table = made.table(numbers)
+    scratch = scratch_of(made.width, torch.device("cuda"))
+    terms = TermTable(table.groups, table.rows, 1, scratch, shape.sizes)
+    wanted = made.by_torch(x.float() @ dense.float().t(), x, numbers)
+    wanted = activate(gate, wanted) if gate else wanted
+    wanted = wanted + y.float() if stage == "residual" else wanted
+    first = packed_stream.adapted(x, matrix.values, around(), terms)
+    nothing = torch.zeros(len(numbers), sum(shape.sizes), device="cuda")
+    added = made.by_torch(nothing, x, numbers)
+    apart = (first.float() - wanted).abs() / (4 + 4 * wanted.abs() + added.square().mean().sqrt())
+    assert apart.max() < EPSILON[dtype]
+    others = [n == 0 for n in numbers]
+    alone = packed_stream.packed_stream(x, matrix.values, around())
+    assert torch.equal(first[others], alone[others])
+    for _ in range(20):
+        poison()
+        assert torch.equal(packed_stream.adapted(x, matrix.values, around(), terms), first)
+    assert not scratch[:COUNTS].any()
+    assert not scratch[COUNTS + WHOLE_ROWS * made.width :].any()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8])
+def test_packed_gemms_with_terms_behind_each_other_in_a_graph(num_rows: int) -> None:
+    """Each waits for t of its own while the next is on its way; the four places of a block."""
+    rng, own = torch.Generator("cuda").manual_seed(0), ((16, 16, 16), (16, 0, 40), (0, 0, 0))
+    sizes = ((4096, 1024, 1024), (4096,), (14336, 14336), (4096,))
+    inputs = (4096, 4096, 4096, 14336)
+    shapes = [
+        Shape(k, size, tuple(ranks[: len(size)] for ranks in own))
+        for k, size in zip(inputs, sizes, strict=True)
+    ]
+    made = [Adapted(shape, torch.bfloat16, "cuda", i) for i, shape in enumerate(shapes)]
+    pairs = [packed_pair(FORMS[0], sum(s.sizes), s.inputs, "cuda") for s in shapes]
+    x = torch.randn(num_rows, 4096, generator=rng, device="cuda").bfloat16()
+    scratch = scratch_of(max(each.width for each in made), torch.device("cuda"))
+    tables = [each.table([1] * num_rows, spare=num_rows) for each in made]
+
+    def place(number: int, rows: Tensor, gate: str = "", residual: Tensor | None = None) -> Tensor:
+        matrix, table = pairs[number][0], tables[number]
+        terms = TermTable(table.groups, table.rows, 1, scratch, sizes[number])
+        around = Around(columns=matrix.scales, groups=matrix.groups, gate=gate, residual=residual)
+        return packed_stream.adapted(rows, matrix.values, around, terms)
+
+    def step() -> Tensor:
+        rows = x.clone()
+        for _ in range(8):
+            place(1, place(0, rows)[:, :4096], residual=rows)
+            place(3, place(2, rows, "silu"), residual=rows)
+            rows = rms_norm(rows, x[0], 1e-5, False)
+        return rows
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for seed in range(8):
+        numbers = [(seed + i * i) % 3 + 1 if seed % 4 else 0 for i in range(num_rows)]
+        for table, each in zip(tables, made, strict=True):
+            other = each.table(numbers, spare=0)
+            table.groups.zero_()
+            table.groups[: len(other.groups)] = other.groups
+            table.rows.copy_(other.rows)
+        graph.replay()
+        found = out.clone()
+        for _ in range(20):
+            graph.replay()
+        assert torch.equal(found, out)
+        assert torch.equal(step(), out)
+        assert bool(out.isfinite().all())
+        assert not scratch.any()

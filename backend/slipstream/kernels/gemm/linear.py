@@ -81,9 +81,7 @@ def paths(spec: Spec) -> Iterator[tuple[Path, Spec]]:
         inner = inner._replace(x_pitch=spec.inputs % ALIGNED == 0)
         befores.append((Path(norms=norms, quantises=True, cost=1 + norms), inner))
     elif spec.norm:
-        pitch = spec.inputs * spec.x.itemsize % ALIGNED == 0
-        inner = spec._replace(norm="", norm_aligned=True, x_aligned=True, x_pitch=pitch)
-        befores.append((Path(norms=True, cost=1), inner))
+        befores.append((Path(norms=True, cost=1), _without_norm(spec)))
     yield from befores
     for path, inner in befores:
         behind = path._replace(finishes=True, cost=path.cost + 1)
@@ -92,6 +90,12 @@ def paths(spec: Spec) -> Iterator[tuple[Path, Spec]]:
             yield behind._replace(scales=True), bare
         if inner.gate and (is_packed or not is_scaled):
             yield behind, inner._replace(gate="", residual=False)
+
+
+def _without_norm(spec: Spec) -> Spec:
+    """Return what is left of a spec for the GEMM if another kernel has computed its norm."""
+    pitch = spec.inputs * spec.x.itemsize % ALIGNED == 0
+    return spec._replace(norm="", norm_aligned=True, x_aligned=True, x_pitch=pitch)
 
 
 def answers(spec: Spec) -> list[PathAnswer]:
@@ -150,15 +154,21 @@ def multiply(x: Operand, matrix: Matrix, around: Around = PLAIN) -> Tensor | Uns
 
 
 def multiply_adapted(x: Operand, matrix: Matrix, around: Around, terms: TermTable) -> Tensor | None:
-    """`multiply` with the terms of adapters, before gate and sum, in one kernel.
+    """`multiply` with the terms of adapters, before gate and sum, in one kernel; a norm that the
+    kernel does not compute is one before it.
 
     None, and nothing done: no kernel takes it all.
     """
     assert around.addend is None, "a term is of complete rows"
-    if isinstance(x, Quantized) or matrix.groups is not None:
+    if isinstance(x, Quantized):
         return None
     around = _with_scales(x, matrix, around)
-    run = _adapted_by(spec_of(x, matrix.values, around))
+    spec = spec_of(x, matrix.values, around)
+    run = _adapted_by(spec)
+    if run is None and around.norm is not None:
+        run = _adapted_by(_without_norm(spec))
+        if run is not None:
+            x, around = normed(x, around), around._replace(norm=None, eps=0.0)
     return None if run is None else run(x, matrix.values, around, terms)
 
 

@@ -111,13 +111,23 @@ class TermTable(NamedTuple):
     sizes: tuple[int, ...]  # outputs of each part, three at most
 
 
-MOST_ADAPTED_ROWS = 2
+MOST_ADAPTED_ROWS = 8
 COUNTS = 4  # words of the scratch memory before t
+WHOLE_ROWS = 2  # of t, whose sums are over all inputs
+MOST_SPLITS = 32  # of each other row of t: partial sums
+_T_ROWS = WHOLE_ROWS + MOST_ADAPTED_ROWS * MOST_SPLITS
 
 
 def scratch_of(width: int, device: torch.device) -> Tensor:
-    """Return what GEMMs with terms share: counts, and `width` columns of t, a multiple of 16."""
-    return torch.zeros(COUNTS + MOST_ADAPTED_ROWS * width, dtype=torch.int32, device=device)
+    """Return what GEMMs with terms share: counts, and rows of t, of which those of partial sums
+    are 0 before and after a GEMM. They have `width` columns, a multiple of 16.
+    """
+    return torch.zeros(COUNTS + _T_ROWS * width, dtype=torch.int32, device=device)
+
+
+def width_of(scratch: Tensor) -> int:
+    """Return the columns of t that `scratch_of` made room for."""
+    return (len(scratch) - COUNTS) // _T_ROWS
 
 
 class Spec(NamedTuple):

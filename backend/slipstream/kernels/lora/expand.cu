@@ -21,10 +21,10 @@ struct Outputs {
   int part = 0, first = 0, size, column;
 
   DEVICE Outputs(int tile, int size0, int size1, int size2) {
-    const int sizes[PARTS] = {size0, size1, size2};
+    const int sizes[PLACE_PARTS] = {size0, size1, size2};
     size = size0;
 #pragma unroll
-    for (int i = 0; i < PARTS - 1; ++i) {
+    for (int i = 0; i < PLACE_PARTS - 1; ++i) {
       const int tiles = (sizes[i] + WARPS * COLUMNS - 1) / (WARPS * COLUMNS);
       if (part == i && tile >= tiles) {
         tile -= tiles;

@@ -97,8 +97,8 @@ DEVICE void shrink_tiles(Totals& totals, const T* const (&tiles)[TOGETHER], cons
 }
 
 // The tile of A that has this number among those of a place.
-DEVICE const T* tile_of(const Term (&parts)[PARTS], int number) {
-  for (int part = 0; part < PARTS; ++part) {
+DEVICE const T* tile_of(const Term (&parts)[PLACE_PARTS], int number) {
+  for (int part = 0; part < PLACE_PARTS; ++part) {
     const int num_tiles = parts[part].rank / RANKS;
     if (number < num_tiles) return parts[part].known(number * RANKS, 0);
     number -= num_tiles;
@@ -113,16 +113,16 @@ extern "C" __global__ void __launch_bounds__(256, 2)
            i64 num_rows, i64 width, i64 inputs, i64 share) {
   start_next();
   __shared__ Totals totals;
-  __shared__ Found<PARTS> found;
+  __shared__ Found<PLACE_PARTS> found;
   Previous previous;
   const int begin = int(blockIdx.y * share), limit = begin + int(share);
   const int end = limit < int(inputs) ? limit : int(inputs), lane = threadIdx.x % 32;
   for (int first = blockIdx.x; first < num_groups; first += found.MOST * gridDim.x) {
     found.find(groups, first, gridDim.x, int(num_groups), list, place, 0, 0);
     for (int slot = 0; found.has(slot); ++slot) {
-      const Term(&parts)[PARTS] = found.terms[slot];
+      const Term(&parts)[PLACE_PARTS] = found.terms[slot];
       int num_tiles = 0;
-      for (int part = 0; part < PARTS; ++part) num_tiles += parts[part].rank / RANKS;
+      for (int part = 0; part < PLACE_PARTS; ++part) num_tiles += parts[part].rank / RANKS;
       const T* rows[2];
 #pragma unroll
       for (int n = 0; n < 2; ++n) {

@@ -4,7 +4,7 @@
 #include "runtime/common.cuh"
 
 constexpr int RANKS = 16;  // of a tile
-constexpr int PARTS = 3;   // matrices of a place
+constexpr int PLACE_PARTS = 3;  // matrices of a place
 constexpr int WORDS = 6;   // of a term
 
 // Rows `begin` to `begin + count` of the step's list have the adapter of these terms; null: none. No rows: the group is
@@ -31,7 +31,7 @@ struct Term {
   DEVICE static Term none() { return {nullptr, nullptr, 0, 0, 0, 0}; }
   DEVICE static Term of(const Group& group, i64 place, int part, int which) {
     if (group.terms == nullptr) return {nullptr, nullptr, group.begin, group.count, 0, 0};
-    const i64* at = group.terms + (place * PARTS + part) * WORDS;
+    const i64* at = group.terms + (place * PLACE_PARTS + part) * WORDS;
     const Pack<i64, 2> found = load_fresh<2>(at), sizes = load_fresh<2>(at + 2), firsts = load_fresh<2>(at + 4);
     const T* first = reinterpret_cast<const T*>(firsts.at[which]);
     return {first, group.terms + found.at[0], group.begin, group.count, int(sizes.at[0]), int(sizes.at[1])};

@@ -9,6 +9,7 @@ using u64 = unsigned long long;
 using i64 = long long;
 
 #define DEVICE __device__ __forceinline__
+#define DEVICE_CALL __device__ __noinline__
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 #define INFINITE __int_as_float(0x7f800000)

@@ -212,8 +212,8 @@ DEVICE void make_t(const Task& task, const Part<PACKED>& part, const float* squa
   SharedTerms& shared = *task.terms;
   int next = int(gridDim.x - 1 - blockIdx.x), first = 0;
 #pragma unroll 1
-  for (int i = 0; i < ROWS * PARTS; ++i) {
-    const Term& term = shared.of_row[i / PARTS][i % PARTS];
+  for (int i = 0; i < ROWS * PLACE_PARTS; ++i) {
+    const Term& term = shared.of_row[i / PLACE_PARTS][i % PLACE_PARTS];
     for (; next < first + term.rank; next += gridDim.x) {
       const int rank = next - first;
       const T* a = term.tile(rank, 0) + i64(rank % RANKS) * task.width;
@@ -238,7 +238,7 @@ DEVICE void make_t(const Task& task, const Part<PACKED>& part, const float* squa
       if (threadIdx.x % (32 / ROWS) == 0) shared.sums[threadIdx.x % 32 * ROWS / 32][threadIdx.x / 32] = sum;
       barrier_of_readers();
       if (threadIdx.x == 0) {
-        const int row = i / PARTS;
+        const int row = i / PLACE_PARTS;
         task.adapters.t[row * task.adapters.width + term.column + rank] =
             total(shared.sums[row]) * inverse_rms(task, squares + row * WARPS);
         __threadfence();

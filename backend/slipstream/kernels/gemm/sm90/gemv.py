@@ -14,15 +14,14 @@ from torch import Tensor
 
 from slipstream.kernels.elementwise.activation import EVERY, GATES
 from slipstream.kernels.gemm.op import (
-    COUNTS,
     E4M3,
-    MOST_ADAPTED_ROWS,
     PLAIN,
     Around,
     Spec,
     TermTable,
     adapted_gemm,
     gemm,
+    width_of,
 )
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.registry import Implementation
@@ -250,7 +249,6 @@ def launch(
 
 def _behind(terms: TermTable) -> tuple[Tensor | int, ...]:
     """Return the kernel's last arguments."""
-    width = (len(terms.scratch) - COUNTS) // MOST_ADAPTED_ROWS
     one, two, *_ = (*terms.sizes, 0)
     table = (terms.groups, len(terms.groups), terms.rows, terms.place)
-    return *table, terms.scratch, width, one, two
+    return *table, terms.scratch, width_of(terms.scratch), one, two

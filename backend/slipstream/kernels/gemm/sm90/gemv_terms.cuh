@@ -22,16 +22,16 @@ struct Adapters {
 };
 
 struct SharedTerms {
-  Term of_row[ROWS][PARTS];
+  Term of_row[ROWS][PLACE_PARTS];
   float t[ROWS][COLUMNS];
   float sums[ROWS][8];  // of a row of A, by warps
 
   // By the threads of a CTA, before a barrier and after one.
   DEVICE void clear() {
-    if (threadIdx.x < ROWS * PARTS) of_row[threadIdx.x / PARTS][threadIdx.x % PARTS] = Term::none();
+    if (threadIdx.x < ROWS * PLACE_PARTS) of_row[threadIdx.x / PLACE_PARTS][threadIdx.x % PLACE_PARTS] = Term::none();
   }
   DEVICE void find(const Adapters& adapters) {
-    const int group = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
+    const int group = threadIdx.x / PLACE_PARTS, part = threadIdx.x % PLACE_PARTS;
     if (group >= adapters.num_found()) return;
     const Term term = Term::of(Group::of(adapters.groups, group), adapters.place, part, 1);
     for (int i = 0; i < term.count; ++i) {
@@ -48,10 +48,10 @@ struct SharedTerms {
 
 // By a warp that has nothing else to do: waits until all of t is there and takes what fits.
 DEVICE void fetch_t(const Adapters& adapters, SharedTerms& shared) {
-  const int lane = threadIdx.x % 32, group = lane / PARTS;
+  const int lane = threadIdx.x % 32, group = lane / PLACE_PARTS;
   float count = 0.0f;
   if (group < adapters.num_found()) {
-    const Term term = Term::of(Group::of(adapters.groups, group), adapters.place, lane % PARTS, 1);
+    const Term term = Term::of(Group::of(adapters.groups, group), adapters.place, lane % PLACE_PARTS, 1);
     count = float(term.rank * term.count);
   }
   const int wanted = int(warp_sum(count));
@@ -91,7 +91,7 @@ class OutputTerm {
   DEVICE static OutputTerm of_stacked(const Adapters& adapters, const SharedTerms& shared, int row, int column) {
     int part = 0;
 #pragma unroll
-    for (int i = 0; i < PARTS - 1; ++i)
+    for (int i = 0; i < PLACE_PARTS - 1; ++i)
       if (part == i && column >= adapters.sizes[i]) {
         column -= adapters.sizes[i];
         part = i + 1;

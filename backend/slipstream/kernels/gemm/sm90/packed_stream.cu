@@ -5,16 +5,26 @@
 // the same order.
 // Every block takes a warp about 60 instructions of the integer pipe, which starts one every second cycle, and 60 others:
 // half of the time that memory takes to bring four blocks, one for each scheduler.
-// -D ELEMENT (T), BITS, FLOATS, SCALE, PARTS, ZEROS (codes.cuh), COLUMNS (8, 16), TILES
+// -D ELEMENT (T), BITS, FLOATS, SCALE, PARTS, ZEROS (codes.cuh), COLUMNS (8, 16), TILES, ADAPTS (whether rows have terms of
+// adapters)
 #define WARPS 16
+#ifndef ADAPTS
+#define ADAPTS 0
+#endif
 #include "gemm/packed_rows.cuh"
 #include "runtime/fetch.cuh"
+#if ADAPTS
+#include "gemm/sm90/packed_terms.cuh"
+constexpr int OTHERS = 64 + TERM_THREADS;
+#else
+constexpr int OTHERS = 64;  // two warps that copy
+#endif
 
-constexpr int THREADS = 32 * WARPS;  // that multiply; two warps more copy
+constexpr int THREADS = 32 * WARPS;  // that multiply
 constexpr int X_PITCH = WARPS * BLOCK_INPUTS * 2 + 16;
 constexpr int PIECE_PARTS = WARPS * PARTS;
 constexpr int SLOT_BYTES = WARPS * CODE_BYTES + PIECE_PARTS * (SCALE_BYTES + ZERO_BYTES);
-constexpr bool LOADS_EARLY = COLUMNS == 8 || (BITS == 4 && PARTS == 1);  // or there are too few registers
+constexpr bool LOADS_EARLY = (COLUMNS == 8 && !ADAPTS) || (BITS == 4 && PARTS == 1);  // or there are too few registers
 static_assert(TILES * COLUMNS * 16 <= THREADS, "a thread finishes one output");
 
 extern __shared__ __align__(128) u8 shared_bytes[];
@@ -39,6 +49,11 @@ struct Task {
   }
   DEVICE bool exists(u32 first, int i) const { return first + (gated && i >= TILES / 2 ? i - TILES / 2 : i) < end; }
   DEVICE u32 num_pieces() const { return (weights.num_blocks + WARPS - 1) / WARPS; }
+#if ADAPTS
+  DEVICE OwnOutputs own() const {
+    return {int(begin) * 16, int(end - begin) * 16, int(num_tiles) * 8, int(num_outputs), gated};
+  }
+#endif
   DEVICE bool keeps_x() const { return num_x_slots >= int(num_pieces()); }
 };
 
@@ -59,6 +74,9 @@ struct Shared {
   DEVICE u32 empty(int i) const { return full(i) + 8; }
   DEVICE u32 zeros() const { return full(num_slots); }
   DEVICE float* places() const { return reinterpret_cast<float*>(shared_bytes + (zeros() + 16 - base)); }
+#if ADAPTS
+  DEVICE float* terms() const { return places() + PLACE_BYTES / int(sizeof(float)); }
+#endif
 };
 
 // ---- the lanes that copy ----
@@ -157,6 +175,17 @@ struct Output {
     }
     if (task.adds) before = to_float(load_fresh<1>(task.out + column * task.out_stride + output).at[0]);
   }
+#if ADAPTS
+  DEVICE void add_terms(const Task& task, const float* terms) {
+    barrier_wait(shared_terms.ready(), 0);
+    if (!is_real) return;
+#pragma unroll
+    for (int stream = 0; stream < 2; ++stream) {
+      if (stream == 1 && !task.gated) break;
+      biases[stream] += terms[task.own().place(column, stream, output)];
+    }
+  }
+#endif
   DEVICE void write(const Task& task, float* places) const {
     if (!is_real) return;
     float value = total(places, tile, column, row) * factors[0] + biases[0];
@@ -222,15 +251,27 @@ struct Multiplier {
     sync_warps();
     if (warp < HALF) put_sums(places, warp, sums, true);
     sync_warps();
+#if ADAPTS
+    output.add_terms(task, shared.terms());
+#endif
     output.write(task, places);
     sync_warps();  // the sums have been read
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + OTHERS, 1)
     packed_stream(const u8* codes, const u8* scales, const u8* zeros, const float* factors, const T* x, const T* bias,
                   T* out, i64 x_stride, i64 out_stride, i64 num_rows, i64 num_inputs, i64 num_outputs, i64 num_tiles,
-                  i64 num_groups, i64 group_factor, i64 share, i64 num_slots, i64 num_x_slots, i64 gated, i64 adds) {
+                  i64 num_groups, i64 group_factor, i64 share, i64 num_slots, i64 num_x_slots, i64 gated, i64 adds
+#if ADAPTS
+                  ,
+                  const i64* groups, i64 num_term_groups, const int* list, i64 place, const T* plain_x, i64 plain_x_stride,
+                  int* num_readers, float* t, i64 t_width, i64 size0, i64 size1
+#endif
+    ) {
+#if ADAPTS
+  shared_terms.clear();
+#endif
   const u32 units = gated != 0 ? num_tiles / 2 : num_tiles, begin = blockIdx.x * u32(share);
   const u32 num_blocks = (num_inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
   const Task task{{codes, scales, zeros, num_blocks, u32(num_groups), u32(group_factor)},
@@ -244,6 +285,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
       barrier_init(shared.full(i), 1);
       barrier_init(shared.empty(i), WARPS);
     }
+#if ADAPTS
+    barrier_init(shared_terms.ready(), TERM_THREADS);
+#endif
     barrier_init_done();
   }
   if (threadIdx.x < 4) reinterpret_cast<u32*>(shared_bytes + (shared.zeros() - shared.base))[threadIdx.x] = 0;
@@ -251,6 +295,11 @@ extern "C" __global__ void __launch_bounds__(THREADS + 64, 1)
   if (threadIdx.x >= THREADS) {
     if (threadIdx.x == THREADS) stream_weights(task, shared);
     if (threadIdx.x == THREADS + 32) stream_x(task, shared);
+#if ADAPTS
+    if (threadIdx.x >= THREADS + 64)
+      make_terms(groups, int(num_term_groups), list, place, plain_x, plain_x_stride, int(num_rows), int(num_inputs),
+                 num_readers, t, int(t_width), int(size0), int(size1), task.own(), shared.terms());
+#endif
     return;
   }
   wait_for_previous();

@@ -1,7 +1,8 @@
 """GEMMs with packed weights of 4 or 8 bits, of up to 16 rows, as fast as the weights can be read.
 
 One lane of a CTA streams codes through a ring in shared memory by bulk copies, another one rows of
-x; sixteen warps share out the inputs and multiply by mma.sync (sm_90a).
+x; sixteen warps share out the inputs and multiply by mma.sync (sm_90a). Two warps more make the
+terms of adapters, if rows have such.
 """
 
 import functools
@@ -13,10 +14,23 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm import packed_routes
-from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
+from slipstream.kernels.gemm.op import (
+    COUNTS,
+    MOST_ADAPTED_ROWS,
+    MOST_SPLITS,
+    PLAIN,
+    WHOLE_ROWS,
+    Around,
+    Spec,
+    TermTable,
+    adapted_gemm,
+    gemm,
+    width_of,
+)
 from slipstream.kernels.gemm.packed import DTYPES, defines, packings, shared_refusal
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Packing, arranged
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.registry import Implementation
 
 MAX_ROWS = 16
 TILES = {8: (1, 2, 3, 4), 16: (1, 2)}  # at a time, by rows of x that a launch takes
@@ -28,6 +42,9 @@ _ENOUGH_SLOTS = 4  # of a ring beside which all of x may stay
 _BARRIER_BYTES = 16  # of a slot
 _X_PITCH = WARPS * BLOCK * 2 + 16  # bytes of a row of x in a slot
 _ROW_PITCH = 20 * 4  # bytes of 16 sums
+TERM_THREADS = 64
+TERM_BYTES = 7 << 10  # of shared memory beside the terms: tables and t
+_SPLIT = 1024  # inputs of a part of a row of A
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +72,9 @@ def _slots(packing: Packing, rows: int, places: int, x_slots: int) -> int:
 
 
 @functools.cache
-def tiling(num_rows: int, packing: Packing, gated: bool, multiprocessors: int) -> Tiling | None:
+def tiling(
+    num_rows: int, packing: Packing, gated: bool, multiprocessors: int, has_terms: bool = False
+) -> Tiling | None:
     """Give every multiprocessor as many tiles as the next; None where memory is too small.
 
     The order of a sum depends on the matrix, and on whether there are more than 8 rows.
@@ -67,14 +86,16 @@ def tiling(num_rows: int, packing: Packing, gated: bool, multiprocessors: int) -
     wanted = -(-share // passes) * a_unit
     tiles = next(t for t in TILES[columns] if t >= wanted and t % a_unit == 0)
     places = WARPS // 2 * tiles * columns * _ROW_PITCH
+    kept = TERM_BYTES if has_terms else 0
+    places += num_rows * share * a_unit * TILE * 4 if has_terms else 0
     pieces = -(-packing.blocks // WARPS)
-    all_of_x = _slots(packing, num_rows, places, pieces)
+    all_of_x = _slots(packing, num_rows, places + kept, pieces)
     if passes > 1 and all_of_x >= _ENOUGH_SLOTS:
         x_slots = pieces
     else:
-        fit = (n for n in (3, 2) if _slots(packing, num_rows, places, n) > n)
+        fit = (n for n in (3, 2) if _slots(packing, num_rows, places + kept, n) > n)
         x_slots = min(pieces, next(fit, 2))
-    slots = _slots(packing, num_rows, places, x_slots)
+    slots = _slots(packing, num_rows, places + kept, x_slots)
     if slots < _FEWEST_SLOTS:
         return None
     size = slots * slot_bytes(packing) + x_slots * num_rows * _X_PITCH + places
@@ -93,13 +114,29 @@ def takes(spec: Spec) -> str | None:
     return None
 
 
-def _variant(dtype: torch.dtype, packing: Packing, columns: int, tiles: int) -> jit.Variant:
+def adapts(spec: Spec) -> str | None:
+    """Say why the kernel does not take terms of adapters beside a GEMM; None: it does."""
+    if (why := shared_refusal(spec, MOST_ADAPTED_ROWS)) is not None:
+        return why
+    assert spec.packing is not None, "it was not refused"
+    if spec.inputs > MOST_SPLITS * _SPLIT:
+        return f"takes {MOST_SPLITS * _SPLIT} inputs at most beside terms of adapters"
+    sms = spec.target.multiprocessors
+    if tiling(spec.rows, spec.packing, bool(spec.gate), sms, has_terms=True) is None:
+        return "finds no room in shared memory for terms of adapters"
+    return None
+
+
+def _variant(
+    dtype: torch.dtype, packing: Packing, columns: int, tiles: int, has_terms: bool = False
+) -> jit.Variant:
     return jit.variant(
         "gemm/sm90/packed_stream.cu",
         dtype,
         **defines(packing),
         COLUMNS=columns,
         TILES=tiles,
+        **({"ADAPTS": 1} if has_terms else {}),
     )
 
 
@@ -109,6 +146,8 @@ def variants() -> Iterator[jit.Variant]:
     for (dtype, packing), columns in itertools.product(kinds, TILES):
         for tiles in TILES[columns]:
             yield _variant(dtype, packing, columns, tiles)
+            if columns == MOST_ADAPTED_ROWS:
+                yield _variant(dtype, packing, columns, tiles, has_terms=True)
 
 
 @gemm.implementation(
@@ -116,22 +155,37 @@ def variants() -> Iterator[jit.Variant]:
 )
 def packed_stream(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`gemm` on the GPU, with bias, gate and residual sum."""
+    return _multiply(x, weight, around)
+
+
+def adapted(x: Tensor, weight: Tensor, around: Around, terms: TermTable) -> Tensor:
+    """`gemm` with terms of adapters added before gate and residual, in one kernel (`adapts`)."""
+    return _multiply(x, weight, around, terms)
+
+
+adapted_gemm.add(Implementation("packed_stream", adapted, "cuda", "sm_90a", adapts))
+
+
+def _multiply(
+    plain_x: Tensor, weight: Tensor, around: Around, terms: TermTable | None = None
+) -> Tensor:
     groups, y = around.groups, around.residual
     assert groups is not None, "weights are packed"
     packing, gated = groups.packing, bool(around.gate)
-    x = arranged(x, groups)
+    x = arranged(plain_x, groups)
     if y is None:
         outputs = packing.outputs // (2 if gated else 1)
         y = torch.empty((len(x), outputs), dtype=x.dtype, device=x.device)
     jit.require(y.stride(1) == 1, "packed_stream: rows of the residual must be contiguous")
-    tiles = tiling(len(x), packing, gated, jit.num_multiprocessors(x.get_device()))
+    multiprocessors = jit.num_multiprocessors(x.get_device())
+    tiles = tiling(len(x), packing, gated, multiprocessors, terms is not None)
     jit.require(tiles is not None, "packed_stream: no room in shared memory for {}", packing)
     assert tiles is not None
     jit.launch(
-        _variant(x.dtype, packing, tiles.columns, tiles.tiles),
+        _variant(x.dtype, packing, tiles.columns, tiles.tiles, terms is not None),
         "packed_stream",
         (-(-(packing.tiles // (2 if gated else 1)) // tiles.share),),
-        32 * (WARPS + 2),
+        32 * (WARPS + 2) + (0 if terms is None else TERM_THREADS),
         weight,
         groups.scales,
         0 if groups.zeros is None else groups.zeros,
@@ -152,7 +206,17 @@ def packed_stream(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
         tiles.x_slots,
         int(gated),
         int(around.residual is not None),
+        *(_behind(plain_x, terms) if terms is not None else ()),
         shared_memory=tiles.bytes,
         overlaps=True,
     )
     return y
+
+
+def _behind(x: Tensor, terms: TermTable) -> tuple[Tensor | int, ...]:
+    """Return the kernel's last arguments."""
+    width = width_of(terms.scratch)
+    t = terms.scratch[COUNTS + WHOLE_ROWS * width :]
+    one, two, *_ = (*terms.sizes, 0)
+    table = (terms.groups, len(terms.groups), terms.rows, terms.place, x, x.stride(0))
+    return *table, terms.scratch[2:], t, width, one, two

@@ -1,0 +1,84 @@
+"""GEMMs with packed weights and terms of adapters: their CUDA source, emulated, against torch."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from fixtures.kernels.emulation import emulate
+from fixtures.kernels.lora import Adapted, Shape
+from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair
+from fixtures.tiers import quick_of
+from slipstream.kernels.elementwise.activation import activate
+from slipstream.kernels.gemm.op import COUNTS, WHOLE_ROWS, Around, TermTable, gemm, scratch_of
+from slipstream.kernels.gemm.sm90.packed_stream import adapted, packed_stream
+from slipstream.kernels.runtime import jit
+from torch import Tensor
+
+BF16 = torch.bfloat16
+
+
+class Case(NamedTuple):
+    inputs: int
+    sizes: tuple[int, ...]  # outputs of parts
+    ranks: tuple[tuple[int, ...], ...]  # of adapters
+    numbers: list[int]  # of rows: their adapters, from 1
+    stage: str = ""
+    form: Form = FORMS[0]
+
+
+CASES = {
+    # Outputs that end within a tile, of which a part does, too; inputs of two parts of a row of A.
+    "stacked": Case(1160, (34, 10, 22), ((16, 0, 3), (40, 8, 0)), [1]),
+    "rows without an adapter": Case(520, (40, 24), ((16, 0), (3, 5)), [0, 2, 0], "", FORMS[1]),
+    "gated": Case(2088, (32, 32), ((16, 16), (1, 0), (0, 9)), [1, 0], "silu"),
+    # More outputs than threads, several tiles at a time, twice.
+    "gated, eight rows of three": Case(
+        264, (48, 48), ((16, 5), (1, 0), (0, 40)), [3, 1, 2, 1, 1, 0, 3, 3], "silu"
+    ),
+    # More columns of t than shared memory has at once.
+    "many ranks": Case(256, (12, 20), ((100, 120), (16, 0)), [2, 1], "residual"),
+    "many inputs": Case(17_480, (16,), ((16,), (2,)), [2], "residual"),
+    "8 bits, ordered": Case(520, (48,), ((16,), (30,)), [2, 1], "residual", FORMS[8]),
+    "4 bits, factors": Case(256, (48,), ((16,), (30,)), [2, 1], "residual", FORMS[5]),
+    "floats": Case(256, (48,), ((16,), (30,)), [2, 1], "residual", FLOATS[1]),
+    "none has a term": Case(512, (20, 12), ((16, 0), (0, 0)), [2, 0], "residual"),
+}
+
+
+@pytest.mark.parametrize("name", quick_of(CASES, {"stacked"}))
+def test_terms_are_added(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, as what a launch leaves must serve the next; rows without a term keep their bits."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(jit, "num_multiprocessors", lambda _: 1)  # CTAs run one after another
+    case = CASES[name]
+    made = Adapted(Shape(case.inputs, case.sizes, case.ranks), BF16, "cpu", by_launchers=True)
+    rng = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng).to(BF16)
+
+    rows, outputs = len(case.numbers), sum(case.sizes)
+    gate = case.stage if case.stage == "silu" else ""
+    matrix = packed_pair(case.form, outputs, case.inputs)[0]
+    x, bias = drawn(rows, case.inputs), drawn(outputs)
+    residual = drawn(rows, outputs) if case.stage == "residual" else None
+    scratch = scratch_of(made.width, torch.device("cpu"))
+    table = made.table(case.numbers)
+    terms = TermTable(table.groups, table.rows, 1, scratch, case.sizes)
+    plain = Around(columns=matrix.scales, bias=bias, groups=matrix.groups)
+    wanted = made.by_torch(gemm.oracle(x.float(), matrix.values, plain), x, case.numbers)
+    wanted = activate(gate, wanted) if gate else wanted
+    wanted = wanted if residual is None else wanted + residual.float()
+
+    def around() -> Around:
+        own = None if residual is None else residual.clone()
+        return plain._replace(gate=gate, residual=own)
+
+    has_no_term = [number == 0 or not any(case.ranks[number - 1]) for number in case.numbers]
+    alone = packed_stream(x, matrix.values, around())
+    for _ in range(2):
+        found = adapted(x, matrix.values, around(), terms)
+        assert ((found.float() - wanted).abs() / (1 + wanted.abs())).max() < 2**-6
+        assert torch.equal(found[has_no_term], alone[has_no_term])
+        assert not scratch[:COUNTS].any()
+        assert not scratch[COUNTS + WHOLE_ROWS * made.width :].any()
