@@ -27,12 +27,12 @@ def table(num_rows: int) -> Table:
     return Table(words(3, 2, dtype=torch.int64), words(num_rows), words(num_rows), 48, scratch)
 
 
-def launches(num_rows: int, scheme: str) -> dict[str, list[str]]:
+def launches(num_rows: int, scheme: str, plus_one: bool = False) -> dict[str, list[str]]:
     """The kernels of each place of a block in a step of which rows have adapters."""
     w = Weights(SizeSource(), META, torch.bfloat16, scheme, False, target=KNOWN["sm_90a"])
     groups, found = StepGroups(), {}
     groups.tables = {"tokens": table(num_rows)}
-    norm = Norm(w, HIDDEN, 1e-5)
+    norm = Norm(w, HIDDEN, 1e-5, plus_one)
     places = {
         "qkv": NormLinear(Linear.read(w, ("q", "k", "v"), (512, 128, 128), HIDDEN)),
         "gated": GatedLinear(Linear.read(w, ("g", "u"), (1024, 1024), HIDDEN), "silu"),
@@ -72,6 +72,11 @@ def test_few_rows_of_packed_weights_take_one_launch_beside_a_norm(num_rows: int)
     }
     more = launches(9, "int4")
     assert more["add"][0::2] == ["shrink", "expand"]
+
+
+def test_a_norm_that_no_gemm_computes_is_a_launch_before_it() -> None:
+    found = launches(1, "none", plus_one=True)
+    assert found == {"qkv": ["rms_norm", "gemv"], "gated": ["rms_norm", "gemv"], "add": ["gemv"]}
 
 
 def test_more_rows_take_a_gemm_and_two_launches_beside_the_norm() -> None:

@@ -55,6 +55,7 @@ WIDEST_OF_SOURCE = {
     "gemm/sm90/packed_stream.cu": {("8", "4"), ("16", "2")},
     "gemm/sm90/packed_pipe.cu": {("64", "2"), ("128", "1"), ("128", "2"), ("256", "1")},
 }
+WIDEST_ADAPTED = {("8", "4"), ("16", "2")}  # with terms of adapters
 ADDITIONS = ("WINDOWED", "SINKS", "SHARES", "SPLITS", "LATE")
 REPORT = re.compile(
     r"entry function '(?P<entry>\w+)'.*?(?P<stack>\d+) bytes stack frame, "
@@ -106,6 +107,8 @@ def is_everyday(wanted: Variant) -> bool:
         if defines.get("FP8") == "1":  # fewer registers than rows of 16 bits
             return is_usual and shape == ("128", "1")
         widest = WIDEST_OF_SOURCE.get(wanted.source, WIDEST_PACKED)
+        if defines.get("ADAPTS") == "1":
+            widest = WIDEST_ADAPTED
         return is_one and is_usual and shape in widest
     if wanted.source == "gemm/sm90/skinny.cu":  # the same for every width of a tile
         return is_one and defines["ROWS"] in ("48", "64", "224")

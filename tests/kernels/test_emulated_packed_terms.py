@@ -10,7 +10,7 @@ from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair
 from fixtures.tiers import quick_of
 from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.gemm.op import COUNTS, WHOLE_ROWS, Around, TermTable, gemm, scratch_of
-from slipstream.kernels.gemm.sm90.packed_stream import adapted, packed_stream
+from slipstream.kernels.gemm.sm90 import packed_pipe, packed_stream
 from slipstream.kernels.runtime import jit
 from torch import Tensor
 
@@ -24,6 +24,7 @@ class Case(NamedTuple):
     numbers: list[int]  # of rows: their adapters, from 1
     stage: str = ""
     form: Form = FORMS[0]
+    is_pipe: bool = False  # the kernel is `packed_pipe`, else `packed_stream`
 
 
 CASES = {
@@ -42,6 +43,11 @@ CASES = {
     "4 bits, factors": Case(256, (48,), ((16,), (30,)), [2, 1], "residual", FORMS[5]),
     "floats": Case(256, (48,), ((16,), (30,)), [2, 1], "residual", FLOATS[1]),
     "none has a term": Case(512, (20, 12), ((16, 0), (0, 0)), [2, 0], "residual"),
+    "pipe, stacked": Case(264, (34, 100, 22), ((16, 0, 3), (40, 8, 0)), [1, 0, 2], is_pipe=True),
+    "pipe, gated": Case(
+        1160, (112, 112), ((16, 16), (1, 0), (0, 9)), [1, 0, 3], "silu", is_pipe=True
+    ),
+    "pipe, floats": Case(256, (48,), ((16,), (30,)), [2, 1], "residual", FLOATS[1], True),
 }
 
 
@@ -74,8 +80,10 @@ def test_terms_are_added(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         own = None if residual is None else residual.clone()
         return plain._replace(gate=gate, residual=own)
 
+    plainly = packed_pipe.packed_pipe if case.is_pipe else packed_stream.packed_stream
+    adapted = packed_pipe.adapted if case.is_pipe else packed_stream.adapted
     has_no_term = [number == 0 or not any(case.ranks[number - 1]) for number in case.numbers]
-    alone = packed_stream(x, matrix.values, around())
+    alone = plainly(x, matrix.values, around())
     for _ in range(2):
         found = adapted(x, matrix.values, around(), terms)
         assert ((found.float() - wanted).abs() / (1 + wanted.abs())).max() < 2**-6

@@ -8,12 +8,13 @@ from fixtures.kernels.packed_cases import Form, quantized
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.kernels.gemm import linear, packed, packing
-from slipstream.kernels.gemm.op import Around, Spec, spec_of
+from slipstream.kernels.gemm.op import Around, Spec, adapted_gemm, spec_of
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
-from slipstream.kernels.gemm.sm90 import packed_pipe, packed_stream, packed_wgmma
+from slipstream.kernels.gemm.sm90 import packed_pipe, packed_stream, packed_terms, packed_wgmma
 from slipstream.kernels.runtime.registry import KNOWN
 from slipstream.quant import forms
 
+HOPPER = KNOWN["sm_90a"]
 PACKED_4 = Packing(4, 128, 4096, 4096, torch.bfloat16, False)
 
 
@@ -122,6 +123,12 @@ def test_divisions_for_streams(
     assert packed_stream.ALONE <= found.bytes <= packed_stream.MEMORY
     wanted = packed_stream._variant(torch.float16, made, found.columns, found.tiles)
     assert wanted in STREAMS
+    with_terms = packed_stream.tiling(rows, made, gated, sms, has_terms=True)
+    if rows <= 8 and with_terms is not None:
+        wanted = packed_stream._variant(torch.float16, made, found.columns, found.tiles, True)
+        assert wanted in STREAMS
+        assert with_terms.share == found.share, "sums have the same order"
+        assert with_terms.bytes + packed_terms.BYTES <= packed_stream.MEMORY
 
 
 STREAMS = frozenset(packed_stream.variants())
@@ -201,6 +208,25 @@ def test_routes(target: str, rows: int, route: str) -> None:
     for more in ({}, {"gate": "silu"}, {"bias": norm}):
         chosen = linear.choose(spec(rows, target, norm=norm, **more))
         assert f"{chosen.path} {chosen.gemm.name}" == route
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "kernel"),
+    [
+        (1, 6144, "packed_stream"),
+        (8, 4096, "packed_stream"),
+        (1, 28_672, "packed_pipe"),
+        (8, 28_672, "packed_pipe"),
+        (1, 40_000, "packed_stream"),  # more CTAs of the other one than run at once
+        (9, 4096, None),
+    ],
+)
+def test_routes_of_terms_of_adapters(rows: int, outputs: int, kernel: str | None) -> None:
+    wanted = spec(rows, made=PACKED_4._replace(outputs=outputs))
+    found = adapted_gemm.choose(wanted, HOPPER)
+    assert (None if found is None else found.implementation.name) == kernel
+    long = wanted._replace(inputs=40_000, packing=PACKED_4._replace(inputs=40_000))
+    assert adapted_gemm.choose(long, HOPPER) is None
 
 
 def test_routes_of_rows_in_e4m3() -> None:

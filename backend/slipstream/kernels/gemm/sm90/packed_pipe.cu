@@ -9,13 +9,20 @@
 // Rows of e4m3 (FP8), which have a scale each, are multiplied twice as fast; codes, of 4 bits without zeros, lie otherwise
 // then (packing.py), and become e4m3 exactly by 90 instructions of the integer pipe.
 // -D ELEMENT (T: of `out`), BITS, FLOATS, SCALE, PARTS, ZEROS, SCALED (codes.cuh), FP8 (0, 1), COLUMNS (16, 32, 64, 128,
-// 256), TILES (1, 2)
+// 256), TILES (1, 2), ADAPTS (whether rows have terms of adapters: then no CTAs share out inputs)
 #ifndef FP8
 #define FP8 0
 #endif
+#ifndef ADAPTS
+#define ADAPTS 0
+#endif
 #include "gemm/codes.cuh"
 #include "runtime/fetch.cuh"
+#include "gemm/sm90/packed_finish.cuh"
 #include "gemm/sm90/wgmma_fragments.cuh"
+#if ADAPTS
+#include "gemm/sm90/packed_terms.cuh"
+#endif
 
 constexpr int GROUPS = 2;  // warpgroups that multiply; a third one copies
 constexpr int THREADS = GROUPS * 128;
@@ -62,6 +69,11 @@ struct Task {
   DEVICE u32 first_of_half(int half) const {
     return first + (half == 0 ? 0 : gated ? num_tiles / 2 : u32(HALF_TILES));
   }
+#if ADAPTS
+  DEVICE OwnOutputs own() const {
+    return {int(first) * 16, gated ? CTA_ROWS / 2 : CTA_ROWS, int(num_tiles) * 8, int(num_outputs), gated};
+  }
+#endif
 };
 
 struct Shared {
@@ -72,6 +84,13 @@ struct Shared {
   DEVICE u32 x(int slot) const { return base + slot * SLOT_BYTES; }
   DEVICE u32 full(int slot) const { return barriers + slot * 16; }
   DEVICE u32 empty(int slot) const { return full(slot) + 8; }
+#if ADAPTS
+  // Behind the ring, and behind the sums that come to where it was.
+  DEVICE float* terms(const Task& task) const {
+    const u32 ring = task.num_slots * (SLOT_BYTES + 16);
+    return reinterpret_cast<float*>(shared_bytes + max(ring, u32(COLUMNS * PITCH * sizeof(float))));
+  }
+#endif
 };
 
 // ---- the lanes that copy ----
@@ -253,69 +272,6 @@ struct Multiplier {
 
 // ---- the end ----
 
-struct Eight {
-  float at[8];
-
-  DEVICE void load(const float* from) {
-#pragma unroll
-    for (int i = 0; i < 8; i += 4) {
-      const auto four = ::load<4>(from + i);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) at[i + j] = four.at[j];
-    }
-  }
-  DEVICE void store(float* to) const {
-#pragma unroll
-    for (int i = 0; i < 8; i += 4) ::store<4>(to + i, Pack<float, 4>{{at[i], at[i + 1], at[i + 2], at[i + 3]}});
-  }
-};
-
-// What a row of x has of eight outputs, or of gates and their ups.
-struct Finish {
-  const float *row_scales, *factors;
-  const T* bias;
-  T* out;
-  i64 out_stride;
-  u32 num_outputs;  // of `out`
-  bool gated, adds, wide;
-
-  DEVICE void scale(Eight& values, float row_scale, u32 output) const {
-#pragma unroll
-    for (u32 i = 0; i < 8; ++i) {
-      if (output % num_outputs + i >= num_outputs) break;
-      values.at[i] *= row_scale;
-      if (factors != nullptr) values.at[i] *= factors[output + i];
-      if (bias != nullptr) values.at[i] += to_float(bias[output + i]);
-    }
-  }
-  DEVICE void store(u32 row, u32 output, Eight& values, Eight& ups) const {
-    const bool scales = row_scales != nullptr || factors != nullptr || bias != nullptr;
-    const float row_scale = row_scales != nullptr ? load_fresh<1>(row_scales + row).at[0] : 1.0f;
-    if (scales) scale(values, row_scale, output);
-    if (gated) {
-      if (scales) scale(ups, row_scale, num_outputs + output);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) values.at[i] = silu_fast(values.at[i]) * ups.at[i];
-    }
-    T* target = out + row * out_stride + output;
-    if (wide) {
-      Pack<T, 8> rounded;
-      if (adds) rounded = load_fresh<8>(target);
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        rounded.at[i] = from_float<T>(adds ? values.at[i] + to_float(rounded.at[i]) : values.at[i]);
-      ::store<8>(target, rounded);
-      return;
-    }
-#pragma unroll
-    for (u32 i = 0; i < 8; ++i) {
-      if (output + i >= num_outputs) break;
-      const float before = adds ? to_float(load_fresh<1>(target + i).at[0]) : 0.0f;
-      target[i] = from_float<T>(adds ? values.at[i] + before : values.at[i]);
-    }
-  }
-};
-
 // Sums come by rows of x to where the ring was.
 DEVICE void put_sums(const float (&totals)[TILES][SUMS]) {
   float* places = reinterpret_cast<float*>(shared_bytes);
@@ -327,7 +283,7 @@ DEVICE void put_sums(const float (&totals)[TILES][SUMS]) {
       places[(i / 4 * 8 + lane % 4 * 2 + i % 2) * PITCH + tile * GROUPS * 64 + row + i / 2 % 2 * 8] = totals[tile][i];
 }
 
-DEVICE void store_sums(const Task& task, u32 share) {
+DEVICE void store_sums(const Task& task, u32 share, const float* terms = nullptr) {
   const float* places = reinterpret_cast<const float*>(shared_bytes);
   const u32 half = task.num_tiles * 8, outputs = task.gated ? half : task.num_outputs;
   const u32 eights = task.gated ? CTA_ROWS / 16 : CTA_ROWS / 8, end = task.gated ? half : task.num_tiles * 16;
@@ -339,7 +295,8 @@ DEVICE void store_sums(const Task& task, u32 share) {
     values.load(places + place * PITCH + unit);
     if (task.gated) ups.load(places + place * PITCH + CTA_ROWS / 2 + unit);
     if (task.parts == nullptr) {
-      if (output < outputs) finish.store(row, output, values, ups);
+      const float* own = terms == nullptr ? nullptr : terms + place * CTA_ROWS + unit;
+      if (output < outputs) finish.store(row, output, values, ups, own, CTA_ROWS / 2);
       continue;
     }
     float* part = task.parts + (u64(share) * task.num_rows + row) * task.num_tiles * 16 + output;
@@ -353,7 +310,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
                 const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap zeros,
                 const float* row_scales, const float* factors, const T* bias, T* out, float* parts, i64 out_stride,
                 i64 num_rows, i64 num_inputs, i64 num_outputs, i64 num_tiles, i64 num_groups, i64 group_factor,
-                i64 num_shares, i64 gated, i64 adds, i64 wide, i64 copied, i64 num_slots, i64 row_tiles) {
+                i64 num_shares, i64 gated, i64 adds, i64 wide, i64 copied, i64 num_slots, i64 row_tiles
+#if ADAPTS
+                ,
+                const i64* groups, i64 num_term_groups, const int* list, i64 place, const T* plain_x, i64 plain_x_stride,
+                int* num_readers, float* t, i64 t_width, i64 size0, i64 size1
+#endif
+    ) {
+#if ADAPTS
+  shared_terms.clear();
+#endif
   const u32 share = blockIdx.x % u32(num_shares), num_blocks = (num_inputs + BLOCK_INPUTS - 1) / BLOCK_INPUTS;
   const u32 tile = blockIdx.x / u32(num_shares), first_row = tile % u32(row_tiles) * COLUMNS;
   const Task task{{nullptr, nullptr, nullptr, num_blocks, u32(num_groups), u32(group_factor)},
@@ -366,11 +332,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
   if (threadIdx.x == THREADS) {
     start_next();
     init_slots(shared, num_slots, THREADS / 32);
+#if ADAPTS
+    barrier_init(shared_terms.ready(), TERM_THREADS);
+#endif
     barrier_init_done();
   }
   __syncthreads();
   if (threadIdx.x < THREADS) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if (!ADAPTS) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     clear_rest(task);
     float totals[TILES][SUMS] = {};
     Multiplier(task, shared, totals).multiply_blocks();
@@ -378,11 +347,21 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
     sync_products();  // nobody reads the ring any more
     put_sums(totals);
     sync_products();
+#if ADAPTS
+    barrier_wait(shared_terms.ready(), 0);
+    store_sums(task, share, shared.terms(task));
+#else
     store_sums(task, share);
+#endif
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (!ADAPTS) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
     if (threadIdx.x == THREADS) fetch_weights(task, shared, &codes, SLOT_BYTES - X_BYTES);
     if (threadIdx.x == THREADS + 32) fetch_x(task, shared, &x);
+#if ADAPTS
+    if (threadIdx.x >= THREADS + 64)
+      make_terms(groups, int(num_term_groups), list, place, plain_x, plain_x_stride, int(num_rows), int(num_inputs),
+                 num_readers, t, int(t_width), int(size0), int(size1), task.own(), shared.terms(task));
+#endif
   }
 }
 

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.gemm import packed_routes
-from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Spec, gemm
+from slipstream.kernels.gemm.op import (
+    E4M3,
+    MOST_ADAPTED_ROWS,
+    PLAIN,
+    Around,
+    Spec,
+    TermTable,
+    adapted_gemm,
+    gemm,
+)
 from slipstream.kernels.gemm.packed import (
     DTYPES,
     SCALES,
@@ -29,7 +38,9 @@ from slipstream.kernels.gemm.packed import (
     shared_refusal,
 )
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing, arranged
+from slipstream.kernels.gemm.sm90 import packed_terms
 from slipstream.kernels.runtime import jit, tensor_map
+from slipstream.kernels.runtime.registry import Implementation
 
 MAX_ROWS, MAX_SCALED_ROWS, MAX_E4M3_ROWS = 128, 256, 1 << 16
 # Rows of x that a launch takes, with tiles of 64 weight rows of a warpgroup.
@@ -71,16 +82,16 @@ def slot_bytes(packing: Packing, columns: int, tiles: int) -> int:
     return -(-(x + 2 * (codes + scales + zeros)) // 1024) * 1024
 
 
-def num_slots(packing: Packing, columns: int, tiles: int) -> int:
-    """Count the slots of the ring."""
-    fit = MEMORY // (slot_bytes(packing, columns, tiles) + _BARRIER_BYTES)
+def num_slots(packing: Packing, columns: int, tiles: int, kept: int = 0) -> int:
+    """Count the slots of the ring, beside `kept` bytes of shared memory."""
+    fit = (MEMORY - kept) // (slot_bytes(packing, columns, tiles) + _BARRIER_BYTES)
     return min(fit, _MOST_SLOTS)
 
 
-def num_bytes(packing: Packing, division: Tiling) -> int:
+def num_bytes(packing: Packing, division: Tiling, kept: int = 0) -> int:
     """Bytes of shared memory: the ring, and later sums in its place."""
     columns, tiles = division.columns, division.tiles
-    slots = num_slots(packing, columns, tiles)
+    slots = num_slots(packing, columns, tiles, kept)
     ring = slots * (slot_bytes(packing, columns, tiles) + _BARRIER_BYTES)
     return max(ring, columns * (division.rows + 4) * 4)
 
@@ -131,6 +142,33 @@ def _sizes(packing: Packing, scaled: bool) -> tuple[tuple[int, int], ...]:
     return SCALED_SIZES if scaled else SIZES
 
 
+@functools.cache
+def adapted_tiling(packing: Packing, multiprocessors: int) -> Tiling | None:
+    """Divide a GEMM with terms of adapters: all CTAs run at once, and share no inputs."""
+    columns = SIZES[0][0]
+    for tiles in (tiles for c, tiles in SIZES if c == columns):
+        division = Tiling(columns, tiles, 1)
+        slots = num_slots(packing, columns, tiles, _kept(division))
+        if -(-packing.outputs // division.rows) <= multiprocessors and slots >= _FEWEST_SLOTS:
+            return division
+    return None
+
+
+def _kept(division: Tiling) -> int:
+    """Count the bytes of shared memory that terms of adapters take."""
+    return packed_terms.BYTES + packed_terms.num_bytes(MOST_ADAPTED_ROWS, division.rows)
+
+
+def adapts(spec: Spec) -> str | None:
+    """Say why the kernel does not take terms of adapters beside a GEMM; None: it does."""
+    if (why := packed_terms.refusal(spec)) is not None:
+        return why
+    assert spec.packing is not None, "it was not refused"
+    if adapted_tiling(spec.packing, spec.target.multiprocessors) is None:
+        return "has more CTAs than run at once, or no room in shared memory"
+    return None
+
+
 def takes(spec: Spec) -> str | None:
     """Say why the kernel is not built for a GEMM; None: it is."""
     most = MAX_SCALED_ROWS if spec.packing is not None and spec.packing.is_float else MAX_ROWS
@@ -171,7 +209,11 @@ def _refusal(spec: Spec, most: int, scaled: bool) -> str | None:
 
 
 def _variant(
-    dtype: torch.dtype, packing: Packing, size: tuple[int, int], scaled: bool
+    dtype: torch.dtype,
+    packing: Packing,
+    size: tuple[int, int],
+    scaled: bool,
+    has_terms: bool = False,
 ) -> jit.Variant:
     return jit.variant(
         "gemm/sm90/packed_pipe.cu",
@@ -181,6 +223,7 @@ def _variant(
         TILES=size[1],
         **({"SCALED": 1} if scaled else {}),
         **({"FP8": 1} if packing.for_e4m3 else {}),
+        **({"ADAPTS": 1} if has_terms else {}),
     )
 
 
@@ -197,6 +240,8 @@ def variants() -> Iterator[jit.Variant]:
         for size in _sizes(packing, scaled):
             if num_slots(packing, *size) >= _FEWEST_SLOTS:
                 yield _variant(dtype, packing, size, scaled)
+            if not scaled and size[0] == SIZES[0][0]:
+                yield _variant(dtype, packing, size, scaled, has_terms=True)
 
 
 @gemm.implementation(
@@ -229,21 +274,39 @@ def pipe_e4m3(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     )
 
 
-def _multiply(x: Tensor, weight: Tensor, around: Around, scaled: bool) -> Tensor:
+def adapted(x: Tensor, weight: Tensor, around: Around, terms: TermTable) -> Tensor:
+    """`gemm` with terms of adapters added before gate and residual, in one kernel (`adapts`)."""
+    return _multiply(x, weight, around, scaled=False, terms=terms)
+
+
+adapted_gemm.add(
+    Implementation(
+        "packed_pipe", adapted, "cuda", "sm_90a", adapts, packed_routes.cost("packed_pipe")
+    )
+)
+
+
+def _multiply(
+    plain_x: Tensor, weight: Tensor, around: Around, scaled: bool, terms: TermTable | None = None
+) -> Tensor:
     groups, y = around.groups, around.residual
     assert groups is not None, "weights are packed"
     packing = groups.packing
-    x = arranged(x, groups)
+    x = arranged(plain_x, groups)
     if y is None:
         outputs = packing.outputs // (2 if around.gate else 1)
         dtype = torch.bfloat16 if packing.for_e4m3 else x.dtype
         y = torch.empty((len(x), outputs), dtype=dtype, device=x.device)
     jit.require(y.stride(1) == 1, "packed_pipe: rows of the residual must be contiguous")
     multiprocessors = jit.num_multiprocessors(x.get_device())
-    division = tiling(len(x), packing, scaled, multiprocessors)
+    if terms is None:
+        division = tiling(len(x), packing, scaled, multiprocessors)
+    else:
+        division = adapted_tiling(packing, multiprocessors)
     jit.require(division is not None, "packed_pipe: no room in shared memory for {}", packing)
     assert division is not None
-    _launch(x, weight, around, y, division, scaled)
+    behind = () if terms is None else packed_terms.behind(plain_x, terms)
+    _launch(x, weight, around, y, division, scaled, behind)
     return y
 
 
@@ -266,17 +329,26 @@ def _maps(weight: Tensor, groups: Groups, tiles: int) -> tuple[jit.TensorMap, ..
 
 
 def _launch(
-    x: Tensor, weight: Tensor, around: Around, y: Tensor, division: Tiling, scaled: bool
+    x: Tensor,
+    weight: Tensor,
+    around: Around,
+    y: Tensor,
+    division: Tiling,
+    scaled: bool,
+    behind: tuple[Tensor | int, ...] = (),
 ) -> None:
     groups = around.groups
     assert groups is not None, "weights are packed"
     packing, rows, outputs = groups.packing, len(x), y.shape[1]
-    variant = _variant(y.dtype, packing, (division.columns, division.tiles), scaled)
+    size = (division.columns, division.tiles)
+    variant = _variant(y.dtype, packing, size, scaled, bool(behind))
+    kept = _kept(division) if behind else 0
+    of_terms = packed_terms.num_bytes(rows, division.rows) if behind else 0
     shares, copied = division.shares, min(-(-rows // 8) * 8, division.columns)
     row_tiles = -(-rows // division.columns)
     row_scales = 0 if around.rows is None else around.rows
-    size = (shares, rows, packing.tiles * TILE)
-    parts = torch.empty(size, dtype=torch.float32, device=x.device) if shares > 1 else 0
+    all_sums = (shares, rows, packing.tiles * TILE)
+    parts = torch.empty(all_sums, dtype=torch.float32, device=x.device) if shares > 1 else 0
     factors = 0 if around.columns is None else around.columns
     bias = 0 if around.bias is None else around.bias
     is_wide = outputs % 8 == 0 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0
@@ -303,9 +375,10 @@ def _launch(
         packing.group_factor,
         *ends,
         copied,
-        num_slots(packing, division.columns, division.tiles),
+        num_slots(packing, division.columns, division.tiles, kept),
         row_tiles,
-        shared_memory=num_bytes(packing, division),
+        *behind,
+        shared_memory=num_bytes(packing, division, kept) + of_terms,
         overlaps=True,
     )
     if shares > 1:

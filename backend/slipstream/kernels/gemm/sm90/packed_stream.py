@@ -15,20 +15,17 @@ from torch import Tensor
 
 from slipstream.kernels.gemm import packed_routes
 from slipstream.kernels.gemm.op import (
-    COUNTS,
     MOST_ADAPTED_ROWS,
-    MOST_SPLITS,
     PLAIN,
-    WHOLE_ROWS,
     Around,
     Spec,
     TermTable,
     adapted_gemm,
     gemm,
-    width_of,
 )
 from slipstream.kernels.gemm.packed import DTYPES, defines, packings, shared_refusal
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Packing, arranged
+from slipstream.kernels.gemm.sm90 import packed_terms
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.registry import Implementation
 
@@ -42,9 +39,6 @@ _ENOUGH_SLOTS = 4  # of a ring beside which all of x may stay
 _BARRIER_BYTES = 16  # of a slot
 _X_PITCH = WARPS * BLOCK * 2 + 16  # bytes of a row of x in a slot
 _ROW_PITCH = 20 * 4  # bytes of 16 sums
-TERM_THREADS = 64
-TERM_BYTES = 7 << 10  # of shared memory beside the terms: tables and t
-_SPLIT = 1024  # inputs of a part of a row of A
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +80,9 @@ def tiling(
     wanted = -(-share // passes) * a_unit
     tiles = next(t for t in TILES[columns] if t >= wanted and t % a_unit == 0)
     places = WARPS // 2 * tiles * columns * _ROW_PITCH
-    kept = TERM_BYTES if has_terms else 0
-    places += num_rows * share * a_unit * TILE * 4 if has_terms else 0
+    kept = packed_terms.BYTES if has_terms else 0
+    if has_terms:
+        places += packed_terms.num_bytes(num_rows, share * a_unit * TILE)
     pieces = -(-packing.blocks // WARPS)
     all_of_x = _slots(packing, num_rows, places + kept, pieces)
     if passes > 1 and all_of_x >= _ENOUGH_SLOTS:
@@ -116,11 +111,9 @@ def takes(spec: Spec) -> str | None:
 
 def adapts(spec: Spec) -> str | None:
     """Say why the kernel does not take terms of adapters beside a GEMM; None: it does."""
-    if (why := shared_refusal(spec, MOST_ADAPTED_ROWS)) is not None:
+    if (why := packed_terms.refusal(spec)) is not None:
         return why
     assert spec.packing is not None, "it was not refused"
-    if spec.inputs > MOST_SPLITS * _SPLIT:
-        return f"takes {MOST_SPLITS * _SPLIT} inputs at most beside terms of adapters"
     sms = spec.target.multiprocessors
     if tiling(spec.rows, spec.packing, bool(spec.gate), sms, has_terms=True) is None:
         return "finds no room in shared memory for terms of adapters"
@@ -163,7 +156,11 @@ def adapted(x: Tensor, weight: Tensor, around: Around, terms: TermTable) -> Tens
     return _multiply(x, weight, around, terms)
 
 
-adapted_gemm.add(Implementation("packed_stream", adapted, "cuda", "sm_90a", adapts))
+adapted_gemm.add(
+    Implementation(
+        "packed_stream", adapted, "cuda", "sm_90a", adapts, packed_routes.cost("packed_stream")
+    )
+)
 
 
 def _multiply(
@@ -185,7 +182,7 @@ def _multiply(
         _variant(x.dtype, packing, tiles.columns, tiles.tiles, terms is not None),
         "packed_stream",
         (-(-(packing.tiles // (2 if gated else 1)) // tiles.share),),
-        32 * (WARPS + 2) + (0 if terms is None else TERM_THREADS),
+        32 * (WARPS + 2) + (0 if terms is None else packed_terms.THREADS),
         weight,
         groups.scales,
         0 if groups.zeros is None else groups.zeros,
@@ -206,17 +203,8 @@ def _multiply(
         tiles.x_slots,
         int(gated),
         int(around.residual is not None),
-        *(_behind(plain_x, terms) if terms is not None else ()),
+        *(packed_terms.behind(plain_x, terms) if terms is not None else ()),
         shared_memory=tiles.bytes,
         overlaps=True,
     )
     return y
-
-
-def _behind(x: Tensor, terms: TermTable) -> tuple[Tensor | int, ...]:
-    """Return the kernel's last arguments."""
-    width = width_of(terms.scratch)
-    t = terms.scratch[COUNTS + WHOLE_ROWS * width :]
-    one, two, *_ = (*terms.sizes, 0)
-    table = (terms.groups, len(terms.groups), terms.rows, terms.place, x, x.stride(0))
-    return *table, terms.scratch[2:], t, width, one, two

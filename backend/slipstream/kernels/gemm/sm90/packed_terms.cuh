@@ -3,12 +3,13 @@
 // is one warp's, of all CTAs; the sum is published as it is, with no count: 0 is what has not come yet. Each CTA takes all
 // of t and makes the terms of its own outputs, which are added where a bias is. So a place takes no launch of its own, and
 // its latencies pass while weights are multiplied. All CTAs run at once, or this would wait forever.
-// -D ELEMENT (T), COLUMNS (rows of x at most)
+// -D ELEMENT (T)
 #pragma once
 #include "lora/table.cuh"
 #include "runtime/tma.cuh"
 
 constexpr int TERM_THREADS = 64;
+constexpr int TERM_ROWS = 8;       // of x, at most
 constexpr int TERM_INPUTS = 1024;  // of a part of a row of A
 constexpr int TERM_LOADS = TERM_INPUTS / 256;
 constexpr int T_COLUMNS = 192;  // of t of a row, that lie in shared memory at once
@@ -43,15 +44,15 @@ struct OwnOutputs {
 };
 
 struct alignas(16) SharedTerms {
-  float t[COLUMNS][T_COLUMNS];
+  float t[TERM_ROWS][T_COLUMNS];
   u64 barrier;  // at which the terms are there
-  Term of_row[COLUMNS][PLACE_PARTS];
-  const T* first_a[COLUMNS][PLACE_PARTS];
+  Term of_row[TERM_ROWS][PLACE_PARTS];
+  const T* first_a[TERM_ROWS][PLACE_PARTS];
 
   DEVICE u32 ready() const { return shared_address(&barrier); }
   // By the threads of a CTA, of which one makes the barrier; then all meet.
   DEVICE void clear() {
-    if (threadIdx.x < COLUMNS * PLACE_PARTS) of_row[threadIdx.x / PLACE_PARTS][threadIdx.x % PLACE_PARTS] = Term::none();
+    if (threadIdx.x < TERM_ROWS * PLACE_PARTS) of_row[threadIdx.x / PLACE_PARTS][threadIdx.x % PLACE_PARTS] = Term::none();
   }
   DEVICE int num_columns(int row) const {
     int count = 0;
