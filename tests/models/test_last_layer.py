@@ -62,8 +62,7 @@ def runner(
 def shape_of(runner: ModelRunner, batch: Batch) -> StepShape:
     """In which the engine computes it."""
     exact = runner._builder.layout.shape_of(batch)
-    found = runner._graphs and runner._graphs.find(exact)
-    return found[0] if found else exact
+    return runner._graph_shape(exact, {}) or exact
 
 
 @torch.inference_mode()

@@ -6,9 +6,10 @@ import numpy as np
 
 from slipstream.core.batch import Batch
 from slipstream.runner.adapter_forms import Loaded
-from slipstream.runner.step_arrays import Int64s, StepShape, gap_of
+from slipstream.runner.step_arrays import Int64s, StepArrays, StepShape, gap_of
 
 Active = Mapping[int, Loaded]  # the adapters of a step, by number
+OfStep = tuple[Active, Int64s, StepShape, StepArrays]  # with the adapter of each token
 NONE: Int64s = np.empty(0, np.int64)  # of a step in which no row has any
 
 

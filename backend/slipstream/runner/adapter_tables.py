@@ -209,9 +209,7 @@ class AdapterTables:
 
     def _copied(self, arrays: Sequence[Array]) -> tuple[list[Tensor], bool]:
         views = self.staging.upload(arrays)
-        if self._device.type == "cpu":
-            return views, False
-        return views, views[0].data_ptr() == self.staging.home.data_ptr()
+        return views, self.staging.is_home(views[0])
 
 
 def _put(term: Term, sizes: Sequence[int], parts: list[Pair | None]) -> bool:

@@ -192,41 +192,81 @@ class Captured(NamedTuple):
     logits: Tensor
 
 
-class Graphs:
-    """Holds one graph for each shape of `buckets`, all made at start, and a second one for steps
-    with adapters, made when the first such step comes.
-
-    They share one pool of memory: they run one after the other, and keep nothing. A shape for which
-    memory is too short has no graph.
+class Capture:
+    """Captures graphs, which share one pool of memory: they run one after the other, and keep
+    nothing.
     """
 
-    def __init__(self, buckets: Buckets) -> None:
-        self._buckets = buckets
+    def __init__(self) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def __call__(self, step: Callable[[], Tensor], mode: str) -> Captured:
+        """Capture without `torch.cuda.graph`, which returns memory to the device every time.
+
+        `mode`: whether calls of other threads end the capture (`global`).
+        """
+        self._stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode=mode)
+            try:
+                logits = step()
+            finally:
+                graph.capture_end()
+        return Captured(graph, unowned(logits))
+
+
+class Graphs:
+    """Holds one graph for each shape of `buckets`, all made at start, and a second one for steps
+    with adapters, made when the first such step comes. None is ever discarded.
+
+    A shape for which memory is too short has no graph. Ranks that share layers have the same
+    graphs: they make each at the same step, as it has sums over them, and those of a shape for
+    which one has no memory are on none.
+
+    Args:
+        buckets: the shapes, which are the same on all ranks.
+        all_can: from whether this rank has a graph to whether all that share its layers have it.
+        capture: from a step, which has run once, to its graph; None: the device's.
+    """
+
+    def __init__(
+        self,
+        buckets: Buckets,
+        all_can: Callable[[bool], bool] = bool,
+        capture: Callable[[Callable[[], Tensor], str], Captured] | None = None,
+    ) -> None:
+        self._buckets, self._all_can = buckets, all_can
         # None: memory was too short.
         self._graphs: dict[StepShape, Captured | None] = {}
         self._adapted: dict[StepShape, Captured | None] = {}
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._capture = capture or Capture()
 
-    def find(
-        self, shape: StepShape, adapted: Callable[[StepShape], Callable[[], Tensor]] | None = None
-    ) -> tuple[StepShape, Captured] | None:
-        """The graph for a step of this shape, and its own shape.
+    def shape_of(self, shape: StepShape, is_adapted: bool = False) -> StepShape | None:
+        """Return the shape of the graph for a step, padded; None: it has none.
 
-        `adapted`: the step has adapters. Its graph is captured now if it is the first of a shape;
-        this is the `prepare` of `capture`.
+        `is_adapted`: the step has adapters; its graph may have to be captured yet.
         """
         found = self._buckets.find(shape)
-        if found is None:
-            return None
-        if adapted is not None and found not in self._adapted:
-            self._capture_adapted(found, adapted)
-        graph = (self._graphs if adapted is None else self._adapted).get(found)
-        return None if graph is None else (found, graph)
+        if found is None or (is_adapted and found not in self._adapted):
+            return found
+        graph = (self._adapted if is_adapted else self._graphs).get(found)
+        return None if graph is None else found
+
+    def graph(self, shape: StepShape, prepare_adapted: Prepare | None = None) -> Captured | None:
+        """Return the graph of a shape that `shape_of` gave; None: memory was too short.
+
+        `prepare_adapted`: of a step with adapters, as `capture` has it. Its graph is captured now
+        if it is the first of the shape: on ranks that share layers by all, at the same step.
+        """
+        if prepare_adapted is None:
+            return self._graphs.get(shape)
+        if shape not in self._adapted:
+            self._capture_adapted(shape, prepare_adapted)
+        return self._adapted[shape]
 
     @torch.inference_mode()
-    def _capture_adapted(
-        self, shape: StepShape, prepare: Callable[[StepShape], Callable[[], Tensor]]
-    ) -> None:
+    def _capture_adapted(self, shape: StepShape, prepare: Prepare) -> None:
         begin = time.perf_counter()
         gc.collect()
         with without_collection():
@@ -234,7 +274,7 @@ class Graphs:
         seconds = time.perf_counter() - begin
         _log.info("CUDA graph of %s with adapters captured in %.2f s", shape, seconds)
 
-    def capture(self, prepare: Callable[[StepShape], Callable[[], Tensor]]) -> None:
+    def capture(self, prepare: Prepare) -> None:
         """Capture all graphs.
 
         Args:
@@ -266,25 +306,14 @@ class Graphs:
                 yield
 
     def _made(self, shape: StepShape, step: Callable[[], Tensor], mode: str) -> Captured | None:
-        """Capture the graph of a step; None: memory is too short."""
+        """Capture the graph of a step; None: memory is too short, on this rank or another."""
         step()  # loads, and chooses, all its kernels
-        self._stream.wait_stream(torch.cuda.current_stream())
         try:
-            return self._capture(step, mode)
+            made = self._capture(step, mode)
         except torch.OutOfMemoryError:
-            _log.warning("no memory for the CUDA graph of %s: it runs eagerly", shape)
-            return None
-
-    def _capture(self, step: Callable[[], Tensor], mode: str) -> Captured:
-        """Capture without `torch.cuda.graph`, which returns memory to the device every time.
-
-        `mode`: whether calls of other threads end the capture (`global`).
-        """
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode=mode)
-            try:
-                logits = step()
-            finally:
-                graph.capture_end()
-        return Captured(graph, unowned(logits))
+            made = None
+        if self._all_can(made is not None):
+            return made
+        where = "" if made is None else " on another rank"
+        _log.warning("no memory%s for the CUDA graph of %s: it runs eagerly", where, shape)
+        return None

@@ -41,6 +41,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag="step", gc=False):
     pieces: tuple[tuple[int, int], ...] | None
     ended: tuple[int, ...]  # of copies, by direction: what rank 0 has seen end before
     adapters: bytes = b""  # of each token, by `adapters_of`; none: no row has any
+    is_graph: bool = False  # the shape is a graph's: all ranks that have that replay it
 
 
 class Move(msgspec.Struct, frozen=True, array_like=True, tag="move", gc=False):
@@ -143,8 +144,13 @@ class Group(Protocol):
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks that share layers with this one."""
 
-    def announce(self, batch: Batch, shape: StepShape, arrays: StepArrays) -> None:
-        """Have the other ranks run this step, too."""
+    def all_can(self, can: bool) -> bool:
+        """Return whether all ranks that share layers with this one can, of which each asks."""
+
+    def announce(
+        self, batch: Batch, shape: StepShape, arrays: StepArrays, is_graph: bool = False
+    ) -> None:
+        """Have the other ranks run this step, too, as a graph or eagerly."""
 
     def spread(self, token_ids: Tensor) -> None:
         """Take the tokens of a step from rank 0, where those lie that the last one sampled."""
@@ -179,7 +185,13 @@ class Alone:
         """Return the only part."""
         return x
 
-    def announce(self, batch: Batch, shape: StepShape, arrays: StepArrays) -> None:
+    def all_can(self, can: bool) -> bool:
+        """Return whether this one can."""
+        return can
+
+    def announce(
+        self, batch: Batch, shape: StepShape, arrays: StepArrays, is_graph: bool = False
+    ) -> None:
         """No other rank is there."""
 
     def spread(self, token_ids: Tensor) -> None:
@@ -247,7 +259,13 @@ class Joined:
         """Return the sum over the ranks of the stage."""
         return x if self._ranks.size == 1 else self._ranks.sum(x)
 
-    def announce(self, batch: Batch, shape: StepShape, arrays: StepArrays) -> None:
+    def all_can(self, can: bool) -> bool:
+        """Return whether all ranks of the stage can: on the host, none waits for a device."""
+        return can if self._ranks.size == 1 else bool(self._ranks.least(int(can)))
+
+    def announce(
+        self, batch: Batch, shape: StepShape, arrays: StepArrays, is_graph: bool = False
+    ) -> None:
         """Send the step, from rank 0, behind some of what adapters wait for."""
         self.give_some()
         pieces = None
@@ -260,8 +278,8 @@ class Joined:
         adapters = b""
         if any(row.adapter for row in batch.rows):
             adapters = adapters_of(batch, shape).tobytes()
-        frame = Frame(shape, num_edits, tables, memory, batch.copies, pieces, ended, adapters)
-        self.send(frame)
+        given = shape, num_edits, tables, memory, batch.copies, pieces, ended, adapters
+        self.send(Frame(*given, is_graph))
         self.num_steps += 1
 
     def give_adapter(self, number: int, weights: AdapterWeights) -> None:

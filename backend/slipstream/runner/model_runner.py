@@ -12,13 +12,12 @@ from slipstream.core.laps import Laps
 from slipstream.kernels.cache.copy_blocks import copy_blocks
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.staging.stage import start_step
-from slipstream.kvcache.host import Mover
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.residual import Residual
 from slipstream.layers.streaming import Streaming
 from slipstream.models.decoder import build_any
 from slipstream.runner import idle_tuning
-from slipstream.runner.adapter_rows import NONE, Active, adapters_of
+from slipstream.runner.adapter_rows import NONE, Active, OfStep, adapters_of
 from slipstream.runner.adapters import Adapters
 from slipstream.runner.cache_dtype import log_scales
 from slipstream.runner.devices import available_on_host, free_on_gpu
@@ -37,7 +36,7 @@ from slipstream.runner.sampling_rows import HistoryArrays, histories
 from slipstream.runner.staging import Staging
 from slipstream.runner.step_arrays import Slots, StepArrays, StepBuilder, StepShape
 from slipstream.runner.step_inputs import StepInputs
-from slipstream.runner.transfers import transfers_of
+from slipstream.runner.transfers import host_memory
 from slipstream.runner.values import Beside, ask_values, has_prompts, largest_piece, wants_logits
 
 _log = logging.getLogger(__name__)
@@ -92,11 +91,11 @@ class ModelRunner:
         self.num_blocks = self._group.agree(num_blocks(plan, self.adapters.reserve(left)))
         self._make_caches(plan, self.num_blocks)
         laps.lap("cache")
-        self._make_transfers(plan)
+        self.transfers, self._host_bytes = host_memory(plan, self._group, self._in_blocks)
         laps.lap("host memory")
         has_graphs = plan.attention.has_graphs and plan.model.build is None  # classes have none yet
         if has_graphs and plan.config.cuda_graphs:
-            self._graphs = Graphs(buckets)
+            self._graphs = Graphs(buckets, group.all_can)
             self._graphs.capture(self.padding)
             laps.lap("graphs")
         laps.log(_log, "runner")
@@ -137,15 +136,6 @@ class ModelRunner:
         if self._drafting is not None:
             self._drafting.drafter.allocate(num_blocks)
             self._in_blocks += self._drafting.drafter.caches
-
-    def _make_transfers(self, plan: Plan) -> None:
-        """Host memory for blocks, if the configuration has any."""
-        num_slots = plan.config.kv_cache_host_bytes // plan.config.num_ranks // plan.block_bytes
-        self.transfers: Mover | None = None
-        num_slots = self._group.agree(num_slots)
-        if num_slots:
-            self.transfers = transfers_of(self._in_blocks, num_slots)
-        self._host_bytes = num_slots * plan.block_bytes
 
     def _make_buffers(self, plan: Plan, buckets: Buckets) -> None:
         """Make the buffers of a step besides weights and cache, for the largest step."""
@@ -190,12 +180,10 @@ class ModelRunner:
         first, before = self._next_places()
         masks, active = self._masks.start(batch, first), self.adapters.of(batch)
         size = sum([row.samples for row in batch.rows])
+        given = batch, first, before, masks, active
         if self._tables.device.type == "cpu":
-            return LaunchedStep(
-                lambda: self._read(first, size, *self._run(batch, first, before, masks, active)),
-                masks,
-            )
-        made = self._run(batch, first, before, masks, active)
+            return LaunchedStep(lambda: self._read(first, size, *self._run(*given)), masks)
+        made = self._run(*given)
         done = self._done[first > 0]
         done.record()
         return LaunchedStep(lambda: self._read(first, size, *made), masks, done)
@@ -236,12 +224,11 @@ class ModelRunner:
 
         Eagerly, in the shape in which `run` would compute it.
         """
-        exact = self._builder.layout.shape_of(batch)
-        found = None if self._graphs is None else self._graphs.find(exact)
-        shape = exact if found is None else found[0]
+        exact, active = self._builder.layout.shape_of(batch), self.adapters.of(batch)
+        shape = self._graph_shape(exact, active) or exact
         arrays = self._builder.build(batch, shape, 0, 0)
         self._group.announce(batch, shape, arrays)
-        with self.adapters.step(self.adapters.of(batch), adapters_of(batch, shape), shape, arrays):
+        with self.adapters.step(active, adapters_of(batch, shape), shape, arrays):
             return self._forward(shape, self._stage(arrays))[arrays.samples].float()
 
     # --- a step --------------------------------------------------------------------------------
@@ -258,11 +245,11 @@ class ModelRunner:
             self._copy_blocks(batch)
         shape = self._builder.layout.shape_of(batch)
         beside = Beside() if has_prompts(batch) or wants_logits(batch) else None
-        found = None if has_prompts(batch) else self._find_graph(shape, active)
-        if found is not None:
-            shape = found[0]
+        found = None if has_prompts(batch) else self._graph_shape(shape, active)
+        shape = found or shape
         arrays = self._builder.build(batch, shape, first, before)
-        self._group.announce(batch, shape, arrays)
+        self._group.announce(batch, shape, arrays, found is not None)
+        captured = None if found is None else self._graph(shape, active)
         places = arrays.samples  # now: on a CPU the step itself marks rows that are late
         if masks is not None:
             masks.ask(arrays.rows, places)
@@ -270,18 +257,15 @@ class ModelRunner:
         if history is not None:
             self._count(history)
         base = self._staging.copy(arrays.memory)
-        of_tokens = adapters_of(batch, shape) if active else NONE
-        captured = found[1] if found is not None and base is self._staging.home else None
-        if captured is not None and active:
-            made = self.adapters.upload(active, of_tokens, shape, arrays, keeps_all=False)
-            captured = captured if made.is_home else None
+        of_step = active, adapters_of(batch, shape) if active else NONE, shape, arrays
+        captured = self._placed(captured, base, of_step)
         if captured is not None:
             captured.graph.replay()
         self._staging.sent()
         logits = None if captured is None else captured.logits
         if logits is None:
             inputs, keeps_all = StepInputs.of(base, arrays), has_prompts(batch)
-            with self.adapters.step(active, of_tokens, shape, arrays, keeps_all):
+            with self.adapters.step(*of_step, keeps_all):
                 if beside is not None and keeps_all:
                     logits = self._step_with_prompts(shape, inputs, batch, beside)
                 else:
@@ -296,11 +280,25 @@ class ModelRunner:
             self._drafting.run(int(first > 0), batch, arrays, *state)
         return asks, beside
 
-    def _find_graph(self, shape: StepShape, active: Active) -> tuple[StepShape, Captured] | None:
-        """Return the graph for a step of a shape and some adapters, and its own shape."""
+    def _graph_shape(self, shape: StepShape, active: Active) -> StepShape | None:
+        """Return the shape of the graph for a step of a shape and some adapters, if it has one."""
         if self._graphs is None or not self.adapters.can_be_graph(active):
             return None
-        return self._graphs.find(shape, self._prepare_adapted if active else None)
+        return self._graphs.shape_of(shape, bool(active))
+
+    def _graph(self, shape: StepShape, active: Active) -> Captured | None:
+        """Return the graph of a step that is announced, captured now if it is the first."""
+        assert self.adapters.can_be_graph(active), "ranks have terms of the same places"
+        prepare = self._prepare_adapted if active else None
+        return None if self._graphs is None else self._graphs.graph(shape, prepare)
+
+    def _placed(self, graph: Captured | None, base: Tensor, step: OfStep) -> Captured | None:
+        """Return the graph of a step if what the step gives lies where the graph reads it."""
+        if graph is None or not self._staging.is_home(base):
+            return None
+        if step[0] and not self.adapters.upload(*step, keeps_all=False).is_home:
+            return None
+        return graph
 
     @torch.inference_mode()
     def _count(self, history: HistoryArrays) -> None:

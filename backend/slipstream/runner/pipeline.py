@@ -21,7 +21,7 @@ from slipstream.layers.decoder import Decoder
 from slipstream.layers.residual import Residual
 from slipstream.layers.stages import Inlet
 from slipstream.runner.adapter_rows import NONE, Active, adapters_of
-from slipstream.runner.graphs import Buckets, Captured
+from slipstream.runner.graphs import Buckets
 from slipstream.runner.group import Finish, Frame, Joined, Message
 from slipstream.runner.launched import LaunchedStep
 from slipstream.runner.log_probs import Ask
@@ -44,6 +44,7 @@ class _Started(NamedTuple):
     keeps_all: bool  # the last layer keeps all tokens, not only those that are sampled
     active: Active  # adapters of the step
     adapters: Int64s  # of each token; see `adapters_of`
+    is_graph: bool  # of each stage whose kernels take its terms
 
 
 class _Stage(ModelRunner):
@@ -93,15 +94,12 @@ class _Stage(ModelRunner):
     def _compute(self, step: _Started) -> None:
         """Run the stage's layers over what the stage before sends, and send their states on."""
         shape, arrays = step.shape, step.arrays
-        found = None if step.keeps_all else self._find_graph(shape, step.active)
-        graph = None if found is None or found[0] != shape else found[1]
+        graph = None
+        if step.is_graph and self.adapters.can_be_graph(step.active):
+            graph = self._graph(shape, step.active)
         base = self._staging.copy(arrays.memory)
-        if graph is not None and base is not self._staging.home:
-            graph = None
         of_step = step.active, step.adapters, shape, arrays
-        if graph is not None and step.active:
-            made = self.adapters.upload(*of_step, keeps_all=False)
-            graph = graph if made.is_home else None
+        graph = self._placed(graph, base, of_step)
         if not self._is_first:
             self._take(self._links.receive(shape.num_tokens, self._hidden_size, self._dtype))
         if graph is not None:
@@ -112,10 +110,6 @@ class _Stage(ModelRunner):
                 hidden = self._hidden(shape, StepInputs.of(base, arrays), step.keeps_all).values
         self._staging.sent()
         self._links.send(hidden)
-
-    def _find_graph(self, shape: StepShape, active: Active) -> tuple[StepShape, Captured] | None:
-        """Return the graph of a stage's layers; see `Leader`: alone, a stage captures no sums."""
-        return None if active and self._has_peers else ModelRunner._find_graph(self, shape, active)
 
     def _take(self, states: Tensor) -> None:
         if self._states is None:
@@ -165,18 +159,17 @@ class StageLeader(_Stage, Leader):
             self._copy_blocks(batch)
         shape, keeps_all = self._builder.layout.shape_of(batch), has_prompts(batch)
         active = self.adapters.of(batch)
-        found = None if keeps_all else self._find_graph(shape, active)
-        if found is not None:
-            shape = found[0]
+        found = None if keeps_all else self._graph_shape(shape, active)
+        shape = found or shape
         arrays = self._builder.build(batch, shape, first, 0)
         places = arrays.samples
         with self.fatal_once_announced():
-            self._group.announce(batch, shape, arrays)
+            self._group.announce(batch, shape, arrays, found is not None)
             if masks is not None:
                 masks.ask(arrays.rows, places)
             own = self._own_arrays(shape, arrays)
             of_tokens = adapters_of(batch, shape) if active else NONE
-            started = _Started(shape, own, keeps_all, active, of_tokens)
+            started = _Started(shape, own, keeps_all, active, of_tokens, found is not None)
             self._compute(started)
         return started, places
 
@@ -245,7 +238,8 @@ class StageFollower(_Stage, Follower):
             self._copy_blocks(Batch((), 0, copies=frame.copies))
         tokens = np.frombuffer(frame.adapters, np.int64)
         has_pieces, active = frame.pieces is not None, self._active(tokens)
-        step = _Started(frame.shape, self._arrays(frame), has_pieces, active, tokens)
+        of_step = has_pieces, active, tokens, frame.is_graph
+        step = _Started(frame.shape, self._arrays(frame), *of_step)
         self._compute(step)
         if self._is_first:
             self._started.append((frame, step))

@@ -1,7 +1,8 @@
 """Runners of several ranks: rank 0 leads, the others follow; and the start of both.
 
 A step that fails behind its announcement leaves ranks at different places: that is fatal, as a
-broken device is, and the supervisor starts all of them again.
+broken device is, and the supervisor starts all of them again. So are failures of graphs, which are
+captured there: each has sums over ranks, so all capture it at the same step, and have the same.
 """
 
 import logging
@@ -16,7 +17,6 @@ from slipstream.core.batch import Batch, Sampled
 from slipstream.kvcache.host import Direction, Mover
 from slipstream.runner.adapter_rows import Active
 from slipstream.runner.draft_loading import tap
-from slipstream.runner.graphs import Captured
 from slipstream.runner.group import (
     AdapterDo,
     AdapterOrder,
@@ -31,7 +31,7 @@ from slipstream.runner.log_probs import Ask
 from slipstream.runner.masks import StepMasks
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import Plan
-from slipstream.runner.step_arrays import Int64s, StepArrays, StepShape
+from slipstream.runner.step_arrays import Int64s, StepArrays
 from slipstream.runner.step_inputs import StepInputs
 from slipstream.runner.values import Beside, rows_of_piece
 
@@ -80,12 +80,6 @@ class Leader(ModelRunner):
             return super()._read(first, size, asks, beside)
         except Exception as error:
             raise self._joined.named(error) from error
-
-    def _find_graph(self, shape: StepShape, active: Active) -> tuple[StepShape, Captured] | None:
-        """Return the graph of a step without adapters: one with them would be captured, with sums
-        over ranks in it, before any other rank has heard of the step.
-        """
-        return None if active else super()._find_graph(shape, active)
 
 
 class _EveryMover:
@@ -195,12 +189,11 @@ class Follower(ModelRunner):
         arrays = self._arrays(frame)
         tokens = np.frombuffer(frame.adapters, np.int64)
         active = self._active(tokens)
-        found = None
-        if self._graphs is not None and frame.pieces is None and not active:
-            found = self._graphs.find(shape)
+        graph = self._graph(shape, active) if frame.is_graph else None
         base = self._staging.copy(arrays.memory)
-        if found is not None and found[0] == shape and base is self._staging.home:
-            found[1].graph.replay()
+        graph = self._placed(graph, base, (active, tokens, shape, arrays))
+        if graph is not None:
+            graph.graph.replay()
             self._staging.sent()
             return
         self._staging.sent()

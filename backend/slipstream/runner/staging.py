@@ -78,6 +78,10 @@ class Staging:
             offset += aligned(array.nbytes)
         return tensors
 
+    def is_home(self, base: Tensor) -> bool:
+        """Whether graphs find there what `copy`, or `upload` as the first, has returned."""
+        return self._device.type != "cpu" and base.data_ptr() == self._address
+
     def copy(self, memory: Bytes) -> Tensor:
         """Copy it behind what the stream does; where it is then. `sent` must follow."""
         if self._device.type == "cpu":

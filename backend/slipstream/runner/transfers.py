@@ -19,7 +19,9 @@ from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.kernels.cache.dma import BlockDma
-from slipstream.kvcache.host import Direction
+from slipstream.kvcache.host import Direction, Mover
+from slipstream.runner.group import Group
+from slipstream.runner.plan import Plan
 
 _MAX_PAIRS = 128  # of one copy: a step that needs a block waits for all of its copy
 _MAX_PARTS = 1 << 15  # of a direction that the driver has: a host with more waits for room
@@ -228,6 +230,14 @@ class _Together:
                 return None
             seconds += part.block_bytes / rate
         return self.block_bytes / seconds
+
+
+def host_memory(plan: Plan, group: Group, caches: Sequence[Tensor]) -> tuple[Mover | None, int]:
+    """Return host memory for blocks, if the configuration has any on all ranks, and its bytes."""
+    num_slots = plan.config.kv_cache_host_bytes // plan.config.num_ranks // plan.block_bytes
+    num_slots = group.agree(num_slots)
+    made = transfers_of(caches, num_slots) if num_slots else None
+    return made, num_slots * plan.block_bytes
 
 
 def transfers_of(caches: Sequence[Tensor], num_slots: int) -> Transfers | _Together:

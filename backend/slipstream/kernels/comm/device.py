@@ -59,6 +59,10 @@ class DeviceRanks:
         """Return why waits on the GPU have failed, if they have."""
         return self._memory.late() or (None if self._nccl is None else self._nccl.error())
 
+    def least(self, value: int) -> int:
+        """Return the least value of all ranks, by the host's memory; see `Ranks`."""
+        return self._host.least(value)
+
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over ranks; see `Ranks`."""
         return self._sum(x, None).view(x.shape)

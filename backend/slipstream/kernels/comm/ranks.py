@@ -36,6 +36,9 @@ class Ranks(Protocol):
     def spread(self, x: Tensor) -> None:
         """Overwrite `x` with that of rank 0, on every rank."""
 
+    def least(self, value: int) -> int:
+        """Return the least value of all ranks, on every rank; the host waits for the others."""
+
     def start(self, limit_s: float) -> None:
         """Take note that all serve from here on, and how late a rank may be."""
 
@@ -127,7 +130,7 @@ class HostRanks:
             flat[part].copy_(self._exchange(flat[part])[0])
 
     def least(self, value: int) -> int:
-        """Return the least value of all ranks, on every rank."""
+        """Return the least value of all ranks; see `Ranks`."""
         return min(int(part) for part in self._exchange(torch.tensor([value])))
 
     def parts(self, x: Tensor) -> list[Tensor]:
