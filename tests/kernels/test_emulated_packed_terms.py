@@ -83,10 +83,11 @@ def test_terms_are_added(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plainly = packed_pipe.packed_pipe if case.is_pipe else packed_stream.packed_stream
     adapted = packed_pipe.adapted if case.is_pipe else packed_stream.adapted
     has_no_term = [number == 0 or not any(case.ranks[number - 1]) for number in case.numbers]
-    alone = plainly(x, matrix.values, around())
+    alone = plainly(x, matrix.values, around()) if any(has_no_term) else None
     for _ in range(2):
         found = adapted(x, matrix.values, around(), terms)
         assert ((found.float() - wanted).abs() / (1 + wanted.abs())).max() < 2**-6
-        assert torch.equal(found[has_no_term], alone[has_no_term])
+        if alone is not None:
+            assert torch.equal(found[has_no_term], alone[has_no_term])
         assert not scratch[:COUNTS].any()
         assert not scratch[COUNTS + WHOLE_ROWS * made.width :].any()

@@ -201,25 +201,24 @@ struct TermWarps {
       b[i][0] = term.b[0], b[i][1] = term.b[1];
     }
   }
-  // Waits for columns of t from `first` on. Four threads have four columns; each adds up every fourth split.
-  DEVICE void fetch_t(int first) const {
+  // Waits for columns of t from `first` on, of `num_columns` at most. Four threads have four columns of a row; each adds up
+  // every fourth split.
+  DEVICE void fetch_t(int first, int num_columns) const {
     const int sub = thread % 4, num_splits = adapters.num_splits();
+    const int of_row = min(num_columns - first, T_COLUMNS) / 4;
 #pragma unroll 1
-    for (int row = 0; row < adapters.num_rows; ++row) {
-      const int end = min(shared.num_columns(row), first + T_COLUMNS);
+    for (int begin = 0; begin < adapters.num_rows * of_row; begin += TERM_THREADS / 4) {
+      const int place = begin + thread / 4, row = place / of_row, column = first + place % of_row * 4;
+      const bool is_there = row < adapters.num_rows && column < shared.num_columns(row);
+      float sums[4] = {};
 #pragma unroll 1
-      for (int begin = first; begin < end; begin += TERM_THREADS) {
-        const int column = begin + thread / 4 * 4;
-        float sums[4] = {};
-#pragma unroll 1
-        for (int split = sub; split < num_splits && column < end; split += 16) add_splits(sums, row, column, split);
+      for (int split = sub; split < num_splits && is_there; split += 16) add_splits(sums, row, column, split);
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
+      for (int j = 0; j < 4; ++j)
 #pragma unroll
-          for (int mask = 1; mask < 4; mask *= 2) sums[j] += __shfl_xor_sync(ALL_LANES, sums[j], mask);
-        if (sub == 0 && column < end)
-          store<4>(&shared.t[row][column - first], Pack<float, 4>{{sums[0], sums[1], sums[2], sums[3]}});
-      }
+        for (int mask = 1; mask < 4; mask *= 2) sums[j] += __shfl_xor_sync(ALL_LANES, sums[j], mask);
+      if (sub == 0 && is_there)
+        store<4>(&shared.t[row][column - first], Pack<float, 4>{{sums[0], sums[1], sums[2], sums[3]}});
     }
   }
   // Every fourth of 16 splits.
@@ -300,7 +299,7 @@ struct TermWarps {
 #pragma unroll 1
     for (int first = 0; first == 0 || first < num_columns; first += T_COLUMNS) {
       if (first > 0) sync();  // what is there has been read
-      fetch_t(first);
+      fetch_t(first, num_columns);
       sync();
       expand(b, first);
     }
