@@ -125,7 +125,10 @@ class Bench:
         if "mmlu" in found:
             about["mmlu"] = found["mmlu"]
         elif self.questions and row in self.args.question_rows:
-            about["mmlu"] = self._mmlu(opened)
+            own = self.truth.answers
+            if row != BASE:
+                own = answers(opened, self.tokenizer, self.questions)
+            about["mmlu"] = self._mmlu(own)
         return about
 
     def _with(self, opened: Opened, cache: str) -> dict[str, Any]:
@@ -148,8 +151,7 @@ class Bench:
             "commit": self.commit,
         }
 
-    def _mmlu(self, opened: Opened) -> dict[str, Any]:
-        own = answers(opened, self.tokenizer, self.questions)
+    def _mmlu(self, own: list[int]) -> dict[str, Any]:
         count = len(own)
         right = [a == q.answer for a, q in zip(own, self.questions, strict=True)]
         before = [a == q.answer for a, q in zip(self.truth.answers, self.questions, strict=True)]
