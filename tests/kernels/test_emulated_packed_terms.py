@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from fixtures.kernels.emulation import emulate
+from fixtures.kernels.emulation import emulate, on_ctas
 from fixtures.kernels.lora import Adapted, Shape
 from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair
 from fixtures.tiers import quick_of
@@ -91,3 +91,26 @@ def test_terms_are_added(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(found[has_no_term], alone[has_no_term])
         assert not scratch[:COUNTS].any()
         assert not scratch[COUNTS + WHOLE_ROWS * made.width :].any()
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("is_pipe", [False, True])
+def test_ctas_make_t_together(is_pipe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for what the others make, and the last one leaves t as it was."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(jit, "num_multiprocessors", lambda _: 3)
+    sizes = (384, 100, 60) if is_pipe else (64, 20, 60)
+    made = Adapted(Shape(2088, sizes, ((16, 0, 3), (40, 8, 0))), BF16, "cpu", by_launchers=True)
+    matrix, numbers = packed_pair(FORMS[0], sum(sizes), 2088)[0], [1, 0, 2]
+    x = torch.randn(3, 2088, generator=torch.Generator().manual_seed(0)).to(BF16)
+    scratch, table = scratch_of(made.width, torch.device("cpu")), made.table(numbers)
+    terms = TermTable(table.groups, table.rows, 1, scratch, sizes)
+    plain = Around(columns=matrix.scales, groups=matrix.groups)
+    wanted = made.by_torch(gemm.oracle(x.float(), matrix.values, plain), x, numbers)
+    adapted = packed_pipe.adapted if is_pipe else packed_stream.adapted
+    for _ in range(3):
+        y = torch.zeros(3, sum(sizes), dtype=BF16)
+        around = plain._replace(residual=y)
+        on_ctas(3, lambda around=around: adapted(x, matrix.values, around, terms))  # type: ignore[misc]
+        assert ((y.float() - wanted).abs() / (1 + wanted.abs())).max() < 2**-6
+        assert not scratch.any()
