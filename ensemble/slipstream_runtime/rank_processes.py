@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 
 from slipstream_runtime.processes import end, work_of
-from slipstream_runtime.ranks import RankMemory, Silence
-from slipstream_runtime.stalls import Stalls
+from slipstream_runtime.ranks import RankMemory
+from slipstream_runtime.stalls import Silence, Stalls
 
 _log = logging.getLogger(__name__)
 SILENT_S = 3.0  # a rank that gives no sign of life for so long hangs

@@ -23,7 +23,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from slipstream_runtime.span import NO_SPAN, Span
 
@@ -341,42 +341,6 @@ def _buffer_at(size: int, rank: int, turn: int) -> int:
 def num_bytes(size: int) -> int:
     """Return the bytes of the memory of so many ranks."""
     return _exchange_at(size) + 2 * size * EXCHANGE_BYTES
-
-
-class Silence:
-    """The supervisor's side of signs of life: times how long a rank has given none.
-
-    Only time during which the supervisor itself looked counts. A rank that starts may hold the
-    interpreter for seconds, as it imports libraries or sets a device up: one that works is alive.
-
-    Args:
-        memory: of the ranks.
-        work: what a rank of this host has done so far, which changes while it does anything;
-            None: it is of another host, which looks itself, or has ended.
-    """
-
-    def __init__(self, memory: RankMemory, work: Callable[[int], object | None]) -> None:
-        self._memory, self._work = memory, work
-        self._last: list[tuple[int, object]] = []
-        self._seconds = [0.0] * memory.size
-        self._looked_s = time.monotonic()
-
-    def look(self) -> tuple[int, float]:
-        """Return the rank that has been silent longest, and for how many seconds."""
-        now_s = time.monotonic()
-        elapsed_s, self._looked_s = min(now_s - self._looked_s, 2.0), now_s
-        beats, started = self._memory.beats(), self._memory.started()
-        signs = [
-            (count, None if serves else self._work(rank))
-            for rank, (count, serves) in enumerate(zip(beats, started, strict=True))
-        ]
-        for rank, before in enumerate(self._last):
-            is_seen = started[rank] or signs[rank][1] is not None
-            is_silent = signs[rank] == before and is_seen
-            self._seconds[rank] = self._seconds[rank] + elapsed_s if is_silent else 0.0
-        self._last = signs
-        worst = max(range(len(beats)), key=self._seconds.__getitem__)
-        return worst, self._seconds[worst]
 
 
 def close_quietly(descriptor: int) -> None:

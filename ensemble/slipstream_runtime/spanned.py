@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 from slipstream_runtime.processes import end, work_of
 from slipstream_runtime.rank_processes import SILENT_S, WORDS_S, RankProcesses, silence
-from slipstream_runtime.ranks import RankMemory, Silence, close_quietly, num_bytes
+from slipstream_runtime.ranks import RankMemory, close_quietly, num_bytes
 from slipstream_runtime.rendezvous import Gate, Member, Place, RendezvousError, connect, join
 from slipstream_runtime.span import Inlet, Peers, exported, names
-from slipstream_runtime.stalls import Stalls
+from slipstream_runtime.stalls import Silence, Stalls
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.25

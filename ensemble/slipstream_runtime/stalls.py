@@ -1,10 +1,12 @@
-"""Time how long a rank stands still although it gives signs of life.
+"""Time how long a rank gives no sign of life, or stands still although it does.
+
+The supervisor looks, and only time during which it looked counts: it may have been stopped itself.
 
 Signs of life come from a thread of their own, which goes on while the rank itself hangs in a call:
 a read from a file server that is gone, a write to a pipe that nobody reads, a lock. So progress is
-read from the threads that work. A rank that serves waits for others by short sleeps, for messages a
-second at most, and for its GPU by looking: its first thread never waits long for one thing. One
-that starts may, for a disk or a network, and others of its threads read weights meanwhile.
+read from the threads that work. The first thread of a rank that serves never waits long for one
+thing: for other ranks it sleeps shortly, for messages a second at most, and its GPU it polls. A
+rank that starts may wait longer, for a disk or a network, and other threads read weights meanwhile.
 
 Processes that a rank has started, as compilers, count while they compute, read or write: the rank
 may wait for them. One that sleeps, hangs or has ended says nothing of the rank.
@@ -25,7 +27,43 @@ from slipstream_runtime.ranks import RankMemory
 
 SERVING_S = 4.0  # without progress, a rank that serves hangs: noticed within 5 s
 _LOOK_S = 0.5
-_MAX_GAP_S = 2.0
+_MAX_GAP_S = 2.0  # between two looks, that counts
+
+
+class Silence:
+    """Times how long a rank has given no sign of life.
+
+    A rank that starts may hold the interpreter for seconds, as it imports libraries or sets a
+    device up: one that works is alive.
+
+    Args:
+        memory: of the ranks.
+        work: what a rank of this host has done so far, which changes while it does anything;
+            None: it is of another host, which looks itself, or has ended.
+    """
+
+    def __init__(self, memory: RankMemory, work: Callable[[int], object | None]) -> None:
+        self._memory, self._work = memory, work
+        self._last: list[tuple[int, object]] = []
+        self._seconds = [0.0] * memory.size
+        self._looked_s = time.monotonic()
+
+    def look(self) -> tuple[int, float]:
+        """Return the rank that has been silent longest, and for how many seconds."""
+        now_s = time.monotonic()
+        elapsed_s, self._looked_s = min(now_s - self._looked_s, _MAX_GAP_S), now_s
+        beats, started = self._memory.beats(), self._memory.started()
+        signs = [
+            (count, None if serves else self._work(rank))
+            for rank, (count, serves) in enumerate(zip(beats, started, strict=True))
+        ]
+        for rank, before in enumerate(self._last):
+            is_seen = started[rank] or signs[rank][1] is not None
+            is_silent = signs[rank] == before and is_seen
+            self._seconds[rank] = self._seconds[rank] + elapsed_s if is_silent else 0.0
+        self._last = signs
+        worst = max(range(len(beats)), key=self._seconds.__getitem__)
+        return worst, self._seconds[worst]
 
 
 class Stall(NamedTuple):
@@ -41,7 +79,7 @@ class Stall(NamedTuple):
 
 
 class Stalls:
-    """The supervisor's side. Only time during which it looked counts.
+    """Times how long a rank has stood still.
 
     Args:
         memory: of the ranks.

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream_runtime.processes import is_stopped, work_of
-from slipstream_runtime.ranks import RankError, RankMemory, Silence, close_quietly
+from slipstream_runtime.ranks import RankError, RankMemory, close_quietly
+from slipstream_runtime.stalls import Silence
 
 
 @given(st.lists(st.integers(0, 600_000), max_size=25), st.integers(2, 4), st.integers(0, 9))
@@ -73,7 +74,7 @@ class Signs:
 def test_silence_is_of_the_rank_that_was_alive(monkeypatch):
     now_s, signs = 10.0, Signs(False, True, True)
     beats = signs.counts
-    monkeypatch.setattr("slipstream_runtime.ranks.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("slipstream_runtime.stalls.time.monotonic", lambda: now_s)
     silence = Silence(signs, lambda rank: None)
     for beats[1], beats[2], wanted in ((1, 2, 0.0), (2, 2, 1.0), (3, 2, 2.0)):
         now_s += 1
@@ -87,7 +88,7 @@ def test_silence_is_of_the_rank_that_was_alive(monkeypatch):
 def test_a_rank_that_starts_is_silent_if_it_does_nothing_at_all(monkeypatch):
     """Imports and drivers hold the interpreter for long, and so no thread gives signs of life."""
     now_s, signs, work = 10.0, Signs(False, False, True), [0, 0, 0]
-    monkeypatch.setattr("slipstream_runtime.ranks.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("slipstream_runtime.stalls.time.monotonic", lambda: now_s)
     silence = Silence(signs, work.__getitem__)
 
     def look(*works: int) -> tuple[int, float]:
