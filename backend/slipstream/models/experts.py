@@ -6,6 +6,7 @@ from slipstream.models.reader import Reader
 
 # What `read_routing` reads.
 KEYS = "num_experts num_local_experts num_experts_per_tok"
+CORRECTION = "e_score_correction_bias"  # of the scores by which experts are chosen
 COUNTS = ("num_experts", "num_local_experts")
 KINDS = ("dense", "sparse")  # of layers
 _MOST_WIDE = 1 << 24  # inner size of an expert

@@ -22,7 +22,7 @@ from slipstream.models.gguf.tensors import REFERENCE
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader, words
 from slipstream.models.registry import family_of, supported, whole_of
-from slipstream.models.ropes import STILL, by_layer
+from slipstream.models.ropes import STILL, by_layer, rope_key
 from slipstream.models.transforms import with_changes
 from slipstream.models.windows import read_windows
 from slipstream.models.wrapped import text_of, within
@@ -221,7 +221,7 @@ def read_model(config: Reader, architecture: str, directory: Path) -> ModelConfi
     max_positions = config.whole("max_position_embeddings", most=INT32_MAX)
     rope, local_rope = family.read_ropes(config, max_positions, dims.head_size)
     if rope.kind == "yarn":  # a checkpoint may give the context before scaling
-        key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+        key = rope_key(config)
         scaled = int(rope.factor * rope.original_max_positions)
         if scaled > INT32_MAX:
             raise config.refusal(key, f"gives more than {INT32_MAX} positions")

@@ -8,6 +8,7 @@ from slipstream.kernels.experts.spec import MAX_EXPERTS, MAX_GROUPS, MAX_TOP_K, 
 from slipstream.layers.dims import ExpertsConfig, LatentConfig
 from slipstream.models.axes import Axes, TensorNames
 from slipstream.models.reader import Reader
+from slipstream.models.ropes import rope_key
 
 # What is read here.
 EXPERT_KEYS = "first_k_dense_replace moe_layer_freq moe_intermediate_size n_group topk_group "
@@ -115,7 +116,7 @@ def with_groups(config: Reader, routing: Routing) -> Routing:
 
 def _scale(config: Reader, size: int) -> float:
     """Return the factor of scores: that of the heads' size, times that of a stretched rotation."""
-    rope = config.child("rope_parameters" if config.has("rope_parameters") else "rope_scaling")
+    rope = config.child(rope_key(config))
     kind = rope.data.get("rope_type") or rope.data.get("type") or "default"
     if kind == "default" or not rope.data.get("mscale_all_dim"):
         return float(size**-0.5)

@@ -37,6 +37,11 @@ _KEYS_OF_CONFIG = words(
 STILL = RopeConfig(rotated=0)  # of layers that do not rotate
 
 
+def rope_key(config: Reader) -> str:
+    """Return the key of the rotation: that of transformers 5, or without it the one before."""
+    return "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+
+
 def by_layer(config: Reader, ropes: Sequence[RopeConfig]) -> tuple[RopeConfig, ...]:
     """Return the rotations of layers, with thetas of `layer_rope_theta`; 0: it does not rotate."""
     key = "layer_rope_theta"

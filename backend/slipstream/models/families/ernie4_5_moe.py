@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from slipstream.models.axes import Axes, TensorNames
-from slipstream.models.experts import KEYS, read_experts, read_routing
+from slipstream.models.experts import CORRECTION, KEYS, read_experts, read_routing
 from slipstream.models.family import family
 from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader
 
 LAYERS = "moe_layer_start_index moe_layer_end_index moe_layer_interval"
-CORRECTION = "e_score_correction_bias"
 
 
 def derived(config: Reader) -> Mapping[str, object]:

@@ -1,7 +1,7 @@
 """K-EXAONE (LG AI Research, 2026): EXAONE 4's attention, norms before, experts as DeepSeek V3's."""
 
 from slipstream.models.axes import Axes, QkNorms, TensorNames
-from slipstream.models.experts import listed_dense_layers
+from slipstream.models.experts import CORRECTION, listed_dense_layers
 from slipstream.models.families import exaone4
 from slipstream.models.family import family
 from slipstream.models.gguf_form import GgufForm, GgufKeys
@@ -9,7 +9,6 @@ from slipstream.models.gguf_latent import logistic_experts
 from slipstream.models.latent import EXPERT_KEYS, derived_experts, sigmoid_experts
 from slipstream.models.reader import Reader
 
-CORRECTION = "e_score_correction_bias"
 NAMES = {
     "mlp.shared_expert": "mlp.shared_experts",
     f"mlp.gate.{CORRECTION}": f"mlp.{CORRECTION}",

@@ -6,6 +6,7 @@ from slipstream.models.axes import Axes, QkNorms, TensorNames
 from slipstream.models.family import family
 from slipstream.models.gguf_form import GgufForm
 from slipstream.models.reader import Reader
+from slipstream.models.ropes import rope_key
 
 NAMES = {"self_attn.q_norm": "self_attn.query_layernorm"}
 NAMES |= {"self_attn.k_norm": "self_attn.key_layernorm"}
@@ -14,7 +15,7 @@ _SCALING = ("yarn", "longrope")  # kinds that change the length of rotated heads
 
 def derived(config: Reader) -> Mapping[str, object]:
     """Return the rotation with theta as `alpha` makes it, which `dynamic` calls so alone here."""
-    key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    key = rope_key(config)
     rope = config.child(key)
     named = "rope_type" if rope.has("rope_type") else "type"
     if rope.data.get(named) in _SCALING:

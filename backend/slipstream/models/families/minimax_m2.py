@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from slipstream.kernels.experts.spec import Score
 from slipstream.models.axes import Axes, QkNorms, TensorNames
-from slipstream.models.experts import KEYS, read_experts, read_routing
+from slipstream.models.experts import CORRECTION, KEYS, read_experts, read_routing
 from slipstream.models.families import mixtral
 from slipstream.models.family import family
 from slipstream.models.gguf_form import GgufForm, GgufKeys
@@ -13,7 +13,6 @@ from slipstream.models.gguf_latent import SIGMOID
 from slipstream.models.reader import Reader
 from slipstream.models.ropes import read_partial_rope
 
-CORRECTION = "e_score_correction_bias"
 NAMES = {**mixtral.NAMES, f"mlp.gate.{CORRECTION}": f"block_sparse_moe.{CORRECTION}"}
 
 

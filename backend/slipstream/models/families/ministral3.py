@@ -6,6 +6,7 @@ from slipstream.models.axes import Axes
 from slipstream.models.family import family
 from slipstream.models.gguf_form import MAGNITUDE, GgufForm, GgufKeys
 from slipstream.models.reader import Reader
+from slipstream.models.ropes import rope_key
 
 BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 STRETCHED = ("llama3", "yarn", "longrope")
@@ -15,7 +16,7 @@ _ROPE |= {"mscale_all_dim": 1.0, "mscale": 1.0}
 
 def derived(config: Reader) -> Mapping[str, object]:
     """Return the rotation without what it says of queries, and that beside it."""
-    key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    key = rope_key(config)
     rope = config.child(key)
     if not rope.data:
         rope = Reader(_ROPE, "transformers' class")

@@ -10,6 +10,7 @@ from slipstream.models.families.mixtral import NAMES
 from slipstream.models.family import family
 from slipstream.models.gguf_form import GgufForm, GgufKeys
 from slipstream.models.reader import Reader
+from slipstream.models.ropes import rope_key
 
 ROPE_FACTORS = "rope_factors_long.weight"  # of a GGUF file
 MAGNITUDES = ("short_mscale", "long_mscale")  # of cosines and sines
@@ -17,7 +18,7 @@ MAGNITUDES = ("short_mscale", "long_mscale")  # of cosines and sines
 
 def derived(config: Reader) -> Mapping[str, object]:
     """Return the rotation with what this class calls its magnitudes as that of others."""
-    key = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    key = rope_key(config)
     rope = config.child(key)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
