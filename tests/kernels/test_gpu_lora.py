@@ -19,6 +19,7 @@ from slipstream.kernels.gemm.op import (
 )
 from slipstream.kernels.gemm.sm90 import gemv, packed_pipe, packed_stream
 from slipstream.kernels.lora import terms as lora
+from slipstream.quant.matrix import Kind
 from torch import Tensor
 
 pytestmark = [
@@ -266,7 +267,8 @@ def of_packed(seed: int) -> tuple[Shape, list[int], str, Form]:
 def test_packed_gemms_add_terms(seed: int) -> None:
     """Again and again, as launches share t; rows without an adapter keep their bits."""
     shape, numbers, stage, form = of_packed(seed)
-    dtype = (torch.bfloat16, torch.float16)[seed % 3 == 2]
+    is_short = seed % 3 == 2 and form.kind is not Kind.F4  # whose results fp16 may not hold
+    dtype = torch.float16 if is_short else torch.bfloat16
     made = Adapted(shape, dtype, "cuda", seed)
     y, x = rows_of(shape, len(numbers), dtype, seed)
     matrix, dense = packed_pair(form, sum(shape.sizes), shape.inputs, "cuda", dtype)
