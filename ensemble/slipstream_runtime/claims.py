@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from slipstream_runtime.once import warn_once
+
 _log = logging.getLogger(__name__)
 _LOCK = struct.Struct("@hhqqi4x")  # flock: type, whence, start, length, pid
 _NUM_PLACES = 1 << 62
 _WRITES = "writes"  # of the whole file
 _TAKEN = (errno.EAGAIN, errno.EACCES)
 _POLL_S = 0.002
-_said: set[str] = set()  # warnings: each once a process
 
 
 class Claims:
@@ -42,7 +43,7 @@ class Claims:
             mode = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
             self._file = os.open(path.with_suffix(".lock"), mode, 0o600)
         except OSError as error:
-            _warn(f"{path}: what other processes do is not known: {error}")
+            warn_once(_log, f"{path}: what other processes do is not known: {error}")
 
     def take(self, part: str) -> bool:
         """Claim a part, unless another claimant has it; return whether it is ours now."""
@@ -84,12 +85,6 @@ class Claims:
         except OSError as error:
             if error.errno in _TAKEN:
                 return False
-            _warn(f"{self._path}: parts of it cannot be locked: {error}")
+            warn_once(_log, f"{self._path}: parts of it cannot be locked: {error}")
             self.close()
         return True
-
-
-def _warn(line: str) -> None:
-    if line not in _said:
-        _said.add(line)
-        _log.warning("%s", line)

@@ -38,7 +38,7 @@ class Pairs:
 
 
 class Pair:
-    """One end of a pair."""
+    """An end of a pair."""
 
     def __init__(self, meeting: threading.Barrier, sent: deque[Tensor]) -> None:
         self._meeting, self._sent = meeting, sent

@@ -2,6 +2,7 @@
 which products are computed so.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from slipstream.fuse.places import FusedGatedLinear
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.fp8 import Quantized, Unscaled
 from slipstream.kernels.gemm import (
+    cublaslt,
     cublaslt_api,
     cublaslt_groups,
     linear,
@@ -35,6 +37,7 @@ from slipstream.layers.linear import Linear
 from slipstream.layers.residual import Residual
 from slipstream.quant.forms import make_packed_e4m3
 from slipstream.quant.matrix import QuantMatrix, dequantise
+from slipstream_runtime import once
 from torch import Tensor
 
 GUESS, MEASURED = Algorithm(bytes(64), 0), Algorithm(bytes([7]) * 64, 0)
@@ -239,6 +242,24 @@ def test_the_library_is_asked_before_a_product_is_computed_so() -> None:
         refused = cublaslt_groups.refusal(5001, 4096, 4096, HOPPER)
         assert refused == "needs version 120900 of cuBLASLt, not 120805"
         assert asked == []
+
+
+def test_new_choices_are_seen_and_refusals_are_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(once, "_said", set())
+    with library() as asked:
+        for _ in range(2):
+            cublaslt_groups.plan_of(512, 4096, 4096, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(tuning, "choices", functools.cache(tuning.choices))
+            cublaslt.discard_plans()
+        cublaslt_groups.plan_of(512, 4096, 4096, 0)
+        assert asked == ["blocks False"] * 2
+    with library(has="nothing it knows"):
+        for rows in range(512, 1024, 4):
+            assert cublaslt_groups.plan_of(rows, 4096, 4096, 0) is None
+    assert len(caplog.records) == len(cublaslt_groups.X_SCALES)
 
 
 def test_the_measured_kernel_is_taken() -> None:

@@ -167,7 +167,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(
 def test_nobody_waits_long_for_a_process_that_writes(
     device: Device, decoder: Decoder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may be stopped; once it has gone on, all is written."""
+    """A stopped process delays nothing; what it kept others from writing is written later."""
     work = pieces(device, decoder)
     next(work)
     with closing(Claims(tuning.path(MACHINE))) as stopped, stopped.writing(0.0):

@@ -7,6 +7,7 @@ element. Splitting it costs a second kernel, and bits that depend on how many ro
 
 import functools
 import logging
+from typing import Any
 
 import msgspec
 import torch
@@ -29,6 +30,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
 _WITHOUT_E4M3 = ("sm_80", "sm_86", "sm_87")
 _ALIGNED = 16  # bytes; all that a kernel asks for
 _log = logging.getLogger(__name__)
+PLANS: list["functools._lru_cache_wrapper[Any]"] = []  # that rest on measured choices
 
 
 @op("x[n,k]:T, weight[m,k]:T")
@@ -157,6 +159,9 @@ def _plan(
     return MatmulPlan(problem, tuned(problem) or default(problem))
 
 
+PLANS.append(_plan)
+
+
 def _row_stride(name: str, rows: int, width: int, strides: tuple[int, ...]) -> int:
     """Elements from a row to the next; a single row, or column, may have any strides."""
     jit.require(
@@ -195,5 +200,6 @@ def tuned(problem: Problem) -> Algorithm | None:
 
 def discard_plans() -> None:
     """Make plans anew: the choices on disk have changed."""
-    _plan.cache_clear()
+    for plans in PLANS:
+        plans.cache_clear()
     tuning.choices.cache_clear()

@@ -9,6 +9,7 @@ import functools
 import logging
 
 import torch
+from slipstream_runtime.once import warn_once
 from torch import Tensor
 from torch.nn import functional
 
@@ -125,8 +126,12 @@ def plan_of(rows: int, inputs: int, outputs: int, device: int) -> MatmulPlan | N
             if (algorithm := _algorithm(problem)) is not None:
                 return MatmulPlan(problem, algorithm)
         except KernelError as error:  # it answers so, too, to what it does not know
-            _log.warning("%s: %s", shape, error)
+            line = f"GEMMs by groups, x scaled by {x_scales}: {error}"
+            warn_once(_log, line, ("groups", inputs, outputs, x_scales))
     return None
+
+
+cublaslt.PLANS.append(plan_of)
 
 
 def _algorithm(problem: Problem) -> Algorithm | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import torch
 from slipstream_runtime.claims import Claims
+from slipstream_runtime.once import warn_once
 
 from slipstream.kernels.gemm import cublaslt_api
 from slipstream.kernels.gemm.cublaslt_api import GemmShape
@@ -29,7 +30,6 @@ _PATIENCE_S = 30.0  # while another process writes the file
 _BRIEF_S = 0.1  # the same in idle times, when a request may come
 _log = logging.getLogger(__name__)
 _unsaved: dict["Machine", list["Choice"]] = {}  # the newest last
-_ignored: set[str] = set()  # what was said of files, once a process
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -160,19 +160,12 @@ def _read(machine: Machine) -> list[Choice]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
-        _ignore(file, str(error))
+        warn_once(_log, f"{file} is ignored: {error}")
         return []
     if (read.format, read.machine) != (_FORMAT, machine):
-        _ignore(file, "it is of another machine")
+        warn_once(_log, f"{file} is ignored: it is of another machine")
         return []
     return read.choices
-
-
-def _ignore(file: Path, why: str) -> None:
-    line = f"{file} is ignored: {why}"
-    if line not in _ignored:
-        _ignored.add(line)
-        _log.warning("%s", line)
 
 
 def save(machine: Machine, measured: Sequence[Choice], patience_s: float = _PATIENCE_S) -> None:
