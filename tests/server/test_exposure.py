@@ -52,6 +52,7 @@ def assert_exposed(pids: list[int], host: str, ports: set[int], runtime: Path, s
 
 
 def test_the_walk_sees_what_listens():
+    closed = os.open(os.devnull, os.O_RDONLY)
     with short_directory() as folder, socket.socket() as tcp, socket.socket(socket.AF_UNIX) as unix:
         tcp.bind(("127.0.0.1", 0))
         unix.bind(str(folder / "x"))
@@ -60,6 +61,7 @@ def test_the_walk_sees_what_listens():
         unix.listen()
         with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as udp:
             udp.bind(("::", 0))
+            os.close(closed)  # its number goes to the listing itself, below those of the sockets
             found = {(each.kind, each.address, each.port) for each in listening([os.getpid()])}
             assert ("udp", "::", udp.getsockname()[1]) in found
         assert ("tcp", "127.0.0.1", tcp.getsockname()[1]) in found
