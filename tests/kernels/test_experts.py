@@ -4,13 +4,25 @@ import pytest
 import torch
 from fixtures.kernels.checking import Judge, same_bits
 from fixtures.kernels.expert_cases import Sizes, make_case
+from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair, quantized
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.kernels.experts.combine import Shared, combine
-from slipstream.kernels.experts.grouped import SKINNY_ROWS, TILE_ROWS, gate_up, tile_rows
+from slipstream.kernels.experts.grouped import (
+    SKINNY_ROWS,
+    TILE_ROWS,
+    expert_matrix,
+    gate_up,
+    tile_rows,
+)
 from slipstream.kernels.experts.route import Routed, choose, most_tiles, route
 from slipstream.kernels.experts.spec import Gate, Routing, Score
+from slipstream.kernels.gemm.op import unpacked
+from slipstream.kernels.gemm.packing import TILE
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.registry import CPU
+from slipstream.quant.forms import form_of_experts
+from slipstream.quant.matrix import Kind
 from torch import Tensor
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
@@ -206,3 +218,32 @@ def test_a_step_compiles_the_tiles_of_steps_of_other_sizes(monkeypatch: pytest.M
     tiles = {dict(one.defines).get("ROWS", "8") for one in wanted}
     assert tiles == {str(rows) for rows in (SKINNY_ROWS, *TILE_ROWS)}
     assert {dict(one.defines)["GATED"] for one in wanted} == {"1"}
+
+
+_EXPERT_FORMS = [each for each in (*FORMS, *FLOATS) if not (each.has_order or each.has_factors)]
+
+
+@pytest.mark.parametrize("form", _EXPERT_FORMS, ids=str)
+@settings(max_examples=5, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 3), st.sampled_from([64, 200, 256]), st.data())
+def test_packed_experts_are_rows_of_all(
+    form: Form, count: int, tiles: int, inputs: int, data: st.DataObject
+) -> None:
+    matrix, weights = packed_pair(form, count * tiles * TILE, inputs)
+    experts = expert_matrix(matrix, count, None)
+    assert (experts.outputs, experts.inputs) == (tiles * TILE, inputs)
+    expert = data.draw(st.integers(0, count - 1))
+    found, _ = experts.of(expert)
+    assert matrix.groups is not None
+    whole = unpacked(matrix.values, matrix.groups)
+    if matrix.scales is not None:
+        whole = whole * matrix.scales[:, None]
+    part = slice(expert * tiles * TILE, (expert + 1) * tiles * TILE)
+    assert same_bits(found, whole[part])
+    torch.testing.assert_close(found, weights[part], rtol=1e-5, atol=1e-7)
+
+
+def test_experts_that_begin_within_a_tile_are_not_packed() -> None:
+    matrix = quantized(Form(Kind.W8, 32, torch.float32), 4 * 24, 64)
+    assert form_of_experts(matrix, 3, CPU, torch.float32) is not None
+    assert form_of_experts(matrix, 4, CPU, torch.float32) is None

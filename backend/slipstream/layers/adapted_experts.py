@@ -74,7 +74,7 @@ class ExpertTerms:
 
 def _terms_of(expert: int, terms: Sequence[Term], matrix: ExpertMatrix) -> list[Term]:
     """Return what terms of all experts have of one, by its own outputs."""
-    count = matrix.values.shape[1]
+    count = matrix.outputs
     begin, end = expert * count, (expert + 1) * count
     found = []
     for term in terms:

@@ -3,7 +3,8 @@
     router -> choice, places -> gates and ups of places -> outputs of pairs -> sum
 
 Everything happens on the device, with launches whose shapes depend on the number of rows alone, so
-that CUDA graphs hold them. Weights of all experts are one tensor, `[e, 2i, h]` and `[e, h, i]`.
+that CUDA graphs hold them. Weights of all experts are one tensor, `[e, 2i, h]` and `[e, h, i]`,
+or packed.
 """
 
 from typing import Protocol
@@ -16,7 +17,13 @@ from slipstream.kernels.elementwise.activation import silu_mul
 from slipstream.kernels.experts.combine import Shared, combine
 from slipstream.kernels.experts.down_add import down_add
 from slipstream.kernels.experts.down_add import takes as takes_down
-from slipstream.kernels.experts.grouped import ExpertMatrix, down, gate_up, tile_rows
+from slipstream.kernels.experts.grouped import (
+    ExpertMatrix,
+    down,
+    expert_matrix,
+    gate_up,
+    tile_rows,
+)
 from slipstream.kernels.experts.route import Routed, route
 from slipstream.kernels.experts.router import Chosen, RouterStages, choose_rows
 from slipstream.kernels.experts.router import takes as takes_router
@@ -27,7 +34,8 @@ from slipstream.layers.norm import Norm, RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
 from slipstream.quant.auto import dequantised
-from slipstream.quant.matrix import write
+from slipstream.quant.forms import form_of_experts
+from slipstream.quant.matrix import QuantMatrix, selected, stack, write
 from slipstream.quant.rounding import rounded_e4m3
 
 SCHEMES = ("auto", "none", "fp8")  # that experts can be kept in
@@ -154,59 +162,82 @@ def _router(w: WeightSource, config: ExpertsConfig, hidden: int) -> Linear:
 def _matrix(
     w: WeightSource, names: tuple[str, ...], config: ExpertsConfig, outputs: int, inputs: int
 ) -> ExpertMatrix:
-    """Read the matrices `names` of all experts, `[outputs, inputs]` each, into one tensor."""
+    """Read the matrices `names` of all experts, `[outputs, inputs]` each, as one."""
     assert w.quantization in SCHEMES, f"experts in {w.quantization}"
     count = config.routing.num_experts
-    if config.is_fused:
-        values, bias = _fused(w, names, config, outputs, inputs)
-    else:
-        values, bias = _separate(w, names, config, outputs, inputs)
+    read = _fused if config.is_fused else _separate
+    values, bias = read(w, names, config, outputs, inputs)
+    if isinstance(values, QuantMatrix):
+        return expert_matrix(_kept(w, values, count), count, bias)
     if w.quantization != "fp8":
         return ExpertMatrix(values, None, bias)
     rounded, scales = rounded_e4m3(values.view(-1, inputs))
     return ExpertMatrix(rounded.view(values.shape), scales.view(count, -1), bias)
 
 
+def _kept(w: WeightSource, matrix: QuantMatrix, count: int) -> Matrix:
+    """Return the weights of `count` experts as kernels take them, dequantised if none does."""
+    if (form := form_of_experts(matrix, count, w.target, w.dtype)) is not None:
+        w.note(f"experts of {matrix}: {form.name}")
+        made = form.make(matrix)
+        assert isinstance(made, Matrix), "of experts"
+        return made
+    _note(w, str(matrix))
+    out = torch.empty(matrix.outputs, matrix.inputs, dtype=w.dtype, device=w.device)
+    write(matrix, out)
+    return Matrix(out)
+
+
 def _separate(
     w: WeightSource, names: tuple[str, ...], config: ExpertsConfig, outputs: int, inputs: int
-) -> tuple[Tensor, Tensor | None]:
-    """Read `experts.N.NAME` of all experts: weights and biases."""
+) -> tuple[Tensor | QuantMatrix, Tensor | None]:
+    """Read `experts.N.NAME` of all experts: weights, `[e, m, k]` or quantised, and biases."""
     count = config.routing.num_experts
     full = [f"experts.{expert}.{name}" for expert in range(count) for name in names]
     rows = [outputs] * len(full)
-    parts = [w.quantized(name, outputs, inputs) for name in full]
-    if any(part is not None for part in parts):
-        _note(w)
-        values = dequantised(w, list(zip(full, rows, strict=True)), parts, inputs)
-    else:
-        values = w.stacked([f"{name}.weight" for name in full], rows, inputs)
     bias = None
     if config.bias:
         bias = w.stacked([f"{name}.bias" for name in full], rows).view(count, -1)
+    parts = [w.quantized(name, outputs, inputs) for name in full]
+    found = [part for part in parts if part is not None]
+    if not found:
+        weights = [f"{name}.weight" for name in full]
+        return w.stacked(weights, rows, inputs).view(count, -1, inputs), bias
+    whole = stack(found) if len(found) == len(parts) and w.quantization == "auto" else None
+    if whole is not None:
+        return whole, bias
+    _note(w, " and ".join(sorted({str(part) for part in found})))
+    values = dequantised(w, list(zip(full, rows, strict=True)), parts, inputs)
     return values.view(count, -1, inputs), bias
 
 
 def _fused(
     w: WeightSource, names: tuple[str, ...], config: ExpertsConfig, outputs: int, inputs: int
-) -> tuple[Tensor, Tensor | None]:
-    """Read `experts.NAME`, of gate and up `gate_up_proj`, which has all experts."""
+) -> tuple[Tensor | QuantMatrix, Tensor | None]:
+    """Read `experts.NAME`, of gate and up `gate_up_proj`, which has all experts.
+
+    Rows of gate and up take turns there; of those returned all gates are first.
+    """
     count, rows = config.routing.num_experts, outputs * len(names)
     name = f"experts.{'gate_up_proj' if len(names) > 1 else names[0]}"
+    bias = w.tensor(f"{name}_bias", count, rows) if config.bias else None
+    apart = torch.arange(rows).view(-1, len(names)).T.flatten()
+    if bias is not None:
+        bias = bias[:, apart.to(bias.device)].contiguous()
     matrix = w.quantized(name, count * rows, inputs)
     if matrix is None:
         values = w.tensor(name, count, inputs, rows).transpose(1, 2)
-    else:
-        _note(w)
-        values = torch.empty(count * rows, inputs, dtype=w.dtype, device=w.device)
-        write(matrix, values)
-        values = values.view(count, rows, inputs)
-    bias = w.tensor(f"{name}_bias", count, rows) if config.bias else None
-    if len(names) > 1:
-        values = torch.cat([values[:, ::2], values[:, 1::2]], 1)
-        bias = None if bias is None else torch.cat([bias[:, ::2], bias[:, 1::2]], 1)
-    return values.contiguous(), bias
+        return values[:, apart.to(values.device)].contiguous(), bias
+    order = (torch.arange(count)[:, None] * rows + apart).flatten()
+    matrix = selected(matrix, order.to(matrix.codes.device))
+    if w.quantization == "auto":
+        return matrix, bias
+    _note(w, str(matrix))
+    values = torch.empty(count * rows, inputs, dtype=w.dtype, device=w.device)
+    write(matrix, values)
+    return values.view(count, rows, inputs), bias
 
 
-def _note(w: WeightSource) -> None:
+def _note(w: WeightSource, kinds: str) -> None:
     dtype = str(w.dtype).removeprefix("torch.")
-    w.note(f"experts: dequantised to {dtype} as they are loaded; no GEMM here takes them packed")
+    w.note(f"experts of {kinds}: dequantised to {dtype} as they are loaded")

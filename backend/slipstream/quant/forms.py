@@ -254,9 +254,26 @@ FORMS = (
 )
 
 
+# Of forms that kernels for experts take.
+EXPERT_MAKERS = (make_tiles, _make_fp8)
+
+
 def form_of(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> Form | None:
     """Return the first form that takes weights on a device; None: they must be dequantised."""
     return next((form for form in FORMS if form.takes(matrix, target, dtype)), None)
+
+
+def form_of_experts(
+    matrix: QuantMatrix, count: int, target: Target, dtype: torch.dtype
+) -> Form | None:
+    """Return the form of weights of `count` experts under one another; None: as `form_of`.
+
+    Experts begin at tiles, and inputs of all come as they are.
+    """
+    form = form_of(matrix, target, dtype)
+    if form is None or form.make not in EXPERT_MAKERS or not matrix.is_plain:
+        return None
+    return None if matrix.outputs % (count * packing.TILE) else form
 
 
 def product(x: Tensor, weights: Packed) -> Tensor:

@@ -4,7 +4,7 @@ Every format of a checkpoint becomes a `QuantMatrix` without a second rounding. 
 definition of what it stands for; whatever multiplies with it must agree with that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -125,12 +125,29 @@ def write(matrix: QuantMatrix, out: Tensor) -> None:
         out[part] = dequantise(rows(matrix, part))
 
 
+_BY_ROW = ("codes", "scales", "zeros", "minimums", "outer")
+
+
 def rows(matrix: QuantMatrix, part: slice) -> QuantMatrix:
-    """Return some rows of it."""
-    names = ("zeros", "minimums", "outer")
-    own = {name: getattr(matrix, name) for name in names}
-    cut: dict[str, Any] = {name: None if each is None else each[part] for name, each in own.items()}
-    return replace(matrix, codes=matrix.codes[part], scales=matrix.scales[part], **cut)
+    """Return some rows of it, which share its memory."""
+    return _each(matrix, lambda each: each[part])
+
+
+def selected(matrix: QuantMatrix, indices: Tensor) -> QuantMatrix:
+    """Return the rows of `indices`, in that order."""
+    return _each(matrix, lambda each: _bytes_of(each)[indices].view(each.dtype))
+
+
+def _each(matrix: QuantMatrix, change: Callable[[Tensor], Tensor]) -> QuantMatrix:
+    """Change all that has a row for each output."""
+    own = {name: getattr(matrix, name) for name in _BY_ROW}
+    changed: dict[str, Any] = {n: None if each is None else change(each) for n, each in own.items()}
+    return replace(matrix, **changed)
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    """Return e4m3 as bytes: no kernel joins or selects these."""
+    return values.view(torch.uint8) if values.dtype == E4M3 else values
 
 
 def stack(parts: Sequence[QuantMatrix]) -> QuantMatrix | None:
@@ -145,12 +162,9 @@ def stack(parts: Sequence[QuantMatrix]) -> QuantMatrix | None:
         found = [getattr(each, name) for each in parts]
         if found[0] is None:
             return None
-        if found[0].dtype == E4M3:  # no kernel joins these
-            return torch.cat([each.view(torch.uint8) for each in found]).view(E4M3)
-        return torch.cat(found)
+        return torch.cat([_bytes_of(each) for each in found]).view(found[0].dtype)
 
-    names = ("codes", "scales", "zeros", "minimums", "outer")
-    whole: dict[str, Any] = {name: joined(name) for name in names}
+    whole: dict[str, Any] = {name: joined(name) for name in _BY_ROW}
     return replace(first, **whole)
 
 

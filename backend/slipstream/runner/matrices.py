@@ -146,7 +146,7 @@ def weight_parts(
     return WeightParts(
         _num_bytes(found),
         _num_bytes(_objects(matrices)),
-        sum(matrix.values.numel() for matrix in matrices),
+        sum(len(each.values) * each.outputs * each.inputs for each in matrices),
         len(layers),
         tuple(
             PackedPart(

@@ -19,6 +19,8 @@ from slipstream.kernels.elementwise.fp8 import E4M3
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Gate
+from slipstream.kernels.gemm.op import Matrix, unpacked
+from slipstream.kernels.gemm.packing import Groups
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 
@@ -41,18 +43,58 @@ _FIXED_ROWS = 16  # of every product on a CPU whose rows may not depend on each 
 
 
 class ExpertMatrix(NamedTuple):
-    """Weights of all experts: of e4m3 times a scale for each row."""
+    """Weights of all experts: of e4m3 times a scale for each row, or packed."""
 
-    values: Tensor  # [e, m, k], of the model's dtype or e4m3
+    values: Tensor  # [e, m, k], of the model's dtype or e4m3; packed ones [e, tiles, _]
     scales: Tensor | None = None  # [e, m] f32
     bias: Tensor | None = None  # [e, m]
+    groups: Groups | None = None  # of packed values: the packing of one expert, tensors [e, ...]
+
+    @property
+    def outputs(self) -> int:
+        """Rows of an expert's weights, m."""
+        return self.values.shape[1] if self.groups is None else self.groups.packing.outputs
+
+    @property
+    def inputs(self) -> int:
+        """Columns of the weights, k."""
+        return self.values.shape[2] if self.groups is None else self.groups.packing.inputs
+
+    def matrix(self, expert: int) -> Matrix:
+        """Return one expert's weights, as those of a linear layer."""
+        scales = None if self.scales is None else self.scales[expert]
+        if (groups := self.groups) is not None:
+            own = (groups.scales, groups.zeros, groups.minimums)
+            of_groups, zeros, minimums = (None if x is None else x[expert] for x in own)
+            assert of_groups is not None, "groups have scales"
+            groups = groups._replace(scales=of_groups, zeros=zeros, minimums=minimums)
+        return Matrix(self.values[expert], scales, groups)
 
     def of(self, expert: int) -> tuple[Tensor, Tensor | None]:
         """Return one expert's weights and bias, in fp32."""
-        weight = self.values[expert].float()
-        if self.scales is not None:
-            weight = weight * self.scales[expert][:, None]
+        values, scales, groups = self.matrix(expert)
+        weight = values.float() if groups is None else unpacked(values, groups)
+        if scales is not None:
+            weight = weight * scales[:, None]
         return weight, None if self.bias is None else self.bias[expert].float()
+
+
+def expert_matrix(matrix: Matrix, count: int, bias: Tensor | None) -> ExpertMatrix:
+    """Divide weights of `count` experts under one another, `[e * m, k]`; packed by whole tiles."""
+
+    def divided(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.view(count, -1, *x.shape[1:])
+
+    values, scales, groups = divided(matrix.values), matrix.scales, matrix.groups
+    assert values is not None, "there are weights"
+    if groups is not None:
+        assert groups.is_plain, "inputs of all experts come as they are"
+        packing = groups.packing._replace(outputs=groups.packing.outputs // count)
+        of_groups = divided(groups.scales)
+        assert of_groups is not None, "groups have scales"
+        zeros, minimums = divided(groups.zeros), divided(groups.minimums)
+        groups = Groups(packing, of_groups, zeros, minimums=minimums)
+    return ExpertMatrix(values, None if scales is None else scales.view(count, -1), bias, groups)
 
 
 def tile_rows(
@@ -122,7 +164,7 @@ def gate_up(
         gate: the activation.
         deterministic: whether a row's result may not depend on its neighbours.
     """
-    out = torch.empty(len(routed.order), values.shape[1] // 2, dtype=x.dtype, device=x.device)
+    out = torch.empty(len(routed.order), matrix.outputs // 2, dtype=x.dtype, device=x.device)
     rows = x[routed.order.long() // routed.top_k]
     for part, product in _each(rows, matrix, routed, deterministic):
         out[part] = gated(product, gate).to(x.dtype)
@@ -142,7 +184,7 @@ def down(
         routed: as of `gate_up`.
         deterministic: as of `gate_up`.
     """
-    out = torch.empty(len(routed.order), values.shape[1], dtype=x.dtype, device=x.device)
+    out = torch.empty(len(routed.order), matrix.outputs, dtype=x.dtype, device=x.device)
     weights = routed.weights.flatten()
     for part, product in _each(x, matrix, routed, deterministic):
         pairs = routed.order[part].long()

@@ -187,6 +187,12 @@ def normed(x: Tensor, around: Around) -> Tensor:
     return rms_norm(x, around.norm, around.eps, around.plus_one)
 
 
+def unpacked(values: Tensor, groups: Groups) -> Tensor:
+    """Return the weights that packed ones stand for, `[m, k]` fp32, of inputs as they lie."""
+    is_tiled = groups.packing.layout in (cpu_packing.LAYOUT, cpu_packing.ROWS)
+    return (cpu_packing.dense if is_tiled else dense)(values, groups)
+
+
 @op("x[n,k]:T, weight[_,_]:W", spec=spec_of, package=__package__)
 def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`x W^T` with what is around it, `[n, m]`, `[n, m / 2]` behind a gate; `residual` if given.
@@ -207,9 +213,7 @@ def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     if around.groups is None:
         y = functional.linear(y, weight.float())
     else:
-        is_tiled = around.groups.packing.layout in (cpu_packing.LAYOUT, cpu_packing.ROWS)
-        plain = (cpu_packing.dense if is_tiled else dense)(weight, around.groups)
-        y = functional.linear(arranged(y, around.groups), plain)
+        y = functional.linear(arranged(y, around.groups), unpacked(weight, around.groups))
     dtype = torch.bfloat16 if x.dtype == E4M3 else x.dtype
     if around.scales is not None:
         y = scaled(y.to(dtype), *around.scales)
