@@ -48,8 +48,13 @@ def is_tried(wanted: Variant) -> bool:
 VARIANTS = list(dict.fromkeys(v for m in modules() for v in m.variants() if is_tried(v)))
 SOURCES = {str(path.relative_to(jit.FOLDER)) for path in jit.FOLDER.rglob("*.cu")}
 ENTRIES = {source: entries(source) for source in sorted(SOURCES)}
-# Bits, scales, parts, zeros: integers by 128 and with all that there is, e2m1 by 16.
-PACKED_KINDS = {("4", "BFloat16", "1", "0"), ("8", "float", "4", "1"), ("4", "BFloat16", "8", "0")}
+# Codes, scales, parts, zeros: integers by 128 and with all that there is, e2m1 by 16, e4m3 by 128.
+PACKED_KINDS = {
+    ("4", "INTEGERS", "BFloat16", "1", "0"),
+    ("8", "INTEGERS", "float", "4", "1"),
+    ("4", "E2M1", "BFloat16", "8", "0"),
+    ("8", "E4M3", "float", "1", "0"),
+}
 WIDEST_PACKED = {("8", "8"), ("16", "4"), ("32", "4"), ("64", "2"), ("128", "1")}
 WIDEST_OF_SOURCE = {
     "gemm/sm90/packed_stream.cu": {("8", "4"), ("16", "2")},
@@ -101,7 +106,7 @@ def is_everyday(wanted: Variant) -> bool:
         return False
     is_one = skinny == ("128", "BFloat16") and not is_smaller
     if "PARTS" in defines:  # packed weights
-        kind = (defines["BITS"], defines["SCALE"], defines["PARTS"], defines["ZEROS"])
+        kind = tuple(defines[name] for name in ("BITS", "CODES", "SCALE", "PARTS", "ZEROS"))
         shape = (defines.get("COLUMNS", "8"), defines.get("TILES", "8"))
         is_usual = kind in PACKED_KINDS
         if defines.get("FP8") == "1":  # fewer registers than rows of 16 bits

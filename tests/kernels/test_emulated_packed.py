@@ -6,12 +6,15 @@ from typing import NamedTuple
 import pytest
 import torch
 from fixtures.kernels.emulation import emulate
-from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair
+from fixtures.kernels.packed_cases import BLOCKS, FLOATS, FORMS, Form, packed_pair
 from fixtures.tiers import quick_of
-from slipstream.kernels.gemm.op import Around, gemm
-from slipstream.kernels.gemm.sm90.packed_pipe import packed_pipe
+from slipstream.kernels.gemm import packed, unpacked
+from slipstream.kernels.gemm.op import E4M3, Around, gemm
+from slipstream.kernels.gemm.sm90.packed_pipe import packed_pipe, pipe_scaled
 from slipstream.kernels.gemm.sm90.packed_stream import packed_stream
 from slipstream.kernels.runtime import jit
+from slipstream.quant.forms import make_packed
+from slipstream.quant.matrix import Kind, QuantMatrix, dequantise
 from torch import Tensor
 
 
@@ -33,12 +36,15 @@ CASES = {
     "stream, sixteen columns": Case(packed_stream, 11, 48, 520, FORMS[2]),
     "stream, 8 bits": Case(packed_stream, 8, 176, 4104, FORMS[7]),
     "stream, floats": Case(packed_stream, 2, 48, 264, FLOATS[0]),
+    "stream, e4m3": Case(packed_stream, 2, 48, 520, BLOCKS),
     "pipe, gated": Case(packed_pipe, 3, 288, 264, gate="silu"),
     "pipe, zeros": Case(packed_pipe, 16, 200, 520, FORMS[1]),
     # More blocks than slots.
     "pipe, long": Case(packed_pipe, 10, 128, 2088),
     "pipe, 8 bits": Case(packed_pipe, 1, 256, 1032, FORMS[7]),
     "pipe, floats": Case(packed_pipe, 8, 128, 520, FLOATS[0]),
+    "pipe, e4m3": Case(packed_pipe, 8, 128, 520, FORMS[10]),
+    "pipe, e4m3 scaled": Case(pipe_scaled, 17, 256, 264, FORMS[11]),
 }
 
 
@@ -54,13 +60,44 @@ def test_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     matrix = packed_pair(case.form, case.outputs, case.inputs)[0]
     residual = None if case.gate else drawn(case.rows, case.outputs)
-    x = drawn(case.rows, case.inputs) / 100
+    x = drawn(case.rows, case.inputs)
     around = Around(
         columns=matrix.scales, bias=drawn(case.outputs), gate=case.gate, groups=matrix.groups
     )
     wanted = gemm.oracle(x, matrix.values, around._replace(residual=_copied(residual)))
     found = case.kernel(x, matrix.values, around._replace(residual=residual))
     torch.testing.assert_close(found, wanted, atol=0.03, rtol=0.008)
+
+
+@pytest.mark.parametrize("kernel", quick_of((packed_stream, packed_pipe), {packed_stream}))
+@pytest.mark.parametrize("dtype", quick_of(packed.DTYPES, {torch.bfloat16}))
+def test_every_code_of_e4m3_is_decoded_exactly(
+    kernel: Callable[..., Tensor], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs with a NaN among their weights are NaN, for any x; all others are exact."""
+    emulate(monkeypatch)
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    matrix = QuantMatrix(Kind.F8, codes.view(E4M3), torch.ones(16, 1), 16, 16)
+    made = make_packed(matrix)
+    wanted = codes.view(E4M3).float()
+    has_nan = wanted.isnan().any(1)
+    assert has_nan.nonzero().flatten().tolist() == [7, 15]
+    found = kernel(torch.eye(16, dtype=dtype), made.values, Around(groups=made.groups)).T
+    assert torch.equal(found[~has_nan].float(), wanted[~has_nan])
+    assert bool(found[has_nan].isnan().all())
+
+
+def test_all_codes_of_e4m3_become_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    codes = codes.masked_fill(codes & 0x7F == 0x7F, 0)
+    scales = torch.tensor([2.0**-9, 3.0]).repeat(8)[:, None]
+    matrix = QuantMatrix(Kind.F8, codes.view(E4M3), scales, 16, 16)
+    made = make_packed(matrix)
+    assert made.groups is not None
+    for dtype in packed.DTYPES:
+        found = unpacked.unpacked.launcher(made.values, made.groups, dtype)
+        assert torch.equal(found, dequantise(matrix).to(dtype))
 
 
 def _copied(residual: Tensor | None) -> Tensor | None:

@@ -134,13 +134,14 @@ def test_divisions_for_streams(
 STREAMS = frozenset(packed_stream.variants())
 
 
-@given(st.integers(1, 300), st.sampled_from([16, 32, 64, 128, 192, 256, 4096]), st.booleans())
-def test_groups_of_a_piece_fit_its_slot(blocks: int, group: int, is_float: bool) -> None:
+@given(st.integers(1, 300), st.sampled_from([16, 32, 64, 128, 192, 256, 4096]))
+def test_groups_of_a_piece_fit_its_slot(blocks: int, group: int) -> None:
     """The scales that `copy_piece` of packed_stream.cu copies are those that its warps read."""
     inputs = blocks * BLOCK
-    size = packing.group_of(group, inputs, is_float or group == 16)
+    codes: packing.Codes = "e2m1" if group == 16 else "integers"
+    size = packing.group_of(group, inputs, codes)
     assert size is not None
-    made = Packing(4, size, TILE, inputs, torch.float16, False, group == 16)
+    made = Packing(4, size, TILE, inputs, torch.float16, False, codes)
     for first in range(0, blocks, packed_stream.WARPS):
         of_piece = range(first, min(first + packed_stream.WARPS, blocks))
         parts = [block * made.parts + part for block in of_piece for part in range(made.parts)]
@@ -162,7 +163,7 @@ def test_divisions_for_pipes(
     rows: int, tiles: int, blocks: int, sms: int, made: Packing, scaled: bool
 ) -> None:
     made = made._replace(outputs=tiles * TILE, inputs=blocks * BLOCK)
-    scaled = scaled and not made.is_float and made.scale == torch.float16
+    scaled = scaled and not made.scales_numbers and made.scale == torch.float16
     found = packed_pipe.tiling(rows, made, scaled, sms)
     assert found is not None
     if rows <= found.columns:  # not by the rows themselves

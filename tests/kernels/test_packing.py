@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair, quantized
+from fixtures.kernels.packed_cases import BLOCKS, FLOATS, FORMS, Form, packed_pair, quantized
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.kernels.elementwise import fp8
@@ -15,7 +15,7 @@ from slipstream.kernels.gemm.op import Around, gemm
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Implementation, Target
 from slipstream.quant import forms
-from slipstream.quant.matrix import Kind, dequantise
+from slipstream.quant.matrix import E4M3, Kind, QuantMatrix, dequantise
 from torch import Tensor
 
 STEPS = BLOCK // 16
@@ -48,6 +48,17 @@ def decoded(words: Tensor, zero: Tensor, bits: int, dtype: torch.dtype, register
     value = numbers(pair & 0x007F007F | 0x43004300, dtype)
     signed = exact(value + numbers(pair & 0x00800080 ^ 0xC380C380, dtype))
     return exact(signed + (128 - zero))
+
+
+def decoded_e4m3(words: Tensor, dtype: torch.dtype, register: int) -> Tensor:
+    """The same of e4m3; subnormal numbers count."""
+    place, digits = (1, 0x3F803F80) if dtype == torch.float16 else (4, 0x07F007F0)
+    word, is_second = words[..., register // 2], register % 2 == 1
+    spread = word >> place if is_second else word << (8 - place)
+    pair = spread & digits | (word if is_second else word << 8) & 0x80008000
+    value = numbers(pair, dtype) * 2.0 ** (8 if dtype == torch.float16 else 120)
+    assert torch.equal(value.to(dtype).float(), value), "the product is no number of the dtype"
+    return value
 
 
 def decoded_floats(words: Tensor, scale: Tensor, dtype: torch.dtype, register: int) -> Tensor:
@@ -84,9 +95,11 @@ def as_threads_read(values: Tensor, groups: Groups, dtype: torch.dtype) -> Tenso
                     if groups.zeros is not None:
                         zero = groups.zeros[tile, group, row].float()[:, None]
                     scale = groups.scales[tile, group, row].float()
-                    if made.is_float:
+                    if made.codes == "e2m1":
                         pair = decoded_floats(words, scale[:, None], dtype, register)
                         scale = torch.ones(32)
+                    elif made.codes == "e4m3":
+                        pair = decoded_e4m3(words, dtype, register)
                     else:
                         pair = decoded(words, zero, made.bits, dtype, register)
                     column = block * BLOCK + step * 16 + 2 * t + 8 * (register // 2)
@@ -209,7 +222,7 @@ def test_packing_has_an_inverse(bits: int, outputs: int, eighths: int, for_e4m3:
     assert (full[outputs:] == packing.MIDDLE[bits]).all()  # a row that is not there is of zeros
 
 
-@pytest.mark.parametrize("form", [FORMS[1], FORMS[4], FORMS[5], FLOATS[0]], ids=str)
+@pytest.mark.parametrize("form", [FORMS[1], FORMS[4], FORMS[5], BLOCKS, FLOATS[0]], ids=str)
 def test_the_oracle_multiplies_with_what_the_checkpoint_stands_for(form: Form) -> None:
     matrix, weight = packed_pair(form, 40, 256)
     x, bias, residual = torch.randn(3, 256), torch.randn(40), torch.randn(3, 40)
@@ -239,6 +252,54 @@ def test_what_has_no_packing_is_dequantised() -> None:
     assert not is_packed(Form(group=16), 256, cuda, bf16)
     assert not is_packed(Form(group=96), 192, cuda, bf16)
     assert not is_packed(Form(group=1 << 20), 100, cuda, bf16)
+
+
+def test_e4m3_stays_packed_in_groups_on_any_gpu() -> None:
+    def form(target: str, dtype: torch.dtype, made: Form = BLOCKS, **more: object) -> str:
+        matrix = replace(quantized(made, 16, 256), **more)  # type: ignore[arg-type]
+        found = forms.form_of(matrix, KNOWN[target], dtype)
+        return "dequantised" if found is None else found.name
+
+    packed, by_row = "kept packed, multiplied with 16-bit rows", Form(Kind.F8, 1 << 20)
+    for target in ("sm_80", "sm_90a", "sm_100a"):
+        for dtype in (torch.float16, torch.bfloat16):
+            assert form(target, dtype) == packed
+            assert form(target, dtype, Form(Kind.F8, 64)) == packed
+    assert form("sm_90a", torch.bfloat16, by_row) == "e4m3 products, rows quantised by token"
+    assert form("sm_80", torch.bfloat16, by_row) == packed  # which has no such products
+    assert form("sm_90a", torch.float32) == "dequantised"
+    assert form("sm_90a", torch.bfloat16, Form(Kind.F8, 96)) == "dequantised"
+    assert form("sm_90a", torch.bfloat16, Form(Kind.F8, 16)) == "dequantised"
+    assert form("sm_90a", torch.bfloat16, outer=torch.ones(16)) == "dequantised"
+    zeros = torch.zeros(16, 2, dtype=torch.int8)
+    assert form("sm_90a", torch.bfloat16, zeros=zeros) == "dequantised"
+    assert forms.form_of(quantized(BLOCKS, 16, 256), CPU, torch.bfloat16) is None
+    assert str(packed_pair(BLOCKS, 16, 256)[0].groups.packing) == "e4m3 by 128, packed"  # type: ignore[union-attr]
+
+
+@given(st.integers(1, 3), st.sampled_from([32, 128, 1 << 20]), st.integers(1, 40), st.data())
+def test_a_nan_of_e4m3_is_its_group_s(
+    rows: int, group: int, eighths: int, data: st.DataObject
+) -> None:
+    """The group's scale has it, so that no kernel need look for it."""
+    inputs = 8 * eighths
+    codes = torch.zeros(rows, inputs, dtype=torch.uint8)
+    row, at = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, inputs - 1))
+    codes[row, at] = data.draw(st.sampled_from([0x7F, 0xFF]))
+    size = min(group, inputs)
+    scales = torch.ones(rows, -(-inputs // size))
+    matrix = QuantMatrix(Kind.F8, codes.view(E4M3), scales, size, inputs)
+    made = forms.make_packed(matrix)
+    assert made.groups is not None
+    expected = torch.ones(rows, scales.shape[1])
+    expected[row, at // size] = float("nan")
+    found = packing.by_row(made.groups.scales, made.groups.packing)
+    assert torch.equal(found.isnan(), expected.repeat_interleave(size, 1)[:, :inputs].isnan())
+    product, wanted = (
+        torch.ones(1, inputs) @ each.T
+        for each in (packing.dense(made.values, made.groups), dequantise(matrix))
+    )
+    assert torch.equal(product.isnan(), wanted.isnan())
 
 
 def test_groups_of_rows_and_of_what_does_not_divide() -> None:

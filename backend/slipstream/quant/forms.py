@@ -15,7 +15,7 @@ from slipstream.kernels.cpu.native import library
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.gemm import cpu_packing, packing
 from slipstream.kernels.gemm.op import Matrix
-from slipstream.kernels.gemm.packing import Groups, Packing
+from slipstream.kernels.gemm.packing import Codes, Groups, Packing
 from slipstream.kernels.runtime.registry import Target
 from slipstream.quant.matrix import Kind, QuantMatrix, codes_of
 from slipstream.quant.scheme import MatrixSource
@@ -23,6 +23,7 @@ from slipstream.quant.scheme import MatrixSource
 _GROUPS = (32, 64, 128, 256)  # of torch's product with 4 bits
 _TILE = 32  # outputs of the same
 _BITS = {Kind.W4: 4, Kind.W8: 8}
+_CODES: dict[Kind, Codes] = {Kind.W4: "integers", Kind.W8: "integers", Kind.F8: "e4m3"}
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _PIECE = 8  # inputs that a kernel copies at a time
 
@@ -98,7 +99,9 @@ def _make_fp8(matrix: QuantMatrix) -> Matrix:
 
 
 def _takes_packed(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
-    if matrix.kind not in _BITS or target.device != "cuda" or dtype not in fp8.DTYPES:
+    if matrix.kind not in _CODES or target.device != "cuda" or dtype not in fp8.DTYPES:
+        return False
+    if matrix.kind is Kind.F8 and matrix.zeros is not None:
         return False
     is_linear = matrix.minimums is None and matrix.outer is None and matrix.scales.dtype in _FLOATS
     has_groups = packing.group_of(matrix.group, matrix.inputs) is not None
@@ -123,21 +126,27 @@ def make_packed(matrix: QuantMatrix) -> Matrix:
 
 
 def _make_packed(matrix: QuantMatrix, for_e4m3: bool) -> Matrix:
-    bits = _BITS[matrix.kind]
-    offset = packing.MIDDLE[8] if bits == 8 else 0  # of codes that have a sign
-    group = packing.group_of(matrix.group, matrix.inputs)
+    bits, group = _BITS.get(matrix.kind, 8), packing.group_of(matrix.group, matrix.inputs)
     assert group is not None, "the form was asked"
     zeros, scales = matrix.zeros, matrix.scales
     sizes = (matrix.outputs, matrix.inputs, scales.dtype, zeros is not None)
-    made = Packing(bits, group, *sizes, for_e4m3=for_e4m3)
-    unsigned = (codes_of(matrix).to(torch.int16) + offset).to(torch.uint8)
-    values = packing.pack(unsigned, bits, packing.MIDDLE[bits], for_e4m3)
+    made = Packing(bits, group, *sizes, _CODES[matrix.kind], for_e4m3)
+    unsigned = _unsigned(codes_of(matrix), matrix.kind)
+    values = packing.pack(unsigned, bits, made.middle, for_e4m3)
     if zeros is not None:
-        unsigned_zeros = (zeros.to(torch.int16) + offset).to(torch.uint8)
-        zeros = packing.by_tile(unsigned_zeros, made, packing.MIDDLE[bits])
+        zeros = packing.by_tile(_unsigned(zeros, matrix.kind), made, made.middle)
+    if matrix.kind is Kind.F8:
+        scales = packing.scales_with_nan(scales, unsigned, matrix.group)
     by_tile = packing.by_tile(scales, made, 0)
     groups = Groups(made, by_tile, zeros, matrix.order, matrix.factors)
     return Matrix(values, groups=groups)
+
+
+def _unsigned(codes: Tensor, kind: Kind) -> Tensor:
+    """Return codes or zeros as kernels have them, u8: those that have a sign from 0 on."""
+    if kind is Kind.F8:
+        return codes.view(torch.uint8)
+    return (codes.to(torch.int16) + packing.MIDDLE[8]).to(torch.uint8) if kind is Kind.W8 else codes
 
 
 def _lifted(matrix: QuantMatrix, dtype: torch.dtype) -> Tensor | None:
@@ -152,16 +161,16 @@ def _takes_floats(matrix: QuantMatrix, target: Target, dtype: torch.dtype, of: t
         return False
     if target.device != "cuda" or dtype != of or matrix.inputs % _PIECE:
         return False
-    has_groups = packing.group_of(matrix.group, matrix.inputs, True) is not None
+    has_groups = packing.group_of(matrix.group, matrix.inputs, "e2m1") is not None
     return has_groups and _lifted(matrix, of) is not None
 
 
 def make_floats(matrix: QuantMatrix, of: torch.dtype) -> Matrix:
     """Put e2m1 and its scales in the order of the kernels, for rows `of` a dtype."""
-    group, scales = packing.group_of(matrix.group, matrix.inputs, True), _lifted(matrix, of)
+    group, scales = packing.group_of(matrix.group, matrix.inputs, "e2m1"), _lifted(matrix, of)
     assert group is not None, "the form was asked"
     assert scales is not None, "the form was asked"
-    made = Packing(4, group, matrix.outputs, matrix.inputs, of, False, True)
+    made = Packing(4, group, matrix.outputs, matrix.inputs, of, False, "e2m1")
     values = packing.pack(codes_of(matrix), 4, 0)
     groups = Groups(made, packing.by_tile(scales, made, 0), None, matrix.order, matrix.factors)
     factors = torch.full((matrix.outputs,), 1 / packing.SHRUNK, device=scales.device)

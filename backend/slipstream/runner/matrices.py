@@ -49,7 +49,7 @@ class Weight:
 
     def spec(self, rows: int, target: Target) -> Spec:
         """Say what the product with so many rows is to a GEMM; rows are aligned."""
-        is_scaled = self.dtype == E4M3 or (self.packing is not None and self.packing.is_float)
+        is_e2m1 = self.packing is not None and self.packing.codes == "e2m1"  # has factors of rows
         return Spec(
             rows=rows,
             inputs=self.inputs,
@@ -58,7 +58,7 @@ class Weight:
             weight=self.dtype,
             out=self.model_dtype,
             norm=self.norm,
-            scales="columns" if is_scaled else "",
+            scales="columns" if is_e2m1 or self.dtype == E4M3 else "",
             bias=self.bias,
             gate=self.gate,
             residual=self.adds,

@@ -1,8 +1,8 @@
 // Weights in fewer bits, as GEMMs read them: blocks of 16 rows of the weights and 128 inputs, whose codes lie in the
 // order of A fragments of m16n8k16 (runtime/mma.cuh); `packing.py` says where each code is.
-// -D ELEMENT (T: Half or BFloat16), BITS (4, 8), FLOATS (whether codes are e2m1 rather than integers), SCALE (float, Half,
-// BFloat16; T of e2m1), PARTS (1, 2, 4, 8: pieces of a block's inputs that have a scale each), ZEROS (0, 1), SCALED (0, 1: scales,
-// which are T, multiply integers, each rounded once, rather than sums)
+// -D ELEMENT (T: Half or BFloat16), BITS (4, 8), CODES (INTEGERS; E2M1 of 4 bits, E4M3 of 8), SCALE (float, Half, BFloat16; T
+// of e2m1), PARTS (1, 2, 4, 8: pieces of a block's inputs that have a scale each), ZEROS (0, 1: of integers), SCALED (0, 1:
+// scales, which are T, multiply integers or e4m3, each rounded once, rather than sums)
 #pragma once
 #ifndef SCALED
 #define SCALED 0
@@ -11,11 +11,13 @@
 
 using Scale = SCALE;
 
+constexpr int INTEGERS = 0, E2M1 = 1, E4M3 = 2;
+static_assert(CODES == INTEGERS || (BITS == (CODES == E2M1 ? 4 : 8) && !ZEROS), "floats have one size, and no zeros");
 constexpr int BLOCK_INPUTS = 128;
 constexpr int STEPS = BLOCK_INPUTS / 16;  // k-steps of fragments
 constexpr int STEPS_A_PART = STEPS / PARTS;
-// Sums of integers are scaled; e2m1 times its scale is a number of 16 bits, so all sums of a block are one.
-constexpr bool SCALES_NUMBERS = FLOATS || SCALED;
+// Sums of integers and of e4m3 are scaled; e2m1 times its scale is a number of 16 bits, so all sums of a block are one.
+constexpr bool SCALES_NUMBERS = CODES == E2M1 || SCALED;
 constexpr int SUM_PARTS = SCALES_NUMBERS ? 1 : PARTS;
 constexpr int STEPS_A_SUM = STEPS / SUM_PARTS;
 constexpr int QUADS = BITS / 2;  // accesses of 16 bytes by which a lane gets its codes
@@ -65,13 +67,24 @@ DEVICE u32 scaled_floats(u32 word, int i, u32 scale) {
   return fma_pairs((word << (12 - 4 * i) & 0x80008000) | (digits & MASK), scale, 0x80008000, T{});
 }
 
+// Two e4m3, the first or the second byte of each half of a word, exactly: with the exponent's bits where T has its lowest
+// ones they are 2^120 or 2^8 too small, subnormal ones too. NaN becomes 480: packing makes its scale NaN.
+DEVICE u32 from_e4m3(u32 word, bool second) {
+  constexpr int PLACE = IS_FP16<T> ? 1 : 4;  // bits behind the sign
+  constexpr u32 DIGITS = 0x7f007f00u >> PLACE;
+  const u32 digits = second ? word >> PLACE : word << (8 - PLACE), signs = (second ? word : word << 8) & 0x80008000;
+  return fma_pairs(masked_or(digits, DIGITS, signs), IS_FP16<T> ? 0x5c005c00 : 0x7b807b80, 0x80008000, T{});
+}
+
 // The numbers of a k-step, an A fragment; `low` is of row g, `high` of row g + 8: what `Block::operand` gives.
 DEVICE void decode(u32 (&a)[4], const u32* words, u32 low, u32 high) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const u32 zero = i % 2 ? high : low;
-    if constexpr (FLOATS) {
+    if constexpr (CODES == E2M1) {
       a[i] = scaled_floats(words[0], i, zero);
+    } else if constexpr (CODES == E4M3) {
+      a[i] = from_e4m3(words[i / 2], i % 2 != 0);
     } else if constexpr (BITS == 4) {
       constexpr u32 MAGIC = IS_FP16<T> ? 0x64006400 : 0x43004300;
       a[i] = add_pairs(masked_or(words[0] >> 4 * i, 0x000f000f, MAGIC), zero);
@@ -168,7 +181,7 @@ struct Block {
   DEVICE u32 zero(int part, int high) const { return zeros[of_part[part] * 16 + g + 8 * high]; }
   DEVICE u32 scale_pair(int part, int high) const { return bits_of(stored_scale(part, high)) * 0x10001u; }
   DEVICE u32 operand(int part, int high) const {
-    if constexpr (FLOATS) return scale_pair(part, high);
+    if constexpr (CODES == E2M1) return scale_pair(part, high);
     if constexpr (!ZEROS) return minus_zero(BITS == 4 ? 8 : 128);
     return minus_zero(zero(part, high));
   }

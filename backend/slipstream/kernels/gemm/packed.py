@@ -89,8 +89,8 @@ def type_refusal(spec: Spec) -> str | None:
         return "takes codes for rows of 16 bits"
     if spec.x not in DTYPES or spec.out != spec.x:
         return "takes rows of fp16 or bf16"
-    if spec.packing.is_float and spec.packing.scale != spec.x:
-        return "takes floats whose scales are of the type of the rows"
+    if spec.packing.scales_numbers and spec.packing.scale != spec.x:
+        return "takes e2m1 whose scales are of the type of the rows"
     return "has no norm" if spec.norm else None
 
 
@@ -137,7 +137,7 @@ def defines(packing: Packing) -> dict[str, int | str]:
     """Return the macros of `codes.cuh`."""
     return {
         "BITS": packing.bits,
-        "FLOATS": int(packing.is_float),
+        "CODES": packing.codes.upper(),
         "SCALE": jit.type_name(packing.scale),
         "PARTS": packing.parts,
         "ZEROS": int(packing.has_zeros),
@@ -160,8 +160,10 @@ def packings(dtype: torch.dtype) -> Iterator[Packing]:
     """Yield a packing of every kind, for rows of a dtype."""
     for bits, group, scale, zeros in itertools.product((4, 8), (32, 64, 128), SCALES, (0, 1)):
         yield Packing(bits, group, 4096, 4096, scale, bool(zeros))
+    for group, scale in itertools.product((32, 64, 128), SCALES):
+        yield Packing(8, group, 4096, 4096, scale, False, "e4m3")
     for group in (16, 32):
-        yield Packing(4, group, 4096, 4096, dtype, False, True)
+        yield Packing(4, group, 4096, 4096, dtype, False, "e2m1")
 
 
 def variants() -> Iterator[jit.Variant]:

@@ -48,13 +48,13 @@ DEVICE u32 multiply_block(float (&sums)[PIECES][4], const Block& block, const u3
       const int step = part * STEPS_A_SUM + i, of_operand = step / STEPS_A_PART;
       u32 a[4];
       const u32 operands[2] = {block.operand(of_operand, 0), block.operand(of_operand, 1)};
-      if ((FLOATS || ZEROS) && step % STEPS_A_PART == 0) seen ^= operands[1];
+      if ((SCALES_NUMBERS || ZEROS) && step % STEPS_A_PART == 0) seen ^= operands[1];
       decode(a, quads[step / STEPS_A_QUAD].at + step % STEPS_A_QUAD * (BITS / 4), operands[0], operands[1]);
 #pragma unroll
       for (int p = 0; p < PIECES; ++p) multiply_add(of_part[p], a, b[p][step][0], b[p][step][1], T{});
     }
     const float scales[2] = {block.scale(part, 0), block.scale(part, 1)};
-    if (!FLOATS) seen ^= __float_as_uint(scales[1]);
+    if (!SCALES_NUMBERS) seen ^= __float_as_uint(scales[1]);
 #pragma unroll
     for (int p = 0; p < PIECES; ++p)
 #pragma unroll

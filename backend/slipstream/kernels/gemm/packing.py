@@ -1,8 +1,9 @@
 """The order in which kernels read weights of 4 or 8 bits; pure torch, and its inverse.
 
-Integers have scales that multiply sums, and zeros. Floats, e2m1, have scales of 16 bits that
-multiply them: such a product has six bits, and is a number of 16 bits. To be one in fp16, too, it
-is `SHRUNK` of what it stands for, which factors of rows make up for.
+Codes are integers, e2m1 or e4m3. Integers have scales that multiply sums, and zeros. e4m3, numbers
+of 16 bits too, have such scales and no zeros. e2m1 have scales of 16 bits that multiply them: such
+a product has six bits, and is a number of 16 bits. To be one in fp16, too, it is `SHRUNK` of what
+it stands for, which factors of rows make up for.
 
 Codes lie in tiles of 16 rows of the weights and blocks of 128 inputs, in a block as the A fragments
 of m16n8k16 of its eight k-steps: lane `4 g + t` has rows `g` and `g + 8`, inputs `2 t`, `2 t + 1`,
@@ -14,13 +15,15 @@ Codes of 4 bits for rows of e4m3 (`for_e4m3`) lie as the A fragments of m64n8k32
 lane's word is half a step, its inputs `4 t` to `4 t + 3` of row `g`, then of row `g + 8`.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 TILE, BLOCK = 16, 128  # rows of the weights, inputs
-MIDDLE = {4: 8, 8: 128}  # the zero where there are no zeros
+Codes = Literal["integers", "e2m1", "e4m3"]
+MIDDLE = {4: 8, 8: 128}  # the zero of integers where there are no zeros
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SHRUNK = 2.0**-8
 LIFTS = {torch.bfloat16: 2.0**118, torch.float16: 2.0**6}  # scales of e2m1 are so much too large
@@ -41,14 +44,25 @@ class Packing(NamedTuple):
     inputs: int
     scale: torch.dtype
     has_zeros: bool
-    is_float: bool = False  # e2m1
+    codes: Codes = "integers"  # e2m1 have 4 bits, e4m3 8
     for_e4m3: bool = False  # rows are e4m3; integers of 4 bits without zeros
     layout: str = "fragments"  # "tiles": as `cpu_packing.py` has it
 
     def __str__(self) -> str:
         size = "a row" if self.group >= self.inputs else str(self.group)
         rows = " for e4m3" if self.for_e4m3 else ""
-        return f"{'e2m1' if self.is_float else f'{self.bits} bits'} by {size}, packed{rows}"
+        name = f"{self.bits} bits" if self.codes == "integers" else self.codes
+        return f"{name} by {size}, packed{rows}"
+
+    @property
+    def scales_numbers(self) -> bool:
+        """Whether scales multiply numbers of 16 bits, exactly; else they multiply sums in fp32."""
+        return self.codes == "e2m1"
+
+    @property
+    def middle(self) -> int:
+        """Return the code of 0 where there are no zeros."""
+        return MIDDLE[self.bits] if self.codes == "integers" else 0
 
     @property
     def tiles(self) -> int:
@@ -92,11 +106,11 @@ class Groups(NamedTuple):
         return self.order is None and self.factors is None
 
 
-def group_of(group: int, inputs: int, is_float: bool = False) -> int | None:
+def group_of(group: int, inputs: int, codes: Codes = "integers") -> int | None:
     """Return the inputs of a group as a packing has them, of a whole row too; None: it has none."""
     if group >= inputs:
         return -(-inputs // BLOCK) * BLOCK
-    is_part = group in _PARTS[not is_float :]
+    is_part = group in (_PARTS if codes == "e2m1" else _PARTS[1:])
     return group if is_part or group % _PARTS[2] == 0 else None
 
 
@@ -143,6 +157,20 @@ def unpack(values: Tensor, packing: Packing) -> Tensor:
     return codes[: packing.outputs, : packing.inputs]
 
 
+def scales_with_nan(scales: Tensor, codes: Tensor, group: int) -> Tensor:
+    """Return scales `[n, groups]` of e4m3 codes `[n, k]` u8, NaN where a group has a NaN.
+
+    Kernels decode NaN as a number; as an output is a sum over all groups of its row, it is NaN
+    either way.
+    """
+    if codes.is_meta or not bool((is_nan := codes & 0x7F == 0x7F).any()):
+        return scales
+    count = scales.shape[1]
+    group = group if count > 1 else codes.shape[1]
+    padded = functional.pad(is_nan, (0, count * group - codes.shape[1]))
+    return scales.masked_fill(padded.view(len(codes), count, group).any(-1), float("nan"))
+
+
 def by_tile(values: Tensor, packing: Packing, fill: int) -> Tensor:
     """Put numbers of groups, `[n, groups]`, in order: `[tiles, groups, 16]`."""
     if values.is_meta:
@@ -164,12 +192,15 @@ def dense(values: Tensor, groups: Groups) -> Tensor:
     of rows are left out.
     """
     packing = groups.packing
-    if packing.is_float:
+    if packing.codes == "e4m3":
+        numbers = unpack(values, packing).view(torch.float8_e4m3fn).float()
+        return numbers * by_row(groups.scales, packing).float()
+    if packing.codes == "e2m1":
         table = e2m1_table(values.device)
         scales = by_row(groups.scales, packing).float() / LIFTS[packing.scale] * SHRUNK
         return table[unpack(values, packing).long()] * scales
     codes = unpack(values, packing).float()
-    zeros = MIDDLE[packing.bits] if groups.zeros is None else by_row(groups.zeros, packing).float()
+    zeros = packing.middle if groups.zeros is None else by_row(groups.zeros, packing).float()
     return (codes - zeros) * by_row(groups.scales, packing).float()
 
 

@@ -1,5 +1,5 @@
 // Weights in fewer bits become a matrix of 16 bits again: a warp a block at a time, each number rounded once.
-// -D ELEMENT (T), BITS, FLOATS, SCALE, PARTS, ZEROS (codes.cuh)
+// -D ELEMENT (T), BITS, CODES, SCALE, PARTS, ZEROS (codes.cuh)
 #include "gemm/codes.cuh"
 
 constexpr int WARPS = 4;

@@ -1,9 +1,9 @@
 // Codes of 4 bits for rows of e4m3 (packing.py) become a matrix of e4m3, row by row, and the scales of their groups f32,
 // of each 128 inputs those of all outputs side by side: a warp a block at a time, every number exactly.
-// -D ELEMENT (T, of no account), BITS, FLOATS, SCALE, PARTS, ZEROS (codes.cuh)
+// -D ELEMENT (T, of no account), BITS, CODES, SCALE, PARTS, ZEROS (codes.cuh)
 #include "gemm/codes.cuh"
 
-static_assert(BITS == 4 && !FLOATS && !ZEROS && PARTS == 1, "integers up to 16 are e4m3; a block has one scale a row");
+static_assert(BITS == 4 && CODES == INTEGERS && !ZEROS && PARTS == 1, "integers up to 16 are e4m3; a block has one scale a row");
 constexpr int WARPS = 4;
 constexpr int PITCH = BLOCK_INPUTS / 4 + 4;  // words of a row in shared memory: 8 rows are in banks of their own
 

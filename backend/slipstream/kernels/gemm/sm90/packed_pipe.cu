@@ -8,7 +8,7 @@
 // tensor cores multiply 4 * COLUMNS cycles.
 // Rows of e4m3 (FP8), which have a scale each, are multiplied twice as fast; codes, of 4 bits without zeros, lie otherwise
 // then (packing.py), and become e4m3 exactly by 90 instructions of the integer pipe.
-// -D ELEMENT (T: of `out`), BITS, FLOATS, SCALE, PARTS, ZEROS, SCALED (codes.cuh), FP8 (0, 1), COLUMNS (16, 32, 64, 128,
+// -D ELEMENT (T: of `out`), BITS, CODES, SCALE, PARTS, ZEROS, SCALED (codes.cuh), FP8 (0, 1), COLUMNS (16, 32, 64, 128,
 // 256), TILES (1, 2), ADAPTS (whether rows have terms of adapters: then no CTAs share out inputs)
 #ifndef FP8
 #define FP8 0
@@ -33,7 +33,7 @@ constexpr int TURNS = TILES * SUM_PARTS;   // of a block, a product each
 
 #if FP8
 using Input = E4m3;
-static_assert(BITS == 4 && !FLOATS && !ZEROS && !SCALED, "e4m3 has all integers up to 16");
+static_assert(BITS == 4 && CODES == INTEGERS && !ZEROS && !SCALED, "e4m3 has all integers up to 16");
 #else
 using Input = T;
 #endif

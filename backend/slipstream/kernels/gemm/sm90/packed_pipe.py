@@ -137,7 +137,7 @@ def tiling(num_rows: int, packing: Packing, scaled: bool, multiprocessors: int) 
 def _sizes(packing: Packing, scaled: bool) -> tuple[tuple[int, int], ...]:
     if packing.for_e4m3:
         return E4M3_SIZES
-    if packing.is_float:
+    if packing.scales_numbers:
         return (*SIZES, *(each for each in SCALED_SIZES if each not in SIZES))
     return SCALED_SIZES if scaled else SIZES
 
@@ -171,8 +171,8 @@ def adapts(spec: Spec) -> str | None:
 
 def takes(spec: Spec) -> str | None:
     """Say why the kernel is not built for a GEMM; None: it is."""
-    most = MAX_SCALED_ROWS if spec.packing is not None and spec.packing.is_float else MAX_ROWS
-    return _refusal(spec, most, scaled=False)
+    is_scaled = spec.packing is not None and spec.packing.scales_numbers
+    return _refusal(spec, MAX_SCALED_ROWS if is_scaled else MAX_ROWS, scaled=False)
 
 
 def takes_scaled(spec: Spec) -> str | None:
@@ -180,8 +180,8 @@ def takes_scaled(spec: Spec) -> str | None:
     if (why := _refusal(spec, MAX_SCALED_ROWS, scaled=True)) is not None:
         return why
     assert spec.packing is not None, "it was not refused"
-    if spec.packing.is_float or spec.packing.scale != spec.x:
-        return "takes integers whose scales are of the type of the rows"
+    if spec.packing.scales_numbers or spec.packing.scale != spec.x:
+        return "takes integers and e4m3 whose scales are of the type of the rows"
     return None if spec.rows > SIZES[0][0] else f"takes {SIZES[0][0] + 1} rows at least"
 
 
@@ -235,7 +235,7 @@ def variants() -> Iterator[jit.Variant]:
         for size in E4M3_SIZES:
             yield _variant(torch.bfloat16, made, size, scaled=False)
     for (dtype, packing), scaled in itertools.product(kinds, (False, True)):
-        if scaled and (packing.is_float or packing.scale != dtype):
+        if scaled and (packing.scales_numbers or packing.scale != dtype):
             continue
         for size in _sizes(packing, scaled):
             if num_slots(packing, *size) >= _FEWEST_SLOTS:
