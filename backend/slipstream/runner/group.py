@@ -244,6 +244,7 @@ class Joined:
         self._vocab_size = 0
         self._giving: dict[int, Iterator[AdapterPart]] = {}  # by rank 0, in the order of numbers
         self._parts: dict[int, PartTerms] = {}  # of this rank, which has not got all of them
+        self._held: list[tuple[AdapterOrder, int]] | None = None  # None: orders are sent at once
 
     def share(self, model: StepDecoder, vocab_size: int) -> None:
         """Join the layers; see `models/sharding.py`."""
@@ -335,10 +336,22 @@ class Joined:
         return memoryview(piece.terms).nbytes
 
     def order(self, order: AdapterOrder, number: int) -> None:
-        """Send an order, from rank 0; other ranks obey it."""
-        if self._memory.rank == 0:
+        """Send an order, from rank 0, unless orders are held; other ranks obey it."""
+        if self._held is not None:
+            self._held.append((order, number))
+        elif self._memory.rank == 0:
             self.give_all(number)
             self.send(AdapterDo(order, number, tuple(self.ended)))
+
+    def hold_orders(self) -> None:
+        """Keep orders back: a step is launched that other ranks have not heard of."""
+        self._held = self._held or []
+
+    def send_orders(self) -> None:
+        """Send the orders that were held, and later ones at once."""
+        held, self._held = self._held or [], None
+        for order, number in held:
+            self.order(order, number)
 
     def part_of(self, message: AdapterPart) -> AdapterWeights | None:
         """Take a piece of an adapter; return this rank's part once it is whole, None before.
@@ -378,6 +391,7 @@ class Joined:
 
     def fail(self) -> None:
         """Have all ranks leave what they wait for."""
+        self._held = None
         self._memory.fail()
 
     def named(self, error: Exception) -> Exception:

@@ -27,6 +27,7 @@ from slipstream.runner.group import (
     Move,
     Stop,
 )
+from slipstream.runner.launched import LaunchedStep
 from slipstream.runner.log_probs import Ask
 from slipstream.runner.masks import StepMasks
 from slipstream.runner.model_runner import ModelRunner
@@ -52,11 +53,25 @@ class Leader(ModelRunner):
         """Have the others end, and launch nothing any more."""
         self._joined.send(Stop())
 
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """Launch a step; see `ModelRunner`.
+
+        On a CPU it is announced when it is waited for, and what is done with adapters until then
+        comes behind it: they may be those of the step.
+        """
+        launched = super().launch(batch)
+        if self._tables.device.type == "cpu":
+            self._joined.hold_orders()
+        return launched
+
     def _run(
         self, batch: Batch, first: int, before: int, masks: StepMasks | None, active: Active
     ) -> tuple[list[Ask], Beside | None]:
-        with self.fatal_once_announced():
-            return super()._run(batch, first, before, masks, active)
+        try:
+            with self.fatal_once_announced():
+                return super()._run(batch, first, before, masks, active)
+        finally:
+            self._joined.send_orders()
 
     @contextmanager
     def fatal_once_announced(self) -> Iterator[None]:
