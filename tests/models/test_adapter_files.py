@@ -2,8 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,9 @@ from fixtures.models.adapters import draw_pairs, targets_of, write_adapter
 from fixtures.models.checkpoints import Driver, Generation, make_model, make_runner, save
 from safetensors.torch import load_file, save_file
 from slipstream.errors import CheckpointError
+from slipstream.models.adapters import read
+from slipstream.models.adapters.read import _digest_of_module
+from slipstream.models.adapters.stored import Stored, stored_modules
 from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.lora import LoraTask
 
@@ -161,6 +166,36 @@ def test_names_of_a_larger_model_and_biases_of_zero_are_read(
         for a, b in zip(one[place], two[place], strict=True)
         for x, y in ((a.a, b.a), (a.b, b.b))
     )
+
+
+def test_few_modules_wait_for_their_digests(
+    base: torch.nn.Module,
+    runner: ModelRunner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What no thread has hashed stays in memory, as the file has it."""
+    directory = write_adapter(tmp_path / "a", draw_pairs(base, targets_of(base), 2), 2)
+    is_far, hashed, waiting = threading.Event(), list[str](), list[int]()
+
+    def counted(*given: Any) -> Iterator[Stored]:
+        for number, stored in enumerate(stored_modules(*given), start=1):
+            waiting.append(number - len(hashed))
+            if waiting[-1] > read._MOST_AHEAD + 1:
+                is_far.set()
+            yield stored
+
+    def slowly(stored: Stored) -> bytes:
+        if not hashed:
+            is_far.wait(0.3)  # the others could all be read
+        hashed.append(stored.module)
+        return _digest_of_module(stored)
+
+    monkeypatch.setattr(read, "stored_modules", counted)
+    monkeypatch.setattr(read, "_digest_of_module", slowly)
+    runner.adapters.read(str(directory))
+    assert len(waiting) == len(hashed) > read._MOST_AHEAD + 1
+    assert max(waiting) <= read._MOST_AHEAD + 1
 
 
 def test_digests_say_what_is_computed(

@@ -31,6 +31,7 @@ FILE = "adapter_model.safetensors"
 MAX_HEADER = 16 << 20  # bytes of JSON, which are parsed in one piece
 _DIGEST_BYTES = 16
 _MOST_THREADS = 4  # that make digests: as fast as one makes all else
+_MOST_AHEAD = 8  # modules in memory that have no digest yet, beside the one that is read
 _MOST_APART = 0.01  # of the largest value: how far a stored base may be from ours
 
 
@@ -134,6 +135,8 @@ def _of_modules(
         digests: list[Future[bytes]] = []
 
         def hashed(stored: Stored) -> Stored:
+            if len(digests) >= _MOST_AHEAD:
+                digests[-_MOST_AHEAD].result()
             digests.append(pool.submit(_digest_of_module, stored))
             return stored
 
