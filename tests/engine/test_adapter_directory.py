@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from fixtures.engine.adapted import House
 from fixtures.models.adapters import (
     draw_pairs,
@@ -13,6 +14,7 @@ from fixtures.models.adapters import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slipstream.engine.adapter_directory import AdapterDirectory
 
 # Acts on a watched directory: a file of an adapter is written or removed, or two looks are taken.
 ACTS = st.lists(
@@ -105,3 +107,27 @@ def test_a_watched_directory_leaves_other_names_and_stays_when_it_is_away(
     house.store.unload("a")
     shutil.copy(drawn / "0" / "adapter_config.json", root / "a")
     assert names() == {"a": str(root / "a")}
+
+
+def test_an_error_of_the_moment_is_logged_once_and_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors: list[Exception] = [MemoryError(), MemoryError(), RuntimeError("can't start new thread")]
+
+    def read(path: str) -> str:
+        if errors:
+            raise errors.pop(0)
+        return path
+
+    write_adapter(tmp_path / "a", {"q_proj": (torch.ones(1, 2), torch.ones(2, 1))}, 1)
+    directory = AdapterDirectory(tmp_path, read)
+    for _ in range(4):
+        directory.look()
+        assert not list(directory.take())
+    directory.look()
+    assert [each.name for each in directory.take()] == ["a"]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "adapter_dir: a is not loaded yet: MemoryError: ",
+        "adapter_dir: a is not loaded yet: RuntimeError: can't start new thread",
+    ]

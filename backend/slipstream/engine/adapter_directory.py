@@ -12,6 +12,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from slipstream_runtime.once import warn_once
+
 from slipstream.errors import StartError
 
 _log = logging.getLogger(__name__)
@@ -87,6 +89,10 @@ class AdapterDirectory:
                 _log.warning("adapter_dir: %s is not loaded: %s", name, error)
             return
         except OSError:  # it vanishes or changes now
+            return
+        except Exception as error:  # of this moment, as memory that is short: the next look tries
+            line = f"adapter_dir: {name} is not loaded yet: {type(error).__name__}: {error}"
+            warn_once(_log, line, (str(path), signature, type(error)))
             return
         if _signature(path) == signature:
             self._done[name] = signature
