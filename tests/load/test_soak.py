@@ -4,9 +4,9 @@ import argparse
 import asyncio
 import os
 import re
-import select
 import signal
-import socket
+import subprocess
+import sys
 import time
 import warnings
 from collections import Counter
@@ -113,20 +113,27 @@ def fds(sockets: int, eventfds: int = 2) -> Counter[str]:
     return Counter(socket=sockets, eventfd=eventfds)
 
 
+OPENS = """
+import os, select, socket
+print(flush=True)
+input()
+kept = [socket.socket(), select.epoll(), open("/proc/self/status"), os.eventfd(0), os.pipe()]
+print(flush=True)
+input()
+"""
+
+
 def test_every_descriptor_is_counted_by_its_kind(load):
-    before, mine = load.soak_watch.Process(), load.soak_watch.Process()
-    load.soak_watch._add(before, Path("/proc/self"))
-    reading, writing = os.pipe()
-    with (
-        socket.socket(),
-        select.epoll(),
-        open("/proc/self/status"),
-        os.fdopen(os.eventfd(0)),
-        os.fdopen(reading),
-        os.fdopen(writing, "w"),
-    ):
-        load.soak_watch._add(mine, Path("/proc/self"))
-    assert mine.fds - before.fds == Counter(socket=1, eventpoll=1, file=1, eventfd=1, pipe=2)
+    """Of a process where nothing else opens any."""
+    before, then = load.soak_watch.Process(), load.soak_watch.Process()
+    command, pipe = [sys.executable, "-c", OPENS], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:
+        for held in (before, then):
+            assert process.stdout.readline() == b"\n"
+            load.soak_watch._add(held, Path(f"/proc/{process.pid}"))
+            process.stdin.write(b"\n")
+            process.stdin.flush()
+    assert then.fds - before.fds == Counter(socket=1, eventpoll=1, file=1, eventfd=1, pipe=2)
 
 
 def test_growth_of_any_count_is_seen(load):

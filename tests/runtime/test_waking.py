@@ -1,5 +1,6 @@
 """Waking gently: a process, what it starts, and one that no longer does."""
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -52,7 +53,12 @@ def told(*lines: str) -> list[str]:
 
 
 def own() -> set[int]:
-    return {os.sched_getscheduler(int(entry.name)) for entry in Path("/proc/self/task").iterdir()}
+    """The policies of this process's threads, some of which may end meanwhile."""
+    found = set()
+    for entry in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):
+            found.add(os.sched_getscheduler(int(entry.name)))
+    return found
 
 
 def child() -> list[str]:
