@@ -15,8 +15,8 @@ from slipstream.kernels.gemm.cublaslt_groups import matmul_by_groups
 from slipstream.kernels.gemm.op import E4M3, Around, Matrix
 from slipstream.kernels.gemm.unpacked_e4m3 import by_e4m3, unpacked_e4m3
 from slipstream.kernels.runtime.registry import target_of
-from slipstream.quant.forms import make_packed_e4m3
-from slipstream.quant.matrix import dequantise
+from slipstream.quant.forms import make_blocks, make_packed_e4m3
+from slipstream.quant.matrix import Kind, dequantise
 from torch import Tensor
 from torch.nn import functional
 
@@ -59,17 +59,25 @@ def x_scales(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def pair(
-    outputs: int, inputs: int, group: int = 128, scale: torch.dtype = BF16
+    outputs: int,
+    inputs: int,
+    group: int = 128,
+    scale: torch.dtype = BF16,
+    kind: Kind = Kind.W4,
 ) -> tuple[Matrix, Tensor]:
-    matrix = quantized(Form(group=group, scale=scale), outputs, inputs, "cuda")
-    return make_packed_e4m3(matrix), dequantise(matrix)
+    matrix = quantized(Form(kind, group, scale), outputs, inputs, "cuda")
+    return (make_packed_e4m3 if kind is Kind.W4 else make_blocks)(matrix), dequantise(matrix)
 
 
+KINDS = [Kind.W4, Kind.F8]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [BF16, torch.float16, torch.float32], ids=short)
-def test_unpacking(scale: torch.dtype) -> None:
+def test_unpacking(scale: torch.dtype, kind: Kind) -> None:
     for shape in [*SMALL, *LARGE]:
         for group in (128, 256, 1 << 20):
-            matrix, _ = pair(*shape, group, scale)
+            matrix, _ = pair(*shape, group, scale, kind)
             assert matrix.groups is not None
             poison((shape[0] * shape[1] // 4,), dtype=torch.float32)
             codes, scales = unpacked_e4m3(matrix.values, matrix.groups)
@@ -78,10 +86,11 @@ def test_unpacking(scale: torch.dtype) -> None:
             assert same_bits(scales, wanted[1]), (shape, group)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [*SMALL, *LARGE], ids=str)
-def test_products(shape: tuple[int, int], x_scales: str) -> None:
-    judge = Judge(f"by groups {shape}, x by {x_scales}")
-    matrix, weight = pair(*shape)
+def test_products(shape: tuple[int, int], kind: Kind, x_scales: str) -> None:
+    judge = Judge(f"{kind} by groups {shape}, x by {x_scales}")
+    matrix, weight = pair(*shape, kind=kind)
     why = cublaslt_groups.refusal(ROWS[0], shape[1], shape[0], target_of(torch.device("cuda", 0)))
     if why is not None and shape in SMALL:
         pytest.skip(why)

@@ -15,7 +15,7 @@ from fixtures.kernels.checking import (
     short,
     spread,
 )
-from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair, quantized
+from fixtures.kernels.packed_cases import BLOCKS, FLOATS, FORMS, Form, packed_pair, quantized
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.gemm import linear as gemm_linear
 from slipstream.kernels.gemm.linear import linear
@@ -106,7 +106,7 @@ def judged(judge: Judge, rows: int, form: Form, shape: tuple[int, int], dtype: t
 @pytest.mark.parametrize(
     ("form", "dtype"),
     [(form, torch.bfloat16) for form in FORMS + FLOATS]
-    + [(form, torch.float16) for form in (FORMS[0], FORMS[2], FORMS[7], FLOATS[0])],
+    + [(form, torch.float16) for form in (FORMS[0], FORMS[2], FORMS[7], BLOCKS, FLOATS[0])],
     ids=str,
 )
 def test_products(form: Form, dtype: torch.dtype) -> None:
@@ -117,7 +117,7 @@ def test_products(form: Form, dtype: torch.dtype) -> None:
     judge.verdict()
 
 
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[1], FORMS[6]], ids=str)
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[1], FORMS[6], BLOCKS], ids=str)
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_products_of_a_large_model(shape: tuple[int, int], form: Form) -> None:
     judge = Judge(f"packed {form} {shape}")

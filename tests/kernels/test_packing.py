@@ -255,8 +255,10 @@ def test_what_has_no_packing_is_dequantised() -> None:
 
 
 def test_e4m3_stays_packed_in_groups_on_any_gpu() -> None:
-    def form(target: str, dtype: torch.dtype, made: Form = BLOCKS, **more: object) -> str:
-        matrix = replace(quantized(made, 16, 256), **more)  # type: ignore[arg-type]
+    def form(
+        target: str, dtype: torch.dtype, made: Form = BLOCKS, inputs: int = 256, **more: object
+    ) -> str:
+        matrix = replace(quantized(made, 16, inputs), **more)  # type: ignore[arg-type]
         found = forms.form_of(matrix, KNOWN[target], dtype)
         return "dequantised" if found is None else found.name
 
@@ -265,6 +267,15 @@ def test_e4m3_stays_packed_in_groups_on_any_gpu() -> None:
         for dtype in (torch.float16, torch.bfloat16):
             assert form(target, dtype) == packed
             assert form(target, dtype, Form(Kind.F8, 64)) == packed
+    by_token = "kept packed, rows of long prompts quantised by token"
+    meant = {"for_e4m3": True}
+    assert form("sm_90a", torch.bfloat16, **meant) == by_token
+    assert form("sm_90a", torch.bfloat16, Form(Kind.F8, 256), 512, **meant) == by_token
+    assert form("sm_90a", torch.bfloat16, Form(Kind.F8, 64), **meant) == packed
+    assert form("sm_90a", torch.bfloat16, inputs=264, **meant) == packed
+    assert form("sm_90a", torch.bfloat16, inputs=32_784, **meant) == packed
+    assert form("sm_90a", torch.float16, **meant) == packed
+    assert form("sm_80", torch.bfloat16, **meant) == packed
     assert form("sm_90a", torch.bfloat16, by_row) == "e4m3 products, rows quantised by token"
     assert form("sm_80", torch.bfloat16, by_row) == packed  # which has no such products
     assert form("sm_90a", torch.float32) == "dequantised"

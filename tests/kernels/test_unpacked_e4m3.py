@@ -35,8 +35,8 @@ from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import KNOWN, Implementation
 from slipstream.layers.linear import Linear
 from slipstream.layers.residual import Residual
-from slipstream.quant.forms import make_packed_e4m3
-from slipstream.quant.matrix import QuantMatrix, dequantise
+from slipstream.quant.forms import make_blocks, make_packed, make_packed_e4m3
+from slipstream.quant.matrix import Kind, QuantMatrix, dequantise
 from slipstream_runtime import once
 from torch import Tensor
 
@@ -48,11 +48,18 @@ SHAPES = [(21, 336, 128), (48, 640, 128), (40, 656, 256), (32, 400, 1 << 20)]
 SCALES = [torch.bfloat16, torch.float16, torch.float32]
 
 
+KINDS = [Kind.W4, Kind.F8]
+
+
 def pair(
-    outputs: int, inputs: int, group: int, scale: torch.dtype = torch.bfloat16
+    outputs: int,
+    inputs: int,
+    group: int,
+    scale: torch.dtype = torch.bfloat16,
+    kind: Kind = Kind.W4,
 ) -> tuple[Matrix, QuantMatrix]:
-    matrix = quantized(Form(group=group, scale=scale), outputs, inputs)
-    return make_packed_e4m3(matrix), matrix
+    matrix = quantized(Form(kind, group, scale), outputs, inputs)
+    return (make_packed_e4m3 if kind is Kind.W4 else make_blocks)(matrix), matrix
 
 
 def unpacked(matrix: Matrix, run: Any = unpacked_e4m3.unpacked_e4m3) -> tuple[Tensor, Tensor]:
@@ -63,9 +70,12 @@ def unpacked(matrix: Matrix, run: Any = unpacked_e4m3.unpacked_e4m3) -> tuple[Te
 # ---- unpacking ----
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
-def test_codes_times_scales_are_the_weights(outputs: int, inputs: int, group: int) -> None:
-    made, matrix = pair(outputs, inputs, group)
+def test_codes_times_scales_are_the_weights(
+    outputs: int, inputs: int, group: int, kind: Kind
+) -> None:
+    made, matrix = pair(outputs, inputs, group, kind=kind)
     codes, scales = unpacked(made)
     assert (codes.dtype, codes.shape) == (E4M3, (outputs, inputs))
     assert (scales.dtype, scales.shape) == (torch.float32, (-(-inputs // 128), outputs))
@@ -73,13 +83,14 @@ def test_codes_times_scales_are_the_weights(outputs: int, inputs: int, group: in
     assert torch.equal(codes.float() * spread, dequantise(matrix))
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", quick_of(SCALES, SCALES[:1]), ids=str)
 def test_the_kernel_unpacks_as_its_oracle(
-    scale: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    scale: torch.dtype, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulate(monkeypatch)
     for outputs, inputs, group in SHAPES:
-        made, _ = pair(outputs, inputs, group, scale)
+        made, _ = pair(outputs, inputs, group, scale, kind)
         codes, scales = unpacked(made, unpacked_e4m3.unpacked_e4m3.launcher)
         wanted_codes, wanted_scales = unpacked(made)
         assert torch.equal(codes.view(torch.uint8), wanted_codes.view(torch.uint8))
@@ -176,6 +187,26 @@ def test_routes(gate: str) -> None:
     assert route(5001, gate=gate) == "quantise + GEMM + behind unpacked_e4m3"
     for other in (MADE._replace(group=64), MADE._replace(outputs=4088)):
         assert route(4096, other, gate).endswith(" pipe_e4m3")
+
+
+BLOCKS = Packing(8, 128, 4096, 4096, torch.float32, False, "e4m3", can_round_rows=True)
+
+
+@pytest.mark.parametrize("gate", ["", "silu"])
+def test_routes_of_blocks_of_e4m3(gate: str) -> None:
+    """Few rows stay in 16 bits; many are rounded where that is allowed and can be multiplied."""
+    for rows, kernel in {1: "stream", 64: "pipe", 128: "pipe"}.items():
+        assert route(rows, BLOCKS, gate) == f"norm + GEMM packed_{kernel}"
+    assert route(511, BLOCKS, gate) == "norm + GEMM unpacked"
+    assert route(512, BLOCKS, gate) == "quantise + GEMM + behind unpacked_e4m3"
+    assert route(5001, BLOCKS, gate) == "quantise + GEMM + behind unpacked_e4m3"
+    for other in (BLOCKS._replace(outputs=4088), BLOCKS._replace(can_round_rows=False)):
+        assert route(5001, other, gate) == "norm + GEMM unpacked"
+    scaled = BLOCKS._replace(scale=torch.bfloat16)
+    assert route(128, scaled, gate) == "norm + GEMM pipe_scaled"
+    assert route(5001, BLOCKS, gate, "sm_100a") == "norm + GEMM unpacked"
+    with library(version=120_805):
+        assert route(5001, BLOCKS, gate) == "norm + GEMM unpacked"
 
 
 class FakeProblem:
@@ -317,19 +348,44 @@ def test_matrices_that_take_quantised_rows() -> None:
     assert matrix.is_plain
 
 
-def test_a_gate_is_quantised_with_its_scales_and_not_before_adapters_of_few_rows() -> None:
-    """Adapters of a layer with packed weights have its rows as they are where that is free."""
-    made, _ = pair(512, 256, 128)
-    down, _ = pair(256, 256, 128)
+def gated(made: Matrix, down: Matrix, rows: int) -> tuple[object, list[str]]:
+    """The result of a gate whose product another layer reads, and its kernels."""
     linears = [Linear(quant.named("w4a8"), matrix, None, False) for matrix in (made, down)]
     place = FusedGatedLinear(linears[0], "silu", linears[1])
-    for rows, kind, names in (
-        (16, Tensor, ["quantize", "packed_pipe"]),
-        (600, Quantized, ["quantize", "unpacked_e4m3", "cublaslt_groups", "silu_mul_quantize"]),
+    residual = Residual(torch.empty(rows, 256, dtype=torch.bfloat16))
+    with recorded() as notes:
+        y = place(lambda values: values, residual)  # type: ignore[arg-type,return-value]
+    found = [name for name, _ in notes if not name.startswith("torch.")]
+    return y, [name for name in found if name != "packed_pipe_sum"]
+
+
+LONG = ["quantize", "unpacked_e4m3", "cublaslt_groups"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gate_is_quantised_with_its_scales_and_not_before_adapters_of_few_rows(
+    kind: Kind,
+) -> None:
+    """Adapters of a layer with packed weights have its rows as they are where that is free."""
+    made, down = (pair(outputs, 256, 128, kind=kind)[0] for outputs in (512, 256))
+    y, names = gated(made, down, 16)
+    assert isinstance(y, Tensor)
+    assert names == (["quantize"] if kind is Kind.W4 else []) + ["packed_pipe"]
+    y, names = gated(made, down, 600)
+    assert isinstance(y, Quantized)
+    assert names == [*LONG, "silu_mul_quantize"]
+
+
+def test_a_gate_is_not_quantised_for_a_reader_in_16_bits() -> None:
+    made, _ = pair(512, 256, 128, kind=Kind.F8)
+    whole, _ = pair(256, 256, 128, kind=Kind.F8)
+    assert whole.groups is not None
+    for down in (
+        pair(248, 256, 128, kind=Kind.F8)[0],  # of which cuBLASLt has no such product
+        whole._replace(groups=whole.groups._replace(order=torch.arange(256))),
+        make_packed(quantized(Form(Kind.F8, 128), 256, 256)),
     ):
-        residual = Residual(torch.empty(rows, 256, dtype=torch.bfloat16))
-        with recorded() as notes:
-            y = place(lambda values: values, residual)  # type: ignore[arg-type,return-value]
-        assert isinstance(y, kind)
-        found = [name for name, _ in notes if not name.startswith("torch.")]
-        assert [name for name in found if name != "packed_pipe_sum"] == names
+        y, names = gated(made, down, 600)
+        assert isinstance(y, Tensor)
+        assert names[:3] == LONG
+        assert "silu_mul_quantize" not in names

@@ -85,6 +85,44 @@ def test_inputs_are_scaled_behind_a_pre_quant_scale(tmp_path: Path) -> None:
     torch.testing.assert_close(dequantise(found)[::8], want * factors)
 
 
+_E4M3 = {"num_bits": 8, "type": "float"}
+_OF_GROUPS = _E4M3 | {"strategy": "group", "group_size": 128, "dynamic": True}
+_OF_TOKENS = _E4M3 | {"strategy": "token", "dynamic": True}
+
+
+def of_blocks(activations: object) -> dict[str, Any]:
+    weights = _E4M3 | {"strategy": "block", "block_structure": [128, 128]}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+BLOCKS: dict[str, tuple[dict[str, Any], bool]] = {
+    "hf, dynamic": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, True),
+    "hf, static": ({"quant_method": "fp8", "activation_scheme": "static"}, True),
+    "compressed-tensors, groups": (of_blocks(_OF_GROUPS), True),
+    "compressed-tensors, tokens": (of_blocks(_OF_TOKENS), True),
+    "compressed-tensors, static": (of_blocks(_OF_TOKENS | {"dynamic": False}), False),
+    "compressed-tensors, 16 bits": (of_blocks(None), False),
+    "modelopt, weights alone": ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, False),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_blocks_of_e4m3_say_whether_rows_are_e4m3_too(case: str, tmp_path: Path) -> None:
+    config, rounds = BLOCKS[case]
+    scales, part = torch.tensor([[1.0, 2.0], [4.0, 8.0]]), "weight_scale"
+    if config["quant_method"] == "fp8":
+        config, part = config | {"weight_block_size": [128, 128]}, "weight_scale_inv"
+    tensors = {"weight": torch.ones(200, 256).to(torch.float8_e4m3fn), part: scales}
+    found = FileSource(
+        directory_of(tmp_path, tensors, config), torch.device("cpu"), TensorNames()
+    ).quantized(NAME, 200, 256)
+    assert found is not None
+    assert (found.kind, found.group, found.for_e4m3) == (Kind.F8, 128, rounds)
+    wanted = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)
+    assert torch.equal(dequantise(found), wanted)
+
+
 @given(st.sampled_from((2, 3, 4, 5, 6, 7, 8)), st.integers(1, 100), st.integers(0, 99))
 def test_words_hold_values_of_any_width(bits: int, count: int, seed: int) -> None:
     """A stream of bits, the lowest first, cut into words."""

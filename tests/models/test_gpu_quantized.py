@@ -13,6 +13,7 @@ from fixtures.models.checkpoints import (
     save,
 )
 from fixtures.models.parity import LENGTHS, engine_greedy
+from fixtures.quantize import tiny
 from slipstream.engine.scheduler import Limits
 from slipstream.runner.model_runner import ModelRunner
 
@@ -30,12 +31,15 @@ FAMILIES = {
 PROMPTS = [([1], 1), ([1] * 4, 2), ([1] * 40, 3), ([70, 3, 20], 4)]
 
 
-def logits(runner: ModelRunner) -> list[torch.Tensor]:
-    """Return the logits of the token after every prompt."""
+def logits(
+    runner: ModelRunner, prompts: list[tuple[list[int], int]] = PROMPTS
+) -> list[torch.Tensor]:
+    """Return the logits of the token after every prompt; long ones are one chunk."""
     results = []
-    for lengths, seed in PROMPTS:
+    for lengths, seed in prompts:
         generations = [Generation(prompt, 1) for prompt in random_prompts(lengths, seed=seed)]
-        Driver(runner, keep_logits=True).finish(generations, chunk=50)
+        chunk = 50 if max(lengths) < 512 else max(lengths)
+        Driver(runner, keep_logits=True).finish(generations, chunk=chunk)
         results.append(torch.stack([g.logits[0] for g in generations]).double())
     return results
 
@@ -66,6 +70,23 @@ def test_error_is_that_of_the_cpu(family: str, dtype: str, scheme: str, tmp_path
     for exact, there, here in zip(truth, cpu, gpu, strict=True):
         assert rms(here - exact) <= 1.5 * rms(there - exact)
         assert rms(here - exact) <= (1.0 if scheme == "int4" else 0.25) * rms(exact)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_blocks_of_e4m3_stay_packed(dtype: str, tmp_path: Path) -> None:
+    """Long prompts' rows are rounded to e4m3 on a Hopper, in bfloat16."""
+    plain = tiny.checkpoint(tmp_path / "plain", **SIZES, max_position_embeddings=1024)
+    tiny.quantised(plain, tiny.FORMATS["fp8-block"], tmp_path / "blocks")
+    cases = [*PROMPTS, ([700], 5)]
+    settings = {"dtype": dtype, "block_size": 16, "max_model_len": 1024}
+    truth = logits(make_runner(tmp_path / "blocks", max_model_len=1024), cases)
+    cpu = logits(make_runner(tmp_path / "blocks", **settings), cases)
+    gpu = logits(
+        make_runner(tmp_path / "blocks", device="cuda", cuda_graphs=False, **settings), cases
+    )
+    for exact, there, here in list(zip(truth, cpu, gpu, strict=True))[:-1]:
+        assert rms(here - exact) <= 1.5 * rms(there - exact)
+    assert rms(gpu[-1] - truth[-1]) <= 0.25 * rms(truth[-1])
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int4"])

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from fixtures.models.checkpoints import FAMILIES, make_model, save
+from fixtures.quantize import tiny
 from slipstream.config import EngineConfig
 from slipstream.kernels.gemm import cublaslt_groups, search, tuning
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape
@@ -236,6 +237,37 @@ def test_packed_weights_for_e4m3_are_tuned_where_they_are_put_into_e4m3(
     assert not any(each.product.adds for each in found)
     lines = capsys.readouterr().out.splitlines()
     assert "gate_up  4 bits by 128, packed for e4m3: tuned where it is put into e4m3" in lines
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of e4m3 in blocks of 128 x 128."""
+    folder, sizes = tmp_path_factory.mktemp("blocks"), {"hidden_size": 256, "head_dim": 64}
+    plain = tiny.checkpoint(folder / "plain", intermediate_size=512, **sizes)
+    tiny.quantised(plain, tiny.FORMATS["fp8-block"], folder / "blocks")
+    return folder / "blocks"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_blocks_of_e4m3_are_tuned_in_16_bits_and_in_e4m3(
+    blocks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    set_target(monkeypatch, KNOWN["sm_90a"])
+
+    def plan_of(rows: int, *sizes: int) -> SimpleNamespace:
+        return SimpleNamespace(shape=SimpleNamespace(x_scales="blocks"))
+
+    monkeypatch.setattr(cublaslt_groups, "plan_of", plan_of)
+    config = msgspec.json.encode(EngineConfig(checkpoint=str(blocks)))
+    assert run(monkeypatch, config, "--rows", "16", "320", "1024") == 0
+    found = {
+        (each.rows, each.product.dtype, each.product.x_scales)
+        for each in tuning.load(MACHINE)
+        if (each.product.outputs, each.product.inputs) == (1024, 256)  # gate and up
+    }
+    assert found == {(320, "bfloat16", ""), (1024, "float8_e4m3fn", "blocks")}
+    said = "gate_up  e4m3 by 128, packed: tuned where it is put into e4m3 or 16 bits again"
+    assert said in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.usefixtures("gpu")

@@ -16,6 +16,7 @@ from slipstream.kernels.gemm.linear import (
     multiply,
     multiply_adapted,
     route_of,
+    takes_quantized,
 )
 from slipstream.kernels.gemm.op import E4M3, Around, TermTable
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
@@ -107,7 +108,8 @@ class FusedGatedLinear(GatedLinear):
         if isinstance(y, Tensor):  # adapters of a reader with packed weights take it as it is
             quantises = next_matrix is not None and next_matrix.values.dtype == E4M3
             return fp8.quantize(y) if quantises and route.path.quantises else y
-        if next_matrix is not None and next_matrix.takes_quantized and self.gate == "silu":
+        takes = next_matrix is not None and takes_quantized(next_matrix, len(y.product), x.dtype)
+        if takes and self.gate == "silu":
             return fp8.silu_mul_quantize(y.product, *y.scales)
         return activate(self.gate, y.finish(x.dtype))
 

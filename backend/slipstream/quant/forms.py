@@ -115,6 +115,22 @@ def _takes_packed_e4m3(matrix: QuantMatrix, target: Target, dtype: torch.dtype) 
     return is_here and fits and _takes_packed(matrix, target, dtype)
 
 
+def _takes_blocks(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
+    is_here = target.device == "cuda" and target.capability == (9, 0) and dtype == torch.bfloat16
+    fits = matrix.kind is Kind.F8 and matrix.for_e4m3 and matrix.inputs % fp8.MULTIPLE == 0
+    fits = fits and matrix.inputs <= fp8.MAX_WIDTH
+    has_blocks = matrix.group >= matrix.inputs or matrix.group % packing.BLOCK == 0
+    return is_here and fits and has_blocks and _takes_packed(matrix, target, dtype)
+
+
+def make_blocks(matrix: QuantMatrix) -> Matrix:
+    """Put e4m3 in the order of the kernels for rows of 16 bits; many rows may be e4m3, too."""
+    made = make_packed(matrix)
+    assert made.groups is not None, "it is packed"
+    sizes = made.groups.packing._replace(can_round_rows=True)
+    return made._replace(groups=made.groups._replace(packing=sizes))
+
+
 def make_packed_e4m3(matrix: QuantMatrix) -> Matrix:
     """Put codes of 4 bits in the order of the kernel for rows of e4m3."""
     return _make_packed(matrix, for_e4m3=True)
@@ -254,6 +270,7 @@ FORMS = (
     Form("torch's product with 8 bits", _takes_int8, _make_int8),
     Form("torch's product with 4 bits", _takes_int4, _make_int4),
     Form("kept packed, rows quantised by token", _takes_packed_e4m3, make_packed_e4m3),
+    Form("kept packed, rows of long prompts quantised by token", _takes_blocks, make_blocks),
     Form("kept packed, multiplied with 16-bit rows", _takes_packed, make_packed),
     *(
         Form("kept packed, multiplied with 16-bit rows", takes, partial(make_floats, of=dtype))
@@ -279,10 +296,10 @@ def form_of_experts(
 
     Experts begin at tiles, and inputs of all come as they are.
     """
-    form = form_of(matrix, target, dtype)
-    if form is None or form.make not in EXPERT_MAKERS or not matrix.is_plain:
+    if not matrix.is_plain or matrix.outputs % (count * packing.TILE):
         return None
-    return None if matrix.outputs % (count * packing.TILE) else form
+    own = (form for form in FORMS if form.make in EXPERT_MAKERS)
+    return next((form for form in own if form.takes(matrix, target, dtype)), None)
 
 
 def product(x: Tensor, weights: Packed) -> Tensor:

@@ -60,7 +60,8 @@ def tune(plan: Plan, rows: list[int]) -> None:
     for matrix in wanted:
         choices = []
         if matrix.packing is not None:
-            wide = "e4m3" if matrix.packing.for_e4m3 else "16 bits again"
+            wide = "e4m3" if matrix.packing.takes_e4m3 else "16 bits again"
+            wide += " or 16 bits again" if matrix.packing.can_round_rows else ""
             print(f"{matrix.name:8} {matrix.kind}: tuned where it is put into {wide}")
         for choice in _tune(matrix, rows, target):
             print(_line(matrix, choice), flush=True)
@@ -97,9 +98,10 @@ def _tune(matrix: Weight, rows: list[int], target: Target) -> Iterable[tuning.Ch
     """Search for numbers of rows with which cuBLASLt multiplies: packed weights in 16 bits then, or
     in e4m3.
     """
-    if matrix.packing is not None and matrix.packing.for_e4m3:
+    if matrix.packing is not None and matrix.packing.takes_e4m3:
         yield from _tune_by_groups(matrix, rows, target)
-        return
+        if matrix.packing.for_e4m3:  # else fewer rows stay in 16 bits
+            return
     sizes = (matrix.inputs, matrix.outputs)
     operands = search.Operands.random(*sizes, matrix.dense_dtype, adds_in_product(matrix))
     for num_rows in rows:

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from slipstream.kernels.comm.ranks import Part
@@ -29,9 +30,9 @@ from slipstream.kernels.gemm.op import (
     normed,
     spec_of,
 )
-from slipstream.kernels.gemm.packing import arranged
+from slipstream.kernels.gemm.packing import Packing, arranged
 from slipstream.kernels.runtime.op import KernelError
-from slipstream.kernels.runtime.registry import Implementation, target_of
+from slipstream.kernels.runtime.registry import Implementation, Target, target_of
 
 Operand = Tensor | Quantized  # rows that a GEMM reads
 _MOST_ROUTES = 4096
@@ -72,15 +73,16 @@ _routes: dict[tuple[object, ...], Route] = {}
 
 def paths(spec: Spec) -> Iterator[tuple[Path, Spec]]:
     """Return all paths to a product, each with the spec that is left for the GEMM."""
-    befores = [(Path(), spec)]
-    is_packed = spec.packing is not None and spec.packing.for_e4m3  # whose kernels scale
+    befores, packing = [(Path(), spec)], spec.packing
+    is_packed = packing is not None and packing.takes_e4m3  # whose kernels scale
     is_scaled = spec.weight == E4M3 or is_packed
     if is_scaled and spec.x != E4M3:
         norms = spec.norm in ("norm plus one", "layer norm")  # no kernel quantises such
         inner = spec._replace(x=E4M3, norm="", norm_aligned=True, scales="both", x_aligned=True)
         inner = inner._replace(x_pitch=spec.inputs % ALIGNED == 0)
         befores.append((Path(norms=norms, quantises=True, cost=1 + norms), inner))
-    elif spec.norm:
+    may_stay = not is_scaled or (packing is not None and packing.can_round_rows)
+    if spec.norm and may_stay:
         befores.append((Path(norms=True, cost=1), _without_norm(spec)))
     yield from befores
     for path, inner in befores:
@@ -137,6 +139,23 @@ def route_of(x: Operand, matrix: Matrix, around: Around = PLAIN) -> Route:
             _routes.clear()
         route = _routes[key] = choose(spec)
     return route
+
+
+def takes_quantized(matrix: Matrix, num_rows: int, dtype: torch.dtype) -> bool:
+    """Return whether so many rows, which have a dtype else, may come in e4m3, as a kernel before
+    quantised them.
+    """
+    groups = matrix.groups
+    if groups is None or not groups.packing.can_round_rows or not groups.is_plain:
+        return matrix.takes_quantized
+    return _are_rounded(groups.packing, num_rows, dtype, target_of(matrix.values.device))
+
+
+@functools.lru_cache(_MOST_ROUTES)
+def _are_rounded(packing: Packing, num_rows: int, dtype: torch.dtype, target: Target) -> bool:
+    sizes = (num_rows, packing.inputs, packing.outputs)
+    plain = Spec(*sizes, dtype, torch.int32, dtype, "", "", False, "", False, *(True,) * 4, target)
+    return choose(plain._replace(packing=packing)).path.quantises
 
 
 def multiply(x: Operand, matrix: Matrix, around: Around = PLAIN) -> Tensor | Unscaled:

@@ -40,7 +40,7 @@ class Matrix(NamedTuple):
 
     @property
     def takes_quantized(self) -> bool:
-        """Whether rows may come in e4m3, as a kernel before quantised them."""
+        """Whether any rows may come in e4m3, as a kernel before quantised them."""
         if self.groups is None:
             return self.values.dtype == E4M3
         return self.groups.packing.for_e4m3 and self.groups.is_plain

@@ -47,6 +47,7 @@ class Packing(NamedTuple):
     codes: Codes = "integers"  # e2m1 have 4 bits, e4m3 8
     for_e4m3: bool = False  # rows are e4m3; integers of 4 bits without zeros
     layout: str = "fragments"  # "tiles": as `cpu_packing.py` has it
+    can_round_rows: bool = False  # codes are e4m3; many rows may be e4m3, too
 
     def __str__(self) -> str:
         size = "a row" if self.group >= self.inputs else str(self.group)
@@ -58,6 +59,11 @@ class Packing(NamedTuple):
     def scales_numbers(self) -> bool:
         """Whether scales multiply numbers of 16 bits, exactly; else they multiply sums in fp32."""
         return self.codes == "e2m1"
+
+    @property
+    def takes_e4m3(self) -> bool:
+        """Whether there may be GEMMs with rows of e4m3."""
+        return self.for_e4m3 or self.can_round_rows
 
     @property
     def middle(self) -> int:

@@ -1,8 +1,8 @@
 """GEMMs of many rows of e4m3 with packed weights: the weights in e4m3, too, for one product.
 
-Integers of 4 bits are exact in e4m3, and cuBLASLt scales sums of 128 inputs (`cublaslt_groups.py`):
-so this is the product that the packed weights stand for. Scales of rows, and what follows, are left
-to its reader. The matrix takes memory while its product runs.
+Codes are e4m3, or integers of 4 bits, which are exact in e4m3, and cuBLASLt scales sums of 128
+inputs (`cublaslt_groups.py`): so this is the product that the packed weights stand for. Scales of
+rows, and what follows, are left to its reader. The matrix takes memory while its product runs.
 """
 
 from collections.abc import Iterator
@@ -24,17 +24,18 @@ _WARPS = 4  # of a CTA
 
 @op("values[_,_]:i32")
 def unpacked_e4m3(values: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Return packed weights of 4 bits as e4m3 `[m, k]`, and scales `[ceil(k / 128), m]` f32.
+    """Return packed weights as e4m3 `[m, k]`, and scales `[ceil(k / 128), m]` f32.
 
     Args:
-        values: codes packed for rows of e4m3.
+        values: codes of e4m3, or of 4 bits packed for rows of e4m3.
         groups: what belongs to them; a group is a multiple of 128 inputs.
     """
     packing = groups.packing
-    codes = unpack(values, packing).float() - MIDDLE[4]
+    codes = unpack(values, packing)
+    numbers = codes.view(E4M3) if packing.codes == "e4m3" else (codes.float() - MIDDLE[4]).to(E4M3)
     wide = packing._replace(inputs=packing.blocks * GROUP)
     scales = by_row(groups.scales, wide)[:, ::GROUP].T.float().contiguous()
-    return codes.to(E4M3), scales
+    return numbers, scales
 
 
 @unpacked_e4m3.cuda
@@ -73,12 +74,13 @@ def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     for scale in SCALES:
         yield _variant(Packing(4, GROUP, 4096, 4096, scale, False, for_e4m3=True))
+        yield _variant(Packing(8, GROUP, 4096, 4096, scale, False, "e4m3"))
 
 
 def packing_refusal(packing: Packing | None) -> str | None:
     """Say why weights are not put into e4m3; None: they are."""
-    if packing is None or not packing.for_e4m3:
-        return "takes codes packed for rows of e4m3"
+    if packing is None or not packing.takes_e4m3:
+        return "takes packed weights whose rows may be e4m3"
     return None if packing.parts == 1 else f"takes groups of multiples of {GROUP} inputs"
 
 

@@ -90,8 +90,8 @@ class CompressedTensors(Format):
             raise group.refusal("output_activations", "is not implemented")
         scheme = None
         if group.has("weights"):
-            for_e4m3 = _is_e4m3_by_token(group.child("input_activations"))
-            scheme = self._scheme(group.child("weights"), for_e4m3)
+            weights, activations = group.child("weights"), group.child("input_activations")
+            scheme = self._scheme(weights, _are_rows_e4m3(activations, weights))
         return listed(group, "targets"), scheme
 
     @staticmethod
@@ -182,11 +182,14 @@ class CompressedTensors(Format):
         return read[module.dtype("weight")](module, scheme, outputs, inputs)
 
 
-def _is_e4m3_by_token(activations: Reader) -> bool:
-    """Return whether a group rounds its rows to e4m3, each by a scale of its own."""
+def _are_rows_e4m3(activations: Reader, weights: Reader) -> bool:
+    """Return whether a group rounds its rows to e4m3, each by a scale of its own; of weights in
+    blocks, by such for each group of inputs.
+    """
     data = activations.data
     is_e4m3 = data.get("type") == "float" and data.get("num_bits") == 8
-    return is_e4m3 and data.get("strategy") == "token" and data.get("dynamic") is True
+    strategies = ("token", "group") if weights.data.get("strategy") == "block" else ("token",)
+    return is_e4m3 and data.get("strategy") in strategies and data.get("dynamic") is True
 
 
 def _check(scheme: GroupScheme, module: Module, bits: tuple[int, ...], is_float: bool) -> None:
@@ -314,7 +317,8 @@ def _e4m3(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> Qua
     check_numbers(module, "weight", codes)
     scales, group = _scales(module, scheme, outputs, inputs)
     module.drop("weight_zero_point", "not used: the scheme is symmetric")
-    return QuantMatrix(Kind.F8, codes, scales, group, inputs)
+    for_e4m3 = scheme.for_e4m3 and group < inputs  # by row they have GEMMs of their own
+    return QuantMatrix(Kind.F8, codes, scales, group, inputs, for_e4m3=for_e4m3)
 
 
 def _e2m1(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> QuantMatrix:

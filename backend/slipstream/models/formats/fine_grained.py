@@ -7,7 +7,10 @@ from slipstream.quant.matrix import Kind, QuantMatrix
 
 
 class FineGrained(Format):
-    """`W = q * weight_scale_inv`, despite the name; blocks begin anew in each matrix."""
+    """`W = q * weight_scale_inv`, despite the name; blocks begin anew in each matrix.
+
+    Rows are e4m3, too, by either `activation_scheme`.
+    """
 
     methods = ("fp8",)
     title = "Hugging Face `fp8`"
@@ -68,4 +71,5 @@ class FineGrained(Format):
         rows, group = self._block
         shape = (num_groups(outputs, rows), num_groups(inputs, group))
         scales = over_rows(module.take(part, FLOATS, shape), outputs, rows)
-        return QuantMatrix(Kind.F8, codes, scales, group, inputs)
+        for_e4m3 = group < inputs  # by row they have GEMMs of their own
+        return QuantMatrix(Kind.F8, codes, scales, group, inputs, for_e4m3=for_e4m3)
