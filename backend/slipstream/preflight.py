@@ -18,7 +18,9 @@ class Preflight:
 
 
 def preflight(config: EngineConfig) -> Preflight:
-    """Check settings, configuration, and names, shapes and dtypes of all tensors. Imports torch.
+    """Check settings, configuration, adapters, and names, shapes and dtypes of all tensors.
+
+    Imports torch.
 
     Memory is not checked: another machine may serve. Without a GPU, a note says what a GPU would
     refuse. Raises `ConfigError` (field, value, limit) or `CheckpointError` (file, key or tensor,
@@ -28,11 +30,13 @@ def preflight(config: EngineConfig) -> Preflight:
 
     from slipstream.models.backends import notes as serving_notes
     from slipstream.models.check import check_tensors
+    from slipstream.runner.adapter_check import check_adapters
     from slipstream.runner.plan import settle, settle_here
 
     load_processors(config.logits_processors)
     plan = settle_here(config)
     check_tensors(Path(config.checkpoint), plan.model)
+    check_adapters(plan)
     info = describe(config.checkpoint, plan.model)
     notes = [line for line in (info.ignored, serving_notes(plan.model)) if line]
     if plan.device.type == "cpu" and config.device == "auto":

@@ -13,10 +13,12 @@ import torch
 from fixtures.models.adapters import draw_pairs, targets_of, write_adapter
 from fixtures.models.checkpoints import Driver, Generation, make_model, make_runner, save
 from safetensors.torch import load_file, save_file
+from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError
 from slipstream.models.adapters import read
 from slipstream.models.adapters.read import _digest_of_module
 from slipstream.models.adapters.stored import Stored, stored_modules
+from slipstream.preflight import preflight
 from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.lora import LoraTask
 
@@ -49,6 +51,14 @@ def test_logits_are_those_of_peft(runner: ModelRunner, name: str) -> None:
         Driver(runner, keep_logits=True).finish([row])
         assert (row.logits[0] - recorded[name][count - 1]).abs().max() < 1e-4
     runner.adapters.remove(number)
+
+
+@pytest.mark.parametrize("ranks", ["", "tensor_parallel", "pipeline_parallel"])
+def test_compose_takes_what_peft_writes(base: torch.nn.Module, tmp_path: Path, ranks: str) -> None:
+    adapters = ",".join(f"{path.name}={path}" for path in PEFT.iterdir() if path.is_dir())
+    options = {ranks: 2} if ranks else {}
+    checkpoint = str(save(base, tmp_path))
+    preflight(EngineConfig(checkpoint=checkpoint, adapters=adapters, **options))
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:

@@ -6,7 +6,10 @@ One that has nothing else (rank 0) changes only what is computed of a prompt.
 
 from dataclasses import dataclass
 
+from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.ids import TokenIds, are_below
+
+MAX_NAME = 256  # characters
 
 
 @dataclass(slots=True, eq=False)
@@ -33,3 +36,28 @@ def with_virtual(token_ids: TokenIds, num_virtual: int, vocab_size: int) -> Toke
 def without_virtual(token_ids: TokenIds, vocab_size: int) -> TokenIds:
     """Return the tokens that have a text."""
     return TokenIds("i", [token_id for token_id in token_ids if token_id < vocab_size])
+
+
+def parse_adapters(text: str) -> dict[str, str]:
+    """Read `NAME=DIR[,NAME=DIR]`. Raises ContractError."""
+    found: dict[str, str] = {}
+    for entry in filter(None, text.split(",")):
+        name, _, path = entry.partition("=")
+        if not name or not path:
+            raise ContractError(f"adapters has {clip(entry)}, not NAME=DIR")
+        if name in found:
+            raise ContractError(f"adapters has {clip(name)} twice")
+        found[name] = path
+    return found
+
+
+def check_name(name: str, base: str) -> None:
+    """Refuse what no adapter of the model `base` can be called. Raises ContractError."""
+    if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise ContractError(
+            f"the adapter's name is {clip(name)}, not 1 to {MAX_NAME} printable characters"
+        )
+    if "," in name:  # separates names in lora_requests_info
+        raise ContractError(f"the adapter's name is {clip(name)}, which has a comma")
+    if name == base:
+        raise ContractError(f"the adapter's name is {clip(name)}, which is the model's")

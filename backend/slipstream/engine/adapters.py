@@ -20,7 +20,7 @@ from slipstream_contract.errors import Code, ContractError, clip
 from slipstream_contract.lora import LoraTask
 from slipstream_contract.prompt_table import TABLE, PromptTable
 
-from slipstream.core.adapter import Adapter, with_virtual
+from slipstream.core.adapter import Adapter, check_name, with_virtual
 from slipstream.engine.adapter_directory import AdapterDirectory
 from slipstream.engine.adapter_room import AdapterRoom, Pool
 from slipstream.engine.served import Changed
@@ -29,7 +29,6 @@ from slipstream.wire import AdapterInfo, Submit
 
 _log = logging.getLogger(__name__)
 
-MAX_NAME = 256  # characters
 MAX_PATH = 1024  # characters, of a request's
 MAX_NAMES = 1 << 16  # as metrics say (`max_lora`)
 _SHOWN = 8  # names in an error
@@ -350,19 +349,12 @@ class AdapterStore:
     def _check(self, name: str) -> None:
         if self._holder is None:
             raise ContractError("this engine serves no adapters", Code.UNSUPPORTED)
-        if not 0 < len(name) <= MAX_NAME or not name.isprintable():
-            raise ContractError(
-                f"the adapter's name is {clip(name)}, not 1 to {MAX_NAME} printable characters"
-            )
-        if "," in name:  # separates names in lora_requests_info
-            raise ContractError(f"the adapter's name is {clip(name)}, which has a comma")
+        check_name(name, self._base)
         if name not in self._names and len(self._names) >= MAX_NAMES:
             raise ContractError(
                 f"adapter {clip(name)}: {MAX_NAMES} have names, no more are served",
                 Code.UNAVAILABLE,
             )
-        if name == self._base:
-            raise ContractError(f"the adapter's name is {clip(name)}, which is the model's")
 
     def _inside(self, path: str) -> str:
         """Return the directory below the root. Raises ContractError for any other."""
@@ -421,16 +413,3 @@ class AdapterStore:
         if not adapter.num_users and not adapter.num_names:
             del self._adapters[adapter.digest]
             self.room.remove(adapter.number)
-
-
-def parse_adapters(text: str) -> dict[str, str]:
-    """Read `NAME=DIR[,NAME=DIR]`. Raises ContractError."""
-    found: dict[str, str] = {}
-    for entry in filter(None, text.split(",")):
-        name, _, path = entry.partition("=")
-        if not name or not path:
-            raise ContractError(f"adapters has {clip(entry)}, not NAME=DIR")
-        if name in found:
-            raise ContractError(f"adapters has {clip(name)} twice")
-        found[name] = path
-    return found

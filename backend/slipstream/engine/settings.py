@@ -10,10 +10,11 @@ from slipstream_contract.vocab import TokenBytes
 
 from slipstream import __version__, wire
 from slipstream.config import EngineConfig
+from slipstream.core.adapter import parse_adapters
 from slipstream.core.edits import EditContext
 from slipstream.core.processors import load_processors
 from slipstream.core.thinking import find_thinking
-from slipstream.engine.adapters import AdapterStore, Holder, parse_adapters
+from slipstream.engine.adapters import AdapterStore, Holder
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import ConfigError
 

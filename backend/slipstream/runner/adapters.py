@@ -92,7 +92,7 @@ class Adapters:
         self._fold = Fold(places, Kind(plan.dtype, plan.device), self._ranks, self._own_name)
         if plan.rank == 0:
             whole = plan.model.whole or plan.model
-            places = _of_all_stages(plan.model, plan.dtype, places)
+            places = of_all_stages(plan.model, plan.dtype, places)
             given = whole.tensors, plan.dtype, plan.device
             self.targets = Targets(places, *given, plan.model.stage_bounds)
             self._all = TileLayout(places, not is_gpu, plan.dtype)
@@ -435,7 +435,7 @@ def _has_kernels(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and library() is not None
 
 
-def _of_all_stages(
+def of_all_stages(
     model: ModelConfig, dtype: torch.dtype, places: Sequence[AdaptedPlace]
 ) -> Sequence[AdaptedPlace]:
     """Return the places of all stages, those of others without weights, of the first one's."""

@@ -170,7 +170,7 @@ def _terms_of(
             before = given.setdefault((part.place, part.first), stored.module)
             if before != stored.module:
                 raise CheckpointError(f"{path}: {stored.module} is {before} by another name")
-            term = _term(part, stored, dtype, path, targets.num_ranks == 1)
+            term = _term(part, stored, dtype, path, targets)
             terms.setdefault(part.place, []).append(term)
             of_ranks.add(part, term)
     if not terms:
@@ -243,8 +243,10 @@ def _parts(targets: Targets, stored: Stored, path: Path) -> list[Part]:
     return parts
 
 
-def _term(part: Part, stored: Stored, dtype: torch.dtype, path: Path, folds: bool) -> Term:
-    """Return a part of a module as the decoder has its matrix; `folds`: magnitudes are folded."""
+def _term(part: Part, stored: Stored, dtype: torch.dtype, path: Path, targets: Targets) -> Term:
+    """Return a part of a module as the decoder has its matrix; magnitudes are folded if one rank
+    has all weights.
+    """
     where = f"{path}: {stored.module}"
     if stored.whole is not None:
         _check_whole(part, stored.whole, where)
@@ -253,7 +255,9 @@ def _term(part: Part, stored: Stored, dtype: torch.dtype, path: Path, folds: boo
     assert stored.b is not None
     if stored.base is not None:
         _check_whole(part, stored.base, where)
-        if part.table is None or _is_apart(part.own(stored.base), part.table.weight):
+        if part.table is None or (
+            targets.has_weights and _is_apart(part.own(stored.base), part.table.weight)
+        ):
             raise CheckpointError(f"{where}: base_layer.weight is not the model's matrix")
     b = stored.b.float() * stored.scale
     if stored.is_rows:
@@ -264,7 +268,7 @@ def _term(part: Part, stored: Stored, dtype: torch.dtype, path: Path, folds: boo
     gain = None
     if stored.magnitude is not None:
         gain = part.of_b(stored.magnitude.float()[:, None])[:, 0]
-        if not folds:
+        if targets.num_ranks > 1 or not targets.has_weights:
             return Term(part.first, a.to(dtype).contiguous(), b.contiguous(), gain)
         b, gain = folded(b, gain, part.squares(a, b))
     return Term(part.first, a.to(dtype).contiguous(), b.to(dtype).contiguous(), gain)

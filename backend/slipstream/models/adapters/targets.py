@@ -147,8 +147,10 @@ class Targets:
         """Take the places of a decoder, the family's names of tensors, and those of rows.
 
         The decoder is that of the rank of the names' cuts, if they have any. `bounds` are the
-        layers of the stages of a pipeline; none: one has all.
+        layers of the stages of a pipeline; none: one has all. `device` meta: the decoder has sizes
+        and no weights, so what depends on weights is not checked.
         """
+        self.has_weights = device.type != "meta"
         self._size = 1 if names.cuts is None else names.cuts.size  # of a stage
         self._bounds = bounds
         self.num_ranks = self._size * max(1, len(bounds))
