@@ -12,7 +12,8 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 # name -> (module with add_parser(subparsers) and run(args) -> int, what it does)
 COMMANDS = {
@@ -50,8 +51,44 @@ EXIT_INTERRUPTED = 130
 TRACEBACK_VARIABLE = "SLIPSTREAM_TRACEBACK"
 
 
+# What other servers call some options: names that are too far from ours, or nearer to a wrong one.
+_ELSEWHERE = {
+    "ctx-size": "max-model-len",
+    "enable-lora": "adapters",
+    "gpu-memory-utilization": "memory-share",
+    "lora-modules": "adapters",
+    "max-batch-size": "max-num-seqs",
+    "max-input-len": "max-model-len",
+    "max-num-tokens": "max-num-batched-tokens",
+    "max-seq-len": "max-model-len",
+    "model-dir": "checkpoint",
+    "model-path": "checkpoint",
+    "parallel": "max-num-seqs",
+    "pp-size": "pipeline-parallel",
+    "served-model-name": "model-name",
+    "tp-size": "tensor-parallel",
+}
+
+
 class OneLineParser(argparse.ArgumentParser):
-    """A parser that reports an error in one line; argparse's own prints the usage first."""
+    """A parser that reports an error in one line; argparse's own prints the usage first.
+
+    The sub-command reports an option that it does not have, and names the nearest that it has.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse; end with an error if anything is left over."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}{self._hint(rest[0])}")
+        return found, rest
+
+    def _hint(self, given: str) -> str:
+        """Return the option that was meant, as an addition to an error; nothing if none is near."""
+        name = given.partition("=")[0].lstrip("-").replace("_", "-")
+        known = [option.lstrip("-") for option in self._option_string_actions]
+        near = get_close_matches(_ELSEWHERE.get(name, name), known, 1, 0.65)
+        return f" (do you mean --{near[0]}?)" if given.startswith("--") and near else ""
 
     def error(self, message: str) -> NoReturn:
         """Print the error and where help is found, then exit."""

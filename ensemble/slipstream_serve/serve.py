@@ -357,7 +357,7 @@ def _demo(endpoints: Endpoints, models: list[str]) -> None:
         print(piece, end="", flush=True)
     seconds = time.monotonic() - began
     print(f"\n\nfirst token after {first * 1e3:.0f} ms, {pieces} responses in {seconds:.2f} s")
-    body = {"text_input": "import ", "max_tokens": 32, "stream": True}
+    body = {"text_input": "def read_lines(path):", "max_tokens": 32, "stream": True}
     url = f"{endpoints.http}/v2/models/{model}/generate_stream"
     port = "" if endpoints.grpc_port == 8001 else f" --grpc-port {endpoints.grpc_port}"
     here = os.path.relpath(sys.prefix)

@@ -59,6 +59,9 @@ def test_version() -> None:
     assert done.stdout == f"slipstream {importlib.metadata.version('slipstream')}\n"
 
 
+COMPOSE = ["compose", "--checkpoint", "a", "--output", "b"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -68,6 +71,13 @@ def test_version() -> None:
         (["complete"], "PROMPT"),
         (["compose", "--checkpoint", "a"], "--output"),
         (["compose", "--checkpoint", "a", "--output", "b", "--dtype", "int8"], "'int8'"),
+        ([*COMPOSE, "--quantisation", "int4"], "--quantisation int4 (do you mean --quantization?)"),
+        ([*COMPOSE, "--max_model_len=9"], "--max_model_len=9 (do you mean --max-model-len?)"),
+        ([*COMPOSE, "--max-seq-len", "9"], "(do you mean --max-model-len?)"),
+        ([*COMPOSE, "--tensor-parallel-size", "2"], "(do you mean --tensor-parallel?)"),
+        ([*COMPOSE, "--xyz", "2"], "slipstream compose: unrecognized arguments: --xyz 2; see"),
+        (["adapter", "list", "--prot", "1"], "slipstream adapter list: unrecognized"),
+        (["complete", "a", "b"], "slipstream complete: unrecognized arguments: b; see"),
     ],
 )
 def test_a_usage_error_is_one_line(
@@ -112,3 +122,17 @@ def test_a_reader_that_went_away_is_no_traceback() -> None:
     command = f"{sys.executable} -m slipstream_client.cli --help | true"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("act", [["list"], ["load", "a", "/a"], ["unload", "a"]])
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_a_gateway_that_is_not_there(
+    act: list[str], is_behind: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = ["--url", "http://127.0.0.1:1"]
+    arguments = [*act, *url] if is_behind else [*url, *act]
+    assert cli.main(["adapter", *arguments]) == 1
+    assert capsys.readouterr().err == (
+        "slipstream: UNAVAILABLE: no gateway answers at http://127.0.0.1:1 ([Errno 111] Connection "
+        "refused): is it running, and is this its --url?\n"
+    )

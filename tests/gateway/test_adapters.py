@@ -62,7 +62,7 @@ def test_an_adapter_is_a_model_while_it_is_loaded(
         assert "vllm:lora_requests_info{" in gateway.get("/metrics").data.decode()
         url = ["--url", gateway.url]
         assert cli.main(["adapter", *url, "load", "two", "one"]) == 0
-        assert cli.main(["adapter", *url, "list"]) == 0
+        assert cli.main(["adapter", "list", *url]) == 0
         assert f"two  {MODEL}  {tmp_path}/adapters/one" in capsys.readouterr().out
         assert cli.main(["adapter", *url, "unload", "two"]) == 0
         assert cli.main(["adapter", *url, "unload", "two"]) == 1

@@ -290,8 +290,22 @@ def test_broken_json(text: str, tmp_path: Path) -> None:
 def test_no_directory_and_empty_directory(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such directory"):
         describe(tmp_path / "absent")
-    with pytest.raises(CheckpointError, match=r"no config\.json"):
+    with pytest.raises(CheckpointError, match=r"no config\.json: not a Hugging Face"):
         describe(tmp_path)
+
+
+def test_an_error_says_what_to_name_in_the_place_of_a_path(tmp_path: Path) -> None:
+    weights, model = tmp_path / "model.safetensors", tmp_path / "b.Q4_1.gguf"
+    weights.touch()
+    with pytest.raises(CheckpointError, match=f"is a file; name its directory, {tmp_path}, or"):
+        describe(weights)
+    model.touch()
+    with pytest.raises(CheckpointError, match=r"is a file; `slipstream compose` makes"):
+        describe(model)
+    with pytest.raises(CheckpointError, match=r"no config\.json; name the GGUF .* b.Q4_1.gguf$"):
+        describe(tmp_path)
+    with pytest.raises(CheckpointError, match=r"^org/name: no such directory; nothing is downlo"):
+        describe(Path("org/name"))
 
 
 UNREAD = {

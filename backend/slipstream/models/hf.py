@@ -191,20 +191,30 @@ def dtype_of(config: Reader) -> str | None:
 
 def read_config(directory: Path) -> ModelConfig:
     """Read `config.json` and `generation_config.json` of a checkpoint; raises `CheckpointError`."""
-    if directory.is_file():
-        raise CheckpointError(
-            f"{directory}: is a file; `slipstream compose` makes a repository of a GGUF file"
-        )
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such directory")
     if not (directory / "config.json").is_file():
-        raise CheckpointError(f"{directory}: no config.json: not a Hugging Face checkpoint")
+        raise CheckpointError(f"{directory}: {_no_checkpoint(directory)}")
     config = Reader(read_json(directory / "config.json"), str(directory / "config.json"))
     whole = whole_of(config.data.get("architectures"))
     if whole is None:
         return read_model(config, _architecture(config), directory)
     text = text_of(config, whole)
     return within(read_model(text, _architecture(text), directory), whole)
+
+
+def _no_checkpoint(path: Path) -> str:
+    """Say why a path is no directory of a checkpoint, and what to name in its place."""
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return "is a file; `slipstream compose` makes a repository of a GGUF file"
+    if path.is_file():
+        return f"is a file; name its directory, {path.parent}, or a file that ends in .gguf"
+    if not path.is_dir():
+        is_name = not path.is_absolute() and len(path.parts) == 2 and path.parts[0] != ".."
+        why = "; nothing is downloaded: fetch it (hf download), and name its directory"
+        return f"no such directory{why * is_name}"
+    files = sorted(each.name for each in path.glob("*.gguf"))
+    if files:
+        return f"no config.json; name the GGUF file that is to be served, such as {files[0]}"
+    return "no config.json: not a Hugging Face checkpoint"
 
 
 def read_model(config: Reader, architecture: str, directory: Path) -> ModelConfig:

@@ -7,26 +7,28 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from slipstream_contract.errors import ContractError
+from slipstream_contract.errors import Code, ContractError
 
 _ANSWER_S = 600.0
+_URL = "http://127.0.0.1:9000"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the command and its options."""
     parser = subparsers.add_parser("adapter", help="list, load and unload adapters")
-    parser.add_argument(
-        "--url", default="http://127.0.0.1:9000", help="of the gateway (%(default)s)"
-    )
-    parser.add_argument("--api-key", metavar="KEY", help="of the gateway, if it has keys")
-    parser.add_argument("--model", help="whose adapters they are, where there are several models")
+    parser.set_defaults(url=_URL, api_key=None, model=None)
+    _add_gateway(parser)
     acts = parser.add_subparsers(dest="act", metavar="ACT", required=True)
-    acts.add_parser("list", help="print a line for each: its name, its model, its directory")
+    shown = acts.add_parser(
+        "list", help="print a line for each: its name, its model, its directory"
+    )
     load = acts.add_parser("load", help="load a directory as PEFT writes it")
     load.add_argument("name", metavar="NAME")
     load.add_argument("path", metavar="DIR", help="below compose --adapter-root")
     unload = acts.add_parser("unload", help="discard a name; requests that run go on")
     unload.add_argument("name", metavar="NAME")
+    for act in (shown, load, unload):
+        _add_gateway(act)
     convert = acts.add_parser(
         "convert",
         help="write a PEFT directory as TensorRT-LLM's arrays (model.lora_weights.npy, "
@@ -36,6 +38,19 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     convert.add_argument("output", type=Path, metavar="TO", help="a directory, which is made")
     convert.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="the model of the adapter"
+    )
+
+
+def _add_gateway(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a gateway, which may stand before the act or behind it."""
+    parser.add_argument("--url", default=argparse.SUPPRESS, help=f"of the gateway ({_URL})")
+    parser.add_argument(
+        "--api-key", metavar="KEY", default=argparse.SUPPRESS, help="of the gateway, if it has keys"
+    )
+    parser.add_argument(
+        "--model",
+        default=argparse.SUPPRESS,
+        help="whose adapters they are, where there are several models",
     )
 
 
@@ -73,7 +88,11 @@ def _ask(args: argparse.Namespace, path: str, body: dict[str, str] | None) -> An
     except urllib.error.HTTPError as error:
         raise ContractError(_message(error)) from None
     except (OSError, ValueError) as error:
-        raise ContractError(f"{args.url} does not answer: {error}") from None
+        why = getattr(error, "reason", error)
+        raise ContractError(
+            f"no gateway answers at {args.url} ({why}): is it running, and is this its --url?",
+            Code.UNAVAILABLE,
+        ) from None
 
 
 def _message(error: urllib.error.HTTPError) -> str:
