@@ -122,7 +122,7 @@ def _heads(layer: LatentAttention, prefix: str, groups: StepGroups, is_last: boo
 def _experts(layer: Experts, prefix: str, groups: StepGroups, is_last: bool) -> list[AdaptedPlace]:
     """Make routed experts ready."""
     layer.adapt = ExpertTerms(layer, prefix, groups, "kept" if is_last else "tokens")
-    count, inner, hidden = layer.down.values.shape[0], *reversed(layer.down.values.shape[1:])
+    count, inner, hidden = len(layer.down.values), layer.down.inputs, layer.down.outputs
     found = []
     for end, names, outputs, inputs in (
         (GATE_UP, ("gate_proj", "up_proj"), inner, hidden),

@@ -28,14 +28,21 @@ from slipstream.kernels.experts.route import Routed, route
 from slipstream.kernels.experts.router import Chosen, RouterStages, choose_rows
 from slipstream.kernels.experts.router import takes as takes_router
 from slipstream.kernels.gemm.op import Matrix
+from slipstream.kernels.gemm.packing import TILE
 from slipstream.layers.dims import ExpertsConfig
 from slipstream.layers.linear import Linear
 from slipstream.layers.norm import Norm, RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
-from slipstream.quant.auto import dequantised
-from slipstream.quant.forms import form_of_experts
-from slipstream.quant.matrix import QuantMatrix, selected, stack, write
+from slipstream.quant.auto import dequantised, joined
+from slipstream.quant.forms import (
+    FORMS,
+    dtype_of_numbers,
+    form_of_experts,
+    make_numbers,
+    takes_numbers,
+)
+from slipstream.quant.matrix import QuantMatrix, selected, write
 from slipstream.quant.rounding import rounded_e4m3
 
 SCHEMES = ("auto", "none", "fp8")  # that experts can be kept in
@@ -168,15 +175,36 @@ def _matrix(
     read = _fused if config.is_fused else _separate
     values, bias = read(w, names, config, outputs, inputs)
     if isinstance(values, QuantMatrix):
-        return expert_matrix(_kept(w, values, count), count, bias)
+        return expert_matrix(_kept(w, values, count * len(names)), count, bias)
+    if _takes_numbers(w, outputs):
+        return expert_matrix(_numbers(w, values), count, bias)
     if w.quantization != "fp8":
         return ExpertMatrix(values, None, bias)
     rounded, scales = rounded_e4m3(values.view(-1, inputs))
     return ExpertMatrix(rounded.view(values.shape), scales.view(count, -1), bias)
 
 
+def _dtype_of(w: WeightSource, names: list[str], outputs: int) -> torch.dtype | None:
+    """Return the dtype of weights that are not quantised for the processor's kernels, if any."""
+    return dtype_of_numbers(w, names) if _takes_numbers(w, outputs) else None
+
+
+def _takes_numbers(w: WeightSource, outputs: int) -> bool:
+    """Whether the processor's kernels take weights of 16 and 32 bits.
+
+    Experts begin at tiles, and so do gates and ups.
+    """
+    return w.quantization == "auto" and outputs % TILE == 0 and takes_numbers(w)
+
+
+def _numbers(w: WeightSource, values: Tensor) -> Matrix:
+    """Put experts `[e, m, k]` in the order of the processor's kernels."""
+    w.note(f"experts of {str(values.dtype).removeprefix('torch.')}: {FORMS[0].name}")
+    return make_numbers(values.reshape(-1, values.shape[-1]))
+
+
 def _kept(w: WeightSource, matrix: QuantMatrix, count: int) -> Matrix:
-    """Return the weights of `count` experts as kernels take them, dequantised if none does."""
+    """Return `count` matrices under one another as kernels take them, dequantised if none does."""
     if (form := form_of_experts(matrix, count, w.target, w.dtype)) is not None:
         w.note(f"experts of {matrix}: {form.name}")
         made = form.make(matrix)
@@ -185,6 +213,8 @@ def _kept(w: WeightSource, matrix: QuantMatrix, count: int) -> Matrix:
     _note(w, str(matrix))
     out = torch.empty(matrix.outputs, matrix.inputs, dtype=w.dtype, device=w.device)
     write(matrix, out)
+    if _takes_numbers(w, matrix.outputs // count):
+        return make_numbers(out)
     return Matrix(out)
 
 
@@ -202,8 +232,9 @@ def _separate(
     found = [part for part in parts if part is not None]
     if not found:
         weights = [f"{name}.weight" for name in full]
-        return w.stacked(weights, rows, inputs).view(count, -1, inputs), bias
-    whole = stack(found) if len(found) == len(parts) and w.quantization == "auto" else None
+        dtype = _dtype_of(w, weights, outputs)
+        return w.stacked(weights, rows, inputs, dtype=dtype).view(count, -1, inputs), bias
+    whole = joined(w, found) if len(found) == len(parts) and w.quantization == "auto" else None
     if whole is not None:
         return whole, bias
     _note(w, " and ".join(sorted({str(part) for part in found})))
@@ -226,7 +257,8 @@ def _fused(
         bias = bias[:, apart.to(bias.device)].contiguous()
     matrix = w.quantized(name, count * rows, inputs)
     if matrix is None:
-        values = w.tensor(name, count, inputs, rows).transpose(1, 2)
+        dtype = _dtype_of(w, [name], outputs)
+        values = w.stacked([name], [count], inputs, rows, dtype=dtype).transpose(1, 2)
         return values[:, apart.to(values.device)].contiguous(), bias
     order = (torch.arange(count)[:, None] * rows + apart).flatten()
     matrix = selected(matrix, order.to(matrix.codes.device))

@@ -26,7 +26,7 @@ class Auto(Scheme):
         found = [part for part in parts if part is not None]
         if not found:
             return read_numbers(w, names, outputs, inputs)
-        whole = _joined(w, found) if len(found) == len(parts) else None
+        whole = joined(w, found) if len(found) == len(parts) else None
         if whole is not None:
             return kept(w, whole)
         kinds = " and ".join(sorted({str(part) for part in found}))
@@ -41,8 +41,11 @@ class Auto(Scheme):
         return y if bias is None else y + bias
 
 
-def _joined(w: MatrixSource, parts: Sequence[QuantMatrix]) -> QuantMatrix | None:
-    """Put matrices under one another; for the CPU kernels those of other bits, too."""
+def joined(w: MatrixSource, parts: Sequence[QuantMatrix]) -> QuantMatrix | None:
+    """Put matrices under one another; for the CPU kernels those of other bits, too.
+
+    None where their forms differ.
+    """
     whole = stack(parts)
     if whole is not None:
         return whole

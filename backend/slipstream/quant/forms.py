@@ -5,6 +5,7 @@ that were never quantised: that needs the memory of 16 or 32 bits, and rounds ea
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ _GROUPS = (32, 64, 128, 256)  # of torch's product with 4 bits
 _TILE = 32  # outputs of the same
 _BITS = {Kind.W4: 4, Kind.W8: 8}
 _CODES: dict[Kind, Codes] = {Kind.W4: "integers", Kind.W8: "integers", Kind.F8: "e4m3"}
+_TILE_BITS = _BITS | {Kind.F4: 4}  # of codes in tiles
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _PIECE = 8  # inputs that a kernel copies at a time
 
@@ -195,23 +197,42 @@ def make_floats(matrix: QuantMatrix, of: torch.dtype) -> Matrix:
 
 def takes_tiles(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
     """Return whether the processor's kernels take weights as they are."""
-    if matrix.kind not in _BITS or target.device != "cpu" or dtype != torch.float32:
+    if matrix.kind not in _TILE_BITS or target.device != "cpu" or dtype != torch.float32:
         return False
-    fits = (
-        cpu_packing.takes_group(_BITS[matrix.kind], matrix.group, matrix.inputs)
-        and matrix.table is None
-    )
+    bits = 8 if _has_small_groups(matrix) else _TILE_BITS[matrix.kind]
+    fits = cpu_packing.takes_group(bits, matrix.group, matrix.inputs) and matrix.table is None
     return fits and library() is not None
+
+
+def _has_small_groups(matrix: QuantMatrix) -> bool:
+    """Whether e2m1 has smaller groups than tiles of 4 bits have; twice it is a number of 8 bits."""
+    is_part = matrix.group < matrix.inputs and matrix.group % cpu_packing.BLOCK != 0
+    return matrix.kind is Kind.F4 and is_part
+
+
+def _doubled(matrix: QuantMatrix) -> QuantMatrix:
+    """Return e2m1 with half the scale, as tiles have it; of small groups as whole numbers."""
+    matrix = replace(matrix, scales=matrix.scales.float() / 2)
+    if not _has_small_groups(matrix):
+        return matrix
+    codes = codes_of(matrix)
+    numbers = (2 * packing.e2m1_table(codes.device)).to(torch.int8)
+    whole = codes.to(torch.int8) if codes.is_meta else numbers[codes.long()]
+    return replace(matrix, kind=Kind.W8, codes=whole)
 
 
 def make_tiles(matrix: QuantMatrix) -> Matrix:
     """Put codes, scales and minimums in the order of the processor's kernels.
 
     Zeros become minimums. Scales stay fp16 if all are so and none would be rounded; else fp32.
+    Those of e2m1, mostly powers of two, become fp16 if none would be rounded.
     """
-    bits, scales, minimums = _BITS[matrix.kind], matrix.scales, matrix.minimums
+    if matrix.kind is Kind.F4:
+        matrix = _doubled(matrix)
+    bits, scales, minimums = _TILE_BITS[matrix.kind], matrix.scales, matrix.minimums
+    floats = matrix.kind is Kind.F4
     own = [each for each in (scales, minimums) if each is not None]
-    halves = all(each.dtype == torch.float16 for each in own) and matrix.outer is None
+    halves = all(each.dtype == torch.float16 or floats for each in own) and matrix.outer is None
     scales = scales.float()
     zeros = cpu_packing.MIDDLE[bits] if matrix.zeros is None else matrix.zeros.float()
     if matrix.zeros is not None or minimums is not None:
@@ -219,11 +240,14 @@ def make_tiles(matrix: QuantMatrix) -> Matrix:
     if matrix.outer is not None:
         scales = scales * matrix.outer[:, None]
         minimums = None if minimums is None else minimums * matrix.outer[:, None]
-    if minimums is not None and halves and not minimums.is_meta:
-        halves = torch.equal(minimums.half().float(), minimums)
+    for each in (minimums, scales if floats else None):
+        if each is not None and halves and not each.is_meta:
+            halves = torch.equal(each.half().float(), each)
     has = minimums is not None
     sizes = (matrix.outputs, matrix.inputs)
-    made = cpu_packing.packing_of(bits, matrix.group, *sizes, halves, has)
+    made = cpu_packing.packing_of(
+        bits, matrix.group, *sizes, halves, has, "e2m1" if floats else "integers"
+    )
     values = cpu_packing.pack(codes_of(matrix).view(torch.uint8), bits)
     tiled = [None if x is None else cpu_packing.by_tile(x, made.scale) for x in (scales, minimums)]
     assert tiled[0] is not None, "there are scales"
@@ -245,6 +269,18 @@ def as_rows(weight: Tensor, target: Target) -> Matrix | None:
     return Matrix(weight, groups=Groups(cpu_packing.packing_of_rows(weight), weight.new_empty(0)))
 
 
+def takes_numbers(w: MatrixSource) -> bool:
+    """Whether the processor's kernels multiply with weights that are not quantised."""
+    return w.target.device == "cpu" and w.dtype == torch.float32 and library() is not None
+
+
+def dtype_of_numbers(w: MatrixSource, names: Sequence[str]) -> torch.dtype:
+    """Return the dtype that tensors have for these: their own if all are of one, else fp32."""
+    found = {w.dtype_of(name) for name in names}
+    dtype = found.pop() if len(found) == 1 else None
+    return dtype if dtype in cpu_packing.NUMBERS else w.dtype
+
+
 def read_numbers(
     w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int, whose: str = ""
 ) -> Matrix:
@@ -254,12 +290,9 @@ def read_numbers(
     the start says so of `whose` weights they are.
     """
     full = [f"{name}.weight" for name in names]
-    if w.target.device != "cpu" or w.dtype != torch.float32 or library() is None:
+    if not takes_numbers(w):
         return Matrix(w.stacked(full, outputs, inputs))
-    found = {w.dtype_of(name) for name in full}
-    dtype = found.pop() if len(found) == 1 else None
-    if dtype not in cpu_packing.NUMBERS:
-        dtype = w.dtype
+    dtype = dtype_of_numbers(w, full)
     w.note(f"{whose}weights of {str(dtype).removeprefix('torch.')}: {FORMS[0].name}")
     return make_numbers(w.stacked(full, outputs, inputs, dtype=dtype))
 

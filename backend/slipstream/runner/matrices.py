@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.fuse.rewrite import Place, places
+from slipstream.kernels.gemm.cpu_packing import LAYOUT
 from slipstream.kernels.gemm.op import E4M3, Matrix, Spec
 from slipstream.kernels.gemm.packing import Packing
 from slipstream.kernels.runtime.registry import Target
@@ -49,7 +50,8 @@ class Weight:
 
     def spec(self, rows: int, target: Target) -> Spec:
         """Say what the product with so many rows is to a GEMM; rows are aligned."""
-        is_e2m1 = self.packing is not None and self.packing.codes == "e2m1"  # has factors of rows
+        packing = self.packing
+        is_e2m1 = packing is not None and packing.codes == "e2m1" and packing.layout != LAYOUT
         return Spec(
             rows=rows,
             inputs=self.inputs,

@@ -19,7 +19,11 @@ struct Weights {
     float zero;      // what stands for all minimums
     int32_t row_bits;  // of rows as whole numbers: 8 or 16
     int32_t by_row;    // whether these are rows, not tiles
+    int32_t floats;    // whether codes of 4 bits are e2m1: they stand for twice that and 12
+    int32_t unused;
 };
+
+enum Gate { NONE = 0, SILU = 1, CLAMPED = 2 };
 
 // A product with what is around it.
 struct Product {
@@ -28,8 +32,38 @@ struct Product {
     const float *bias;  // [outputs]; null: none
     float eps;
     float norm_offset;  // added to the norm's weight
-    int32_t gated;      // whether outputs are [gate | up], of which silu(gate) * up is left
+    int32_t gate;       // of outputs `[gate | up]`, of which act(gate) * up is left
     int32_t unused;
+};
+
+// A product of each expert of a mixture, whose weights lie behind one another. A row of x and one of
+// its experts are a pair; places are pairs in the order of experts (experts/route.py).
+struct Experts {
+    Product first;                     // of expert 0
+    int64_t codes, scales, minimums;   // bytes from one expert's to the next one's
+    const int32_t *order;              // [places]: the pair at each
+    const int32_t *offsets;            // [count + 1]: the first place of each expert, and the end
+    const float *weights;              // [pairs]; null: x has rows of pairs, y has places
+    int32_t count;                     // with weights x has places, y pairs times their weights
+    int32_t top_k;
+};
+
+// Terms of rows, `[n, top_k, width]`, that are added to `y` in this order, and then `shared`.
+struct Sum {
+    const float *terms;
+    const float *shared;  // [n, width]; null: none
+    const float *gates;   // [n], `gate_stride` apart: logits of what multiplies `shared`; or null
+    float *y;
+    int64_t y_stride, gate_stride, n, width;
+    int32_t top_k, unused;
+};
+
+// Pairs of rows and experts, and where their order goes; `tiles` are zeros.
+struct Places {
+    const int32_t *chosen;  // [pairs]: the expert of each
+    int32_t *order, *offsets, *tiles;
+    int64_t pairs, experts;
+    int32_t tile_rows, unused;
 };
 
 // Layout of the paged cache (cache/kv_format.py).
@@ -136,6 +170,10 @@ struct Kernels {
                    int threads);
     // Adds t B^T to `y`; `sizes` are the outputs of the place's three parts, or 0.
     void (*expand)(const Terms &, const int64_t *sizes, float *y, int64_t y_stride, int threads);
+    // Products of rows with the weights of their experts.
+    void (*experts)(const Experts &, const float *x, int64_t x_stride, float *y, int64_t y_stride,
+                    int threads);
+    void (*combine)(const Sum &, int threads);
 };
 
 }  // namespace slipstream

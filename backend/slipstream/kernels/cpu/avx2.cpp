@@ -25,27 +25,36 @@ inline void dot4(const uint8_t *w, const int8_t *x, int64_t pitch, I16 (&sum)[R]
         sum[r] = {_mm256_madd_epi16(pairs[r].a, ones), _mm256_madd_epi16(pairs[r].b, ones)};
 }
 
+// What codes of e2m1 stand for.
+inline __m256i looked_up(__m256i codes) {
+    const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), codes);
+}
+
 // The same of rows of 16 bits, which come as inputs 0, 2, 1, 3 of each four: a lane of 16 bits has a
 // code of an even or an odd input in each of its four parts.
-template <int R>
+template <int R, bool FLOATS>
 inline void dot4(const uint8_t *w, const int16_t *x, int64_t pitch, I16 (&sum)[R]) {
-    const __m256i low = _mm256_set1_epi16(15);
+    const __m256i low = _mm256_set1_epi8(15), even = _mm256_set1_epi16(255);
     for (int r = 0; r < R; ++r) sum[r] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
 #pragma GCC unroll 8
     for (int q = 0; q < 8; ++q) {
         const __m256i all = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(w) + q);
-        const __m256i even_a = _mm256_and_si256(all, low);
-        const __m256i even_b = _mm256_and_si256(_mm256_srli_epi16(all, 4), low);
-        const __m256i odd_a = _mm256_and_si256(_mm256_srli_epi16(all, 8), low);
-        const __m256i odd_b = _mm256_srli_epi16(all, 12);
+        __m256i a_codes = _mm256_and_si256(all, low);
+        __m256i b_codes = _mm256_and_si256(_mm256_srli_epi16(all, 4), low);
+        if constexpr (FLOATS) a_codes = looked_up(a_codes), b_codes = looked_up(b_codes);
+        const __m256i even_a = _mm256_and_si256(a_codes, even);
+        const __m256i even_b = _mm256_and_si256(b_codes, even);
+        const __m256i odd_a = _mm256_srli_epi16(a_codes, 8);
+        const __m256i odd_b = _mm256_srli_epi16(b_codes, 8);
 #pragma GCC unroll 4
         for (int r = 0; r < R; ++r) {
-            const __m256i even = four_codes(x + r * pitch + 4 * q);
-            const __m256i odd = four_codes(x + r * pitch + 4 * q + 2);
-            const __m256i a = _mm256_add_epi32(_mm256_madd_epi16(even_a, even),
-                                               _mm256_madd_epi16(odd_a, odd));
-            const __m256i b = _mm256_add_epi32(_mm256_madd_epi16(even_b, even),
-                                               _mm256_madd_epi16(odd_b, odd));
+            const __m256i evens = four_codes(x + r * pitch + 4 * q);
+            const __m256i odds = four_codes(x + r * pitch + 4 * q + 2);
+            const __m256i a = _mm256_add_epi32(_mm256_madd_epi16(even_a, evens),
+                                               _mm256_madd_epi16(odd_a, odds));
+            const __m256i b = _mm256_add_epi32(_mm256_madd_epi16(even_b, evens),
+                                               _mm256_madd_epi16(odd_b, odds));
             sum[r].a = _mm256_add_epi32(sum[r].a, a);
             sum[r].b = _mm256_add_epi32(sum[r].b, b);
         }

@@ -74,9 +74,10 @@ void finish_by_row(const Product &p, int64_t tile, const Part &rows, int64_t row
     if constexpr (R > 1) finish_by_row<R / 2>(p, tile, rows, row, end, out);
 }
 
-void product_by_row(const Product &p, const float *x, int64_t x_stride, int64_t n,
-                    const Output &out, int threads) {
-    const Part rows = rows_of(p, x, x_stride, n, threads);
+void product_by_row(const Input &in, const Output &out, int threads) {
+    const Product &p = in.product;
+    const int64_t n = in.n;
+    const Part rows = rows_of(in, threads);
     const int64_t tiles = (p.weights.outputs + TILE - 1) / TILE;
     for (int64_t row = 0; row < n; row += AT_ONCE) {
         const int64_t end = std::min(n, row + AT_ONCE);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "experts.h"
 #include "product.h"
 #include "sample.h"
 #include "terms.h"
@@ -11,5 +12,5 @@
 
 namespace slipstream {
 extern const Kernels TABLE(FORM);
-const Kernels TABLE(FORM) = {product, rotate, attend, sample, shrink, expand};
+const Kernels TABLE(FORM) = {product, rotate, attend, sample, shrink, expand, experts, combine};
 }  // namespace slipstream

@@ -105,6 +105,8 @@ struct Bits4Rows16 {
     static constexpr int bits = 4, part = BLOCK;
 };
 
+struct Floats4Rows16 : Bits4Rows16 {};  // e2m1, whose codes are looked up
+
 struct Bits8Rows16 {
     using Code = int16_t;
     static constexpr float most = 32767.0f;
@@ -156,7 +158,7 @@ void quantise(const float *x, typename Kind::Code *codes, float *scales, float *
         } else {
             sums[b] = scales[b] * static_cast<float>(sum);
         }
-        if constexpr (std::is_same_v<Kind, Bits4Rows16>)  // `dot4` takes two even ones, two odd
+        if constexpr (Kind::bits == 4 && sizeof(typename Kind::Code) == 2)  // `dot4` takes two even ones, two odd
             for (int64_t i = b * BLOCK; i < (b + 1) * BLOCK; i += 4)
                 std::swap(codes[i + 1], codes[i + 2]);
     }
@@ -170,8 +172,10 @@ inline F16 load_scales(const void *p, int64_t at, bool halves) {
 
 template <class Kind, int R>
 inline void dot(const uint8_t *w, const typename Kind::Code *x, int64_t pitch, I16 (&sum)[R]) {
-    if constexpr (Kind::bits == 4)
+    if constexpr (std::is_same_v<Kind, Bits4Rows8>)
         dot4<R>(w, x, pitch, sum);
+    else if constexpr (Kind::bits == 4)
+        dot4<R, std::is_same_v<Kind, Floats4Rows16>>(w, x, pitch, sum);
     else
         dot8<R, Kind::part>(w, x, pitch, sum);
 }
@@ -217,20 +221,82 @@ inline void multiply_rows(const Weights &w, int64_t tile, const Rows<Kind> &x, i
     multiply<Kind, R, false, false>(w, tile, x, row, out);
 }
 
+// Rows that are multiplied, `stride` apart, with one product or with those of their experts.
+struct Input {
+    const Product &product;  // of experts the first one's
+    const float *x;
+    int64_t stride, n;
+    const Experts *experts = nullptr;
+
+    bool gathers() const { return experts && !experts->weights; }
+    const float *row(int64_t i) const {
+        return x + (gathers() ? experts->order[i] / experts->top_k : i) * stride;
+    }
+};
+
+// Rows of an input that have the same weights.
+struct Span {
+    Product product;
+    int64_t first, end;
+};
+
+inline Product product_of_expert(const Experts &e, int64_t expert) {
+    const auto behind = [&](const void *from, int64_t bytes) {
+        return from ? static_cast<const uint8_t *>(from) + expert * bytes : nullptr;
+    };
+    Product p = e.first;
+    p.weights.codes += expert * e.codes;
+    p.weights.scales = behind(p.weights.scales, e.scales);
+    p.weights.minimums = behind(p.weights.minimums, e.minimums);
+    if (p.bias) p.bias += expert * p.weights.outputs;
+    return p;
+}
+
+// Divides rows by their weights, at most so many together.
+inline const std::vector<Span> &spans_of(const Input &in, int64_t most) {
+    static std::vector<Span> spans;
+    spans.clear();
+    const auto divide = [&](const Product &p, int64_t first, int64_t end) {
+        for (; first < end; first += most) spans.push_back({p, first, std::min(end, first + most)});
+    };
+    if (!in.experts) divide(in.product, 0, in.n);
+    for (int64_t e = 0; in.experts && e < in.experts->count; ++e) {
+        const int32_t *at = in.experts->offsets + e;
+        if (at[0] < at[1]) divide(product_of_expert(*in.experts, e), at[0], at[1]);
+    }
+    return spans;
+}
+
 struct Output {
     float *y;
     int64_t stride;
     bool adds;
+    const int32_t *rows = nullptr;   // where each goes; null: as they come
+    const float *factors = nullptr;  // of those of y; null: none
 };
+
+inline F16 gated(int32_t gate, F16 x, F16 up) {
+    if (gate == SILU) return silu(x) * up;
+    const F16 limit = splat(7.0f), least = splat(-7.0f);
+    x = smaller(limit, x);  // which leaves NaN, as the second of two
+    up = larger(least, smaller(limit, up));
+    return x / (splat(1.0f) + exponential(x * splat(-1.702f))) * (up + splat(1.0f));
+}
+
+inline int64_t width_of(const Product &p) {
+    return p.gate ? p.weights.outputs / 2 : p.weights.outputs;
+}
 
 // Stores a row's sums with a tile behind what follows the product: bias, gate, sum.
 inline void finish(const Product &p, int64_t tile, F16 sum, F16 up, int64_t row, const Output &out) {
-    const int64_t width = p.gated ? p.weights.outputs / 2 : p.weights.outputs;
+    const int64_t width = width_of(p);
     const int64_t first = tile * TILE, count = std::min<int64_t>(TILE, width - first);
     if (p.bias) sum = sum + load_some(p.bias + first, count);
-    if (p.gated && p.bias) up = up + load_some(p.bias + width + first, count);
-    if (p.gated) sum = silu(sum) * up;
-    float *y = out.y + row * out.stride + first;
+    if (p.gate && p.bias) up = up + load_some(p.bias + width + first, count);
+    if (p.gate) sum = gated(p.gate, sum, up);
+    const int64_t to = out.rows ? out.rows[row] : row;
+    if (out.factors) sum = sum * splat(out.factors[to]);
+    float *y = out.y + to * out.stride + first;
     store_some(y, out.adds ? load_some(y, count) + sum : sum, count);
 }
 
@@ -239,8 +305,8 @@ inline void finish_tile(const Product &p, int64_t tile, const Rows<Kind> &x, int
                         const Output &out) {
     F16 sum[R], up[R];
     multiply_rows<R>(p.weights, tile, x, row, sum);
-    if (p.gated) multiply_rows<R>(p.weights, tile + p.weights.outputs / 2 / TILE, x, row, up);
-    for (int r = 0; r < R; ++r) finish(p, tile, sum[r], p.gated ? up[r] : sum[r], row + r, out);
+    if (p.gate) multiply_rows<R>(p.weights, tile + p.weights.outputs / 2 / TILE, x, row, up);
+    for (int r = 0; r < R; ++r) finish(p, tile, sum[r], p.gate ? up[r] : sum[r], row + r, out);
 }
 
 template <int R, class Kind>
@@ -252,23 +318,24 @@ inline void finish_rows(const Product &p, int64_t tile, const Rows<Kind> &x, int
 
 // All tiles of some rows at a time: so many that the cache holds them.
 template <int R, class Kind>
-void multiply_all(const Product &p, const Rows<Kind> &x, int64_t n, const Output &out,
-                  int threads) {
-    const int64_t width = p.gated ? p.weights.outputs / 2 : p.weights.outputs;
-    const int64_t tiles = (width + TILE - 1) / TILE;
+void multiply_all(const Input &in, const Rows<Kind> &x, const Output &out, int threads) {
+    const int64_t tiles = (width_of(in.product) + TILE - 1) / TILE;
     using Groups = InGroups<Kind>;
     constexpr int64_t least = std::max(R, Groups::rows);
     const int64_t cached = CACHED / (x.pitch * sizeof(typename Kind::Code));
     const int64_t fit = std::max(least, cached / least * least);
-    const int64_t passes = (n + fit - 1) / fit;
-    const int64_t grain = std::max<int64_t>(1, passes * tiles / (8 * threads));
-    parallel(threads, passes * tiles, grain, [&](int64_t first, int64_t last, int) {
+    const std::vector<Span> &spans = spans_of(in, fit);
+    const int64_t all = static_cast<int64_t>(spans.size()) * tiles;
+    const int64_t grain = std::max<int64_t>(1, all / (8 * threads));
+    parallel(threads, all, grain, [&](int64_t first, int64_t last, int) {
         [[maybe_unused]] const typename Groups::Scope scope{};
         for (int64_t i = first; i < last; ++i) {
-            int64_t row = i / tiles * fit;
-            const int64_t end = std::min(n, row + fit);
-            if constexpr (Groups::rows > 0) row = Groups::finish(p, i % tiles, x, row, end, out);
-            finish_rows<R>(p, i % tiles, x, row, end, out);
+            const Span &span = spans[i / tiles];
+            const Product &p = span.product;
+            int64_t row = span.first;
+            if constexpr (Groups::rows > 0)
+                row = Groups::finish(p, i % tiles, x, row, span.end, out);
+            finish_rows<R>(p, i % tiles, x, row, span.end, out);
         }
     });
 }
@@ -281,8 +348,9 @@ T *room(std::vector<T> &memory, int64_t size) {
 }
 
 template <class Kind>
-void product_of(const Product &p, const float *x, int64_t x_stride, int64_t n, const Output &out,
-                int threads) {
+void product_of(const Input &in, const Output &out, int threads) {
+    const Product &p = in.product;
+    const int64_t n = in.n;
     using Code = typename Kind::Code;
     static std::vector<Code> codes;
     static std::vector<float> factors;
@@ -298,7 +366,7 @@ void product_of(const Product &p, const float *x, int64_t x_stride, int64_t n, c
         static thread_local std::vector<float> row;
         for (int64_t i = first; i < last; ++i) {
             float *y = room(row, padded);
-            normalise(p, x + i * x_stride, y, padded);
+            normalise(p, in.row(i), y, padded);
             float *sums_of_row = sums + i * parts * blocks;
             quantise<Kind>(y, to + i * padded, scales + i * blocks, sums_of_row, blocks);
             if constexpr (InGroups<Kind>::rows > 0)
@@ -306,7 +374,7 @@ void product_of(const Product &p, const float *x, int64_t x_stride, int64_t n, c
         }
     });
     const Rows<Kind> rows{to, scales, sums, padded, blocks, bytes};
-    multiply_all<ROWS_OF_CODES>(p, rows, n, out, threads);
+    multiply_all<ROWS_OF_CODES>(in, rows, out, threads);
 }
 
 }  // namespace

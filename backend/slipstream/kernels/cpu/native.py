@@ -45,6 +45,8 @@ class Weights(ctypes.Structure):
         ("zero", c_float),
         ("row_bits", c_int32),
         ("by_row", c_int32),
+        ("floats", c_int32),
+        ("unused", c_int32),
     )
 
 
@@ -57,7 +59,55 @@ class Product(ctypes.Structure):
         ("bias", c_void_p),
         ("eps", c_float),
         ("norm_offset", c_float),
-        ("gated", c_int32),
+        ("gate", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class Experts(ctypes.Structure):
+    """`struct Experts`."""
+
+    _fields_: ClassVar[Sequence[tuple[str, type]]] = (
+        ("first", Product),
+        ("codes", c_int64),
+        ("scales", c_int64),
+        ("minimums", c_int64),
+        ("order", c_void_p),
+        ("offsets", c_void_p),
+        ("weights", c_void_p),
+        ("count", c_int32),
+        ("top_k", c_int32),
+    )
+
+
+class Sum(ctypes.Structure):
+    """`struct Sum`."""
+
+    _fields_: ClassVar[Sequence[tuple[str, type]]] = (
+        ("terms", c_void_p),
+        ("shared", c_void_p),
+        ("gates", c_void_p),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+        ("gate_stride", c_int64),
+        ("n", c_int64),
+        ("width", c_int64),
+        ("top_k", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class Places(ctypes.Structure):
+    """`struct Places`."""
+
+    _fields_: ClassVar[Sequence[tuple[str, type]]] = (
+        ("chosen", c_void_p),
+        ("order", c_void_p),
+        ("offsets", c_void_p),
+        ("tiles", c_void_p),
+        ("pairs", c_int64),
+        ("experts", c_int64),
+        ("tile_rows", c_int32),
         ("unused", c_int32),
     )
 
@@ -231,6 +281,12 @@ class Library:
         self.shrink.restype = self.expand.restype = None
         self.shrink.argtypes = (POINTER(Terms), POINTER(Product), floats, numbers, c_int)
         self.expand.argtypes = (POINTER(Terms), POINTER(c_int64), floats, numbers, c_int)
+        self.experts, self.combine = library.slipstream_experts, library.slipstream_combine
+        self.experts.restype = self.combine.restype = None
+        self.experts.argtypes = (POINTER(Experts), floats, numbers, floats, numbers, c_int)
+        self.combine.argtypes = (POINTER(Sum), c_int)
+        self.place = library.slipstream_place
+        self.place.restype, self.place.argtypes = None, (POINTER(Places),)
         self.start = library.slipstream_start
         self.start.restype, self.start.argtypes = None, (POINTER(Start),)
 

@@ -88,43 +88,45 @@ void sum_tiles(const Weights &w, int64_t tile, int tiles, const Part &of, int64_
     }
 }
 
-// Rows as the product takes them: behind the norm, if there is one.
-inline Part rows_of(const Product &p, const float *x, int64_t x_stride, int64_t n, int threads) {
+// Rows as the product takes them: behind the norm, if there is one, and in the order of experts.
+inline Part rows_of(const Input &in, int threads) {
     static std::vector<float> normed;
-    if (!p.norm) return {x, x_stride, nullptr};
-    const int64_t padded = up(p.weights.inputs, TILE);
-    float *to = room(normed, n * padded);
-    parallel(threads, n, std::max<int64_t>(1, 4096 / padded), [&](int64_t first, int64_t last, int) {
-        for (int64_t i = first; i < last; ++i)
-            normalise(p, x + i * x_stride, to + i * padded, padded);
+    const Product &p = in.product;
+    if (!p.norm && !in.gathers()) return {in.x, in.stride, nullptr};
+    const int64_t padded = up(p.weights.inputs, TILE), grain = std::max<int64_t>(1, 4096 / padded);
+    float *to = room(normed, in.n * padded);
+    parallel(threads, in.n, grain, [&](int64_t first, int64_t last, int) {
+        for (int64_t i = first; i < last; ++i) normalise(p, in.row(i), to + i * padded, padded);
     });
     return {to, padded, nullptr};
 }
 
 template <class W>
-void product_of_numbers(const Product &p, const float *x, int64_t x_stride, int64_t n,
-                        const Output &out, int threads) {
-    const Part rows = rows_of(p, x, x_stride, n, threads);
-    const int64_t width = p.gated ? p.weights.outputs / 2 : p.weights.outputs;
-    const int64_t tiles = (width + TILE - 1) / TILE;
-    const int64_t grain = std::clamp<int64_t>(tiles / (8 * threads), 1, TOGETHER);
-    for (int64_t row = 0; row < n; row += AT_ONCE) {
-        const int64_t count = std::min(AT_ONCE, n - row);
-        parallel(threads, tiles, grain, [&](int64_t first, int64_t last, int) {
-            static thread_local std::vector<float> memory;
-            const int64_t size = count * TOGETHER * TILE;
-            float *sums = room(memory, 2 * size), *ups = p.gated ? sums + size : sums;
-            const int some = static_cast<int>(last - first);
-            const float *from = rows.x + row * rows.pitch;
-            sum_tiles<W>(p.weights, first, some, {from, rows.pitch, sums}, count);
-            if (p.gated)
-                sum_tiles<W>(p.weights, width / TILE + first, some, {from, rows.pitch, ups}, count);
-            for (int64_t i = 0; i < count * some; ++i) {
-                const int64_t at = (i / some * TOGETHER + i % some) * TILE;
-                finish(p, first + i % some, load(sums + at), load(ups + at), row + i / some, out);
-            }
-        });
-    }
+void product_of_numbers(const Input &in, const Output &out, int threads) {
+    const Part rows = rows_of(in, threads);
+    const int64_t width = width_of(in.product), tiles = (width + TILE - 1) / TILE;
+    const std::vector<Span> &spans = spans_of(in, AT_ONCE);
+    const int64_t count = static_cast<int64_t>(spans.size());
+    const int64_t some = std::clamp<int64_t>(count * tiles / (8 * threads), 1, TOGETHER);
+    const int64_t parts = (tiles + some - 1) / some;  // of a span
+    parallel(threads, count * parts, 1, [&](int64_t part, int64_t, int) {
+        static thread_local std::vector<float> memory;
+        const Span &span = spans[part / parts];
+        const Product &p = span.product;
+        const int64_t first = part % parts * some, n = span.end - span.first;
+        const int together = static_cast<int>(std::min(some, tiles - first));
+        const int64_t size = n * TOGETHER * TILE;
+        float *sums = room(memory, 2 * size), *ups = p.gate ? sums + size : sums;
+        const float *from = rows.x + span.first * rows.pitch;
+        sum_tiles<W>(p.weights, first, together, {from, rows.pitch, sums}, n);
+        if (p.gate)
+            sum_tiles<W>(p.weights, width / TILE + first, together, {from, rows.pitch, ups}, n);
+        for (int64_t i = 0; i < n * together; ++i) {
+            const int64_t at = (i / together * TOGETHER + i % together) * TILE;
+            const int64_t row = span.first + i / together;
+            finish(p, first + i % together, load(sums + at), load(ups + at), row, out);
+        }
+    });
 }
 
 }  // namespace

@@ -6,13 +6,14 @@
 
 namespace {
 
-template <int R>
+template <int R, bool FLOATS>
 inline void dot4(const uint8_t *w, const int16_t *x, int64_t pitch, I16 (&sum)[R]) {
     __m512i odds[R];  // apart: of few rows, a sum would wait for the one before
     for (int r = 0; r < R; ++r) sum[r].v = odds[r] = _mm512_setzero_si512();
 #pragma GCC unroll 8
     for (int q = 0; q < 8; ++q) {
-        const __m512i codes = wide_codes(w + 32 * q);
+        __m512i codes = wide_codes(w + 32 * q);
+        if constexpr (FLOATS) codes = looked_up(codes);
         const __m512i even = even_codes(codes), odd = odd_codes(codes);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {

@@ -89,6 +89,11 @@ inline __m512i wide_codes(const uint8_t *w) {
                                             _mm256_srli_epi16(both, 4), 1);
     return _mm512_and_si512(wide, _mm512_set1_epi8(15));
 }
+// What codes of e2m1 stand for.
+inline __m512i looked_up(__m512i codes) {
+    const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), codes);
+}
 // The same codes in lanes of 16 bits: of even inputs, of odd ones.
 inline __m512i even_codes(__m512i codes) {
     return _mm512_and_si512(codes, _mm512_set1_epi16(255));

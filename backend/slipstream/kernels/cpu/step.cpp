@@ -142,6 +142,35 @@ void slipstream_expand(const Terms *of, const int64_t *sizes, float *y, int64_t 
     chosen->expand(*of, sizes, y, y_stride, threads);
 }
 
+void slipstream_experts(const Experts *of, const float *x, int64_t x_stride, float *y,
+                        int64_t y_stride, int threads) {
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    chosen->experts(*of, x, x_stride, y, y_stride, threads);
+}
+
+void slipstream_combine(const Sum *of, int threads) {
+    const std::lock_guard<std::mutex> lock(one_at_a_time);
+    chosen->combine(*of, threads);
+}
+
+// Puts pairs in the order of their experts, and lists tiles, as experts/route.py does.
+void slipstream_place(const Places *of) {
+    int32_t *offsets = of->offsets;
+    std::fill_n(offsets, of->experts + 1, 0);
+    for (int64_t i = 0; i < of->pairs; ++i) ++offsets[of->chosen[i] + 1];
+    for (int64_t e = 0, tile = 0; e < of->experts; ++e) {
+        offsets[e + 1] += offsets[e];
+        for (int32_t at = offsets[e]; at < offsets[e + 1]; at += of->tile_rows, ++tile) {
+            const int32_t count = std::min(of->tile_rows, offsets[e + 1] - at);
+            const int32_t own[4] = {static_cast<int32_t>(e), at, count, 0};
+            std::memcpy(of->tiles + 4 * tile, own, sizeof own);
+        }
+    }
+    for (int64_t i = 0; i < of->pairs; ++i) of->order[offsets[of->chosen[i]]++] = i;
+    for (int64_t e = of->experts; e > 0; --e) offsets[e] = offsets[e - 1];
+    offsets[0] = 0;
+}
+
 void slipstream_start(const Start *of) {
     for (int64_t i = 0; i < of->num_tokens; ++i)
         if (of->sources[i] >= 0) of->token_ids[i] = of->sampled[of->sources[i]];

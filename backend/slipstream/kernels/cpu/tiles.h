@@ -70,6 +70,7 @@ inline void spread(const uint8_t *codes, uint8_t *to) {
         __m512i fours;
         if constexpr (Kind::bits == 4) {
             fours = wide_codes(codes + 32 * q);
+            if constexpr (std::is_same_v<Kind, Floats4Rows16>) fours = looked_up(fours);
         } else {  // two pairs of inputs of all outputs
             const __m256i *pairs = reinterpret_cast<const __m256i *>(codes) + 2 * q;
             const __m512i first = _mm512_cvtepu16_epi32(_mm256_loadu_si256(pairs));
@@ -149,9 +150,9 @@ struct OfGroups {
             const int64_t groups = std::min(most, (end - row) / TILE);
             multiply(p.weights, tile, x, row, groups, sums);
             const int64_t width = p.weights.outputs / 2 / TILE;
-            if (p.gated) multiply(p.weights, tile + width, x, row, groups, ups);
+            if (p.gate) multiply(p.weights, tile + width, x, row, groups, ups);
             for (int64_t r = 0; r < groups * TILE; ++r)
-                ::finish(p, tile, load(sums[r]), load((p.gated ? ups : sums)[r]), row + r, out);
+                ::finish(p, tile, load(sums[r]), load((p.gate ? ups : sums)[r]), row + r, out);
             row += groups * TILE;
         }
         return row;
@@ -160,6 +161,8 @@ struct OfGroups {
 
 template <>
 struct InGroups<Bits4Rows16> : OfGroups<Bits4Rows16> {};
+template <>
+struct InGroups<Floats4Rows16> : OfGroups<Floats4Rows16> {};
 template <>
 struct InGroups<Bits8Rows16> : OfGroups<Bits8Rows16> {};
 

@@ -31,7 +31,7 @@ def shared_arguments(shared: Shared | None) -> tuple[Tensor | int, ...]:
     return shared.values, *((0, 0) if shared.gate is None else (shared.gate, shared.gate.stride(0)))
 
 
-@op("residual[n,h]:T, terms[p,h]:T")
+@op("residual[n,h]:T, terms[p,h]:T", package=__package__)
 def combine(residual: Tensor, terms: Tensor, shared: Shared | None = None) -> Tensor:
     """Add a row's `p / n` terms, and what is shared, to `residual`; return it.
 

@@ -20,7 +20,7 @@ from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Gate
 from slipstream.kernels.gemm.op import Matrix, unpacked
-from slipstream.kernels.gemm.packing import Groups
+from slipstream.kernels.gemm.packing import Groups, Packing
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 
@@ -145,7 +145,24 @@ def _each(
         yield part, torch.cat(found)[: len(x)]
 
 
-@op("x[n,k]:T, values[e,m,k]:W")
+class ExpertSpec(NamedTuple):
+    """All that implementations choose by."""
+
+    x: torch.Size
+    values: torch.Size
+    dtype: torch.dtype  # of rows
+    weight: torch.dtype
+    device: torch.device
+    packing: Packing | None  # of packed weights
+
+
+def spec_of(x: Tensor, values: Tensor, matrix: ExpertMatrix, *_: object) -> ExpertSpec:
+    """Return the spec of a product."""
+    packing = None if matrix.groups is None else matrix.groups.packing
+    return ExpertSpec(x.shape, values.shape, x.dtype, values.dtype, x.device, packing)
+
+
+@op("x[n,_]:T, values[e,_,_]:W", spec=spec_of, package=__package__)
 def gate_up(
     x: Tensor,
     values: Tensor,
@@ -171,7 +188,7 @@ def gate_up(
     return out
 
 
-@op("x[p,k]:T, values[e,m,k]:W")
+@op("x[p,_]:T, values[e,_,_]:W", spec=spec_of, package=__package__)
 def down(
     x: Tensor, values: Tensor, matrix: ExpertMatrix, routed: Routed, deterministic: bool = False
 ) -> Tensor:
@@ -190,6 +207,10 @@ def down(
         pairs = routed.order[part].long()
         out[pairs] = (product * weights[pairs, None]).to(x.dtype)
     return out
+
+
+gate_up.implementation("torch", "cpu")(gate_up.oracle)
+down.implementation("torch", "cpu")(down.oracle)
 
 
 # ---- on a GPU ----

@@ -44,7 +44,7 @@ def most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
     return active + (num_pairs - active) // tile_rows
 
 
-@op("logits[n,e]:L")
+@op("logits[n,e]:L", package=__package__)
 def route(
     logits: Tensor, routing: Routing, tile_rows: int, correction: Tensor | None = None
 ) -> Routed:

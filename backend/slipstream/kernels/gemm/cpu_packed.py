@@ -13,9 +13,11 @@ from torch import Tensor
 
 from slipstream.kernels.cpu.native import Product, Weights, address, loaded, num_threads, row_bits
 from slipstream.kernels.elementwise.norm import rms_norm
-from slipstream.kernels.gemm.cpu_packing import LAYOUT, MIDDLE, ROWS
+from slipstream.kernels.gemm.cpu_packing import FLOAT_MIDDLE, LAYOUT, MIDDLE, ROWS
 from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.gemm.packing import TILE, Groups, Packing, arranged
+
+GATES = {"": 0, "silu": 1, "clamped": 2}  # in the order of `enum Gate`
 
 
 def takes(spec: Spec) -> str | None:
@@ -39,23 +41,26 @@ def takes(spec: Spec) -> str | None:
 def _product(
     packing: Packing,
     weights: tuple[int | None, int | None, int | None],
-    around: tuple[int | None, int | None, float, bool, bool],
+    around: tuple[int | None, int | None, float, bool, int],
     rows: int,
 ) -> "ctypes._Pointer[Product]":
     """Return a GEMM of what lies at these addresses: codes, scales, minimums; norm, bias."""
     zero = 0.0 if packing.has_zeros else -float(MIDDLE.get(packing.bits, 0))
+    is_e2m1 = packing.codes == "e2m1"
+    if is_e2m1:
+        zero = -FLOAT_MIDDLE
     halves = packing.scale == torch.float16
     sizes = (packing.bits, packing.group, packing.outputs, packing.inputs)
-    norm, bias, eps, plus_one, gated = around
-    of = Weights(*weights, *sizes, halves, zero, rows, packing.layout == ROWS)
-    return ctypes.pointer(Product(of, norm, bias, eps, float(plus_one), gated, 0))
+    norm, bias, eps, plus_one, gate = around
+    of = Weights(*weights, *sizes, halves, zero, rows, packing.layout == ROWS, is_e2m1)
+    return ctypes.pointer(Product(of, norm, bias, eps, float(plus_one), gate, 0))
 
 
 def product_of(values: Tensor, groups: Groups, around: Around) -> "ctypes._Pointer[Product]":
     """Return the structure of a GEMM with its norm, bias and gate; tensors must stay alive."""
     where = values.data_ptr(), address(groups.scales), address(groups.minimums)
     stages = address(around.norm), address(around.bias), around.eps, around.plus_one
-    return _product(groups.packing, where, (*stages, around.gate != ""), row_bits())
+    return _product(groups.packing, where, (*stages, GATES[around.gate]), row_bits())
 
 
 @gemm.implementation("C++", "cpu", takes=takes)

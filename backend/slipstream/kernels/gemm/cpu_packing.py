@@ -3,7 +3,8 @@
 Weights lie in tiles of 16 outputs and blocks of 32 inputs. A block of 4 bits is 8 times 32 bytes,
 of four inputs each: byte `4 i + j` has input `j` of output `i` in its lower half, of output `8 + i`
 in its upper one. A block of 8 bits is 16 times 32 bytes, of two inputs each: byte `2 i + j` is
-input `j` of output `i`. They stand for `code * scale + minimum`. Numbers of 16 and 32 bits lie in
+input `j` of output `i`. They stand for `code * scale + minimum`,
+those of e2m1 for twice their number times the scale. Numbers of 16 and 32 bits lie in
 tiles, too, one input of 16 outputs after the other, and stand for themselves. Those of 32 bits may
 also stay as a checkpoint has them, row by row: what is mapped is not copied then.
 """
@@ -11,22 +12,29 @@ also stay as a checkpoint has them, row by row: what is mapped is not copied the
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gemm.packing import TILE, Groups, Packing
+from slipstream.kernels.gemm.packing import TILE, Codes, Groups, Packing, e2m1_table
 
 BLOCK = 32
 LAYOUT, ROWS = "tiles", "rows"  # of a `Packing`
 MIDDLE = {4: 8, 8: 0}  # the zero where there are no minimums
+FLOAT_MIDDLE = 12.0  # of what codes of e2m1 stand for: twice their number, which is whole
 NUMBERS = {torch.float32: 32, torch.bfloat16: 16, torch.float16: 16}  # their bits
 
 
 def packing_of(
-    bits: int, group: int, outputs: int, inputs: int, halves: bool, mins: bool
+    bits: int,
+    group: int,
+    outputs: int,
+    inputs: int,
+    halves: bool,
+    mins: bool,
+    codes: Codes = "integers",
 ) -> Packing:
     """Describe weights; a group of all inputs is one of as many blocks as they fill."""
     if group >= inputs:
         group = -(-inputs // BLOCK) * BLOCK
     scale = torch.float16 if halves else torch.float32
-    return Packing(bits, group, outputs, inputs, scale, mins, layout=LAYOUT)
+    return Packing(bits, group, outputs, inputs, scale, mins, codes, layout=LAYOUT)
 
 
 def packing_of_numbers(weight: Tensor) -> Packing:
@@ -107,6 +115,8 @@ def dense(values: Tensor, groups: Groups) -> Tensor:
         tiles = values.view(len(values), packing.inputs, TILE).transpose(1, 2)
         return tiles.reshape(-1, packing.inputs)[: packing.outputs].float()
     codes = unpack(values, packing)
+    if packing.codes == "e2m1":
+        return 2 * e2m1_table(values.device)[codes.long()] * by_row(groups.scales, packing)
     numbers = (codes.view(torch.int8) if packing.bits == 8 else codes).float()
     scales = by_row(groups.scales, packing)
     if groups.minimums is None:

@@ -52,6 +52,12 @@ def _q4_1(b: Tensor) -> Tensor:
     return half(b, 0) * nibbles(b[:, 4:], 16).float() + half(b, 2)
 
 
+def powers(blocks: Tensor) -> Tensor:
+    """Return the power of two of each block of MXFP4, `[n, 1]`: its exponent has a bias of 127."""
+    exponents = blocks[:, :1].int() - 127
+    return torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+
+
 def _mxfp4(b: Tensor) -> Tensor:
     """Multiply e2m1 by a power of two, whose exponent has a bias of 127; half of it is finite."""
     table = 2 * e2m1_table(b.device)

@@ -2,7 +2,8 @@
 
 Values are `code * scale` or `code * scale + minimum`, as `blocks.py` has them to the last bit.
 Codes of 4 bits stay so, those of 5 and 6 bits have a byte each. Scales stay fp16 where they are in
-the file as they multiply; those of K types come of two numbers, in fp32.
+the file as they multiply; those of K types come of two numbers, in fp32. MXFP4 is e2m1 with powers
+of two, in fp32, too.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.entries import TensorEntry
-from slipstream.models.gguf.blocks import fives, half, nibbles, scales_and_leasts, sixes
+from slipstream.models.gguf.blocks import fives, half, nibbles, powers, scales_and_leasts, sixes
 from slipstream.models.gguf.restore import rows_in_order
 from slipstream.models.gguf.types import QUANTISED
 from slipstream.quant.matrix import Kind, QuantMatrix, halves
@@ -35,6 +36,8 @@ def kept(entry: TensorEntry, blocks: Tensor) -> QuantMatrix:
     codes, scales = codes.reshape(rows, inputs), scales.reshape(rows, -1)
     if minimums is not None:
         minimums = minimums.reshape(rows, -1)
+    if entry.dtype == "MXFP4":
+        return QuantMatrix(Kind.F4, halves(codes), scales, group, inputs)
     if codes.dtype == torch.int8:
         return QuantMatrix(Kind.W8, codes, scales, group, inputs, None, minimums)
     zeros = None if minimums is None else torch.zeros_like(scales, dtype=torch.uint8)
@@ -83,6 +86,10 @@ def _q6_k(b: Tensor) -> Parts:
     return sixes(b).view(torch.int8) - 32, scales, None
 
 
+def _mxfp4(b: Tensor) -> Parts:
+    return nibbles(b[:, 1:], 16), powers(b), None
+
+
 _PARTS: dict[str, Callable[[Tensor], Parts]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -92,5 +99,6 @@ _PARTS: dict[str, Callable[[Tensor], Parts]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }
 KEPT = tuple(_PARTS)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.entries import TensorEntry
-from slipstream.models.gguf.blocks import dequantise
+from slipstream.models.gguf.blocks import dequantise, powers
 from slipstream.models.gguf.types import QUANTISED
 
 _SCALES_AT = {"Q6_K": 208}  # bytes in front of a block's scale; of other types none
@@ -27,8 +27,10 @@ class BlockRows:
 
     @property
     def scales(self) -> Tensor:
-        """The scale of each block, fp16, `[rows, blocks]`."""
+        """The scale of each block, fp16, `[rows, blocks]`; of MXFP4 fp32."""
         each = self._blocks.view(self.shape[0], -1, self._kind.num_bytes)
+        if self._kind.name == "MXFP4":
+            return powers(each.flatten(0, 1)).view(self.shape[0], -1)
         at = _SCALES_AT.get(self._kind.name, 0)
         return each[..., at : at + 2].contiguous().view(torch.float16).squeeze(-1)
 
