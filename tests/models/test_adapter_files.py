@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -206,6 +207,37 @@ def test_few_modules_wait_for_their_digests(
     runner.adapters.read(str(directory))
     assert len(waiting) == len(hashed) > read._MOST_AHEAD + 1
     assert max(waiting) <= read._MOST_AHEAD + 1
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    base: torch.nn.Module,
+    runner: ModelRunner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of equal sizes, so that the header that was read is right. One that is replaced is whole."""
+    pairs = draw_pairs(base, targets_of(base), 2), draw_pairs(base, targets_of(base), 2, seed=1)
+    path, other = (write_adapter(tmp_path / str(i), pairs[i], 2) / TENSORS for i in range(2))
+    os.utime(path, (1, 1))  # long ago: the clock of files is coarse
+    first, second = (runner.adapters.read(str(each.parent)).digest for each in (path, other))
+    becomes = tmp_path / "becomes"
+
+    def changed(*given: Any) -> Iterator[Stored]:
+        for number, stored in enumerate(stored_modules(*given)):
+            if number == 3 and becomes.exists():
+                becomes.replace(path)
+            elif number == 3:
+                path.write_bytes(other.read_bytes())
+            yield stored
+
+    with monkeypatch.context() as patch:
+        patch.setattr(read, "stored_modules", changed)
+        becomes.write_bytes(path.read_bytes())
+        os.utime(becomes, (1, 1))
+        assert runner.adapters.read(str(path.parent)).digest == first
+        with pytest.raises(CheckpointError, match=rf"{TENSORS}: it changed while it was read"):
+            runner.adapters.read(str(path.parent))
+    assert runner.adapters.read(str(path.parent)).digest == second
 
 
 def test_digests_say_what_is_computed(

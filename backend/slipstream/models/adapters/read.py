@@ -4,8 +4,10 @@ What the decoder changes of a checkpoint's matrices as it loads them, it changes
 rows of B (q, k and v that lie in one matrix, pairs that rotate), or columns of A (padded heads).
 """
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -108,7 +110,7 @@ def read_adapter(
     """
     with AdapterFolder(directory, root) as folder:
         config, path = read_config(folder), directory / FILE
-        with tensors_of(folder) as file:
+        with tensors_of(folder) as file, _unchanged(file, path):
             entries = header_entries(file, path, MAX_HEADER)
             if isinstance(config, PromptConfig):
                 table = stored_prompt(entries, config, file, path)
@@ -119,6 +121,19 @@ def read_adapter(
                 stored_modules(entries, config, file, path, targets.most_elements),
                 *(targets, dtype, path),
             )
+
+
+@contextmanager
+def _unchanged(file: BinaryIO, path: Path) -> Iterator[None]:
+    """Raise `CheckpointError` if a file is written to in this block, as far as its times say so.
+
+    Another file that takes its place does no harm.
+    """
+    before = os.fstat(file.fileno())
+    yield
+    now = os.fstat(file.fileno())
+    if (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+        raise CheckpointError(f"{path}: it changed while it was read")
 
 
 def tensors_of(folder: AdapterFolder) -> BinaryIO:
