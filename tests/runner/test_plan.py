@@ -20,6 +20,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(make_model("llama", hidden_size=64), tmp_path_factory.mktemp("plan") / "Tiny-1B")
 
 
+@pytest.fixture
+def own(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy, which a test may change."""
+    return copytree(checkpoint, tmp_path / "own")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -110,12 +116,9 @@ def test_endless_on_a_gpu_in_16_bits_only(
         resolve(EngineConfig(kv_cache_dtype=name, **options))
 
 
-def test_endless_on_a_gpu_with_heads_up_to_128(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wide = copytree(checkpoint, tmp_path / "wide")
-    edit_config(wide, head_dim=256)
-    options = {"checkpoint": str(wide), "dtype": "bfloat16", "attention_window": 64}
+def test_endless_on_a_gpu_with_heads_up_to_128(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edit_config(own, head_dim=256)
+    options = {"checkpoint": str(own), "dtype": "bfloat16", "attention_window": 64}
     assert resolve(EngineConfig(device="cpu", **options)).window.has_gaps
     monkeypatch.setattr(plans, "device_of", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(plans, "check_gpu", lambda *_: None)
@@ -173,16 +176,16 @@ def test_threads_from_the_environment(checkpoint: Path, monkeypatch: pytest.Monk
         resolve(config)
 
 
-def test_a_small_model_gets_one_thread(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_model_gets_one_thread(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLIPSTREAM_CPU_THREADS", raising=False)
-    plan = resolve(EngineConfig(checkpoint=str(checkpoint), device="cpu"))
+    plan = resolve(EngineConfig(checkpoint=str(own), device="cpu"))
     assert plan.num_threads == 1
     assert "CPU, 1 thread)" in plan.banner(9)
-    edit_config(checkpoint, hidden_size=1024)
-    assert resolve(EngineConfig(checkpoint=str(checkpoint), device="cpu")).num_threads is None
+    edit_config(own, hidden_size=1024)
+    assert resolve(EngineConfig(checkpoint=str(own), device="cpu")).num_threads is None
 
 
-def test_gpu_facts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_facts(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What would be decided on a GPU with 2 GiB free."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -191,23 +194,22 @@ def test_gpu_facts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GPU")
     monkeypatch.setattr("slipstream.runner.devices.find_spec", lambda _: True)
     monkeypatch.setattr("slipstream.runner.plan.target_of", lambda _: KNOWN["sm_90a"])
-    edit_config(checkpoint, dtype="bfloat16")
-    plan = resolve(EngineConfig(checkpoint=str(checkpoint)))
+    edit_config(own, dtype="bfloat16")
+    plan = resolve(EngineConfig(checkpoint=str(own)))
     assert plan.device.type == "cuda"
     assert plan.dtype == torch.bfloat16
     many = {"load_format": "random", "kv_cache_tokens": 10_000_000}
     with pytest.raises(ConfigError, match=r"kv_cache_tokens = 10000000 takes .* GB"):
-        resolve(EngineConfig(checkpoint=str(checkpoint), **many))
-    edit_config(checkpoint, head_dim=48)
-    assert resolve(EngineConfig(checkpoint=str(checkpoint))).attention.spec.head_size == 64
-    edit_config(checkpoint, head_dim=320)
+        resolve(EngineConfig(checkpoint=str(own), **many))
+    edit_config(own, head_dim=48)
+    assert resolve(EngineConfig(checkpoint=str(own))).attention.spec.head_size == 64
+    edit_config(own, head_dim=320)
     with pytest.raises(ConfigError, match="64, 80, 96, 128, 256 have kernels"):
-        resolve(EngineConfig(checkpoint=str(checkpoint)))
-    edit_config(checkpoint, head_dim=64)
+        resolve(EngineConfig(checkpoint=str(own)))
+    edit_config(own, head_dim=64)
     monkeypatch.setattr("slipstream.runner.devices.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match="pip install"):
-        resolve(EngineConfig(checkpoint=str(checkpoint)))
+        resolve(EngineConfig(checkpoint=str(own)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     with pytest.raises(ConfigError, match=r"compute capability \(7, 5\)"):
-        resolve(EngineConfig(checkpoint=str(checkpoint)))
-    edit_config(checkpoint, dtype="float32")
+        resolve(EngineConfig(checkpoint=str(own)))
