@@ -76,4 +76,5 @@ def test_slow_readers_are_bounded_and_ended(bench, tmp_path):
     ]
     # 256 KiB in the kernel, 64 KiB here, and what the engine made within the time to stall
     assert most_mb - before_mb < NUM_SLOW * (0.5 + NUM_ANSWERS * RATE * STALL_S * 1e-3)
-    assert np.percentile(np.concatenate(delays), 99) < 1000  # ms; seconds if they waited
+    # Had they waited for the slow ones, a quarter would be late, by all of the time to stall.
+    assert np.percentile(np.concatenate(delays), 99) < 2 / 3 * STALL_S * 1e3
