@@ -1,16 +1,18 @@
 """Products with weights of 4 or 8 bits beside those with 16, at Llama-3.1-8B's matrices.
 
     PYTHONPATH=backend python benchmarks/weights4.py [--bits 4] [--group 128] [--zeros] [--rows 1 8]
+    ... --e4m3 [--scale float32]    codes of e4m3, whose long prompts' rows may be e4m3, too
 
 Random weights; each product runs in a graph over several copies that together exceed the L2 cache,
 for `--seconds`: by default every kernel that takes it, at nine sizes, in less than 90 seconds. The
 last table has the fastest of each size, which is what `kernels/gemm/packed_routes.py` should name.
 The limit of a product is its bytes over what this GPU reads, or its
 operations over what it multiplies in 16 bits, whichever takes longer; both are measured first.
-Rows in e4m3 have the same limit, which they can beat. Beside 4 bits without zeros stand weights in
-e4m3 (`e4m3 NAME`). Products of e4m3 that are left unscaled, as those of prompts are, are timed
-without the kernel that scales them with what follows. Prompts: `--rows 512 1024 2048 4096`; of
-`unpacked_e4m3` they show the parts, too: unpacking, and the product by each way to scale x.
+Rows in e4m3 have the same limit, which they can beat. Beside 4 bits without zeros, and codes of
+e4m3, stand weights in e4m3 by row (`e4m3 NAME`). Products of e4m3 that are left unscaled, as those
+of prompts are, are timed without the kernel that scales them with what follows. Prompts:
+`--rows 512 1024 2048 4096`; of `unpacked_e4m3` they show the parts, too: unpacking, and the product
+by each way to scale x.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from slipstream.kernels.gemm import cublaslt_groups
 from slipstream.kernels.gemm.cublaslt_groups import matmul_by_groups
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Matrix, gemm, spec_of
-from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
+from slipstream.kernels.gemm.packing import BLOCK, TILE, Codes, Groups, Packing
 from slipstream.kernels.gemm.search import describe
 from slipstream.kernels.gemm.unpacked_e4m3 import unpacked_e4m3
 from slipstream.kernels.runtime import jit
@@ -46,6 +48,8 @@ def random_packed(made: Packing) -> Matrix:
     """Return weights of random codes, in the order of the kernels as they are."""
     words = made.blocks * BLOCK * TILE * made.bits // 32
     values = torch.randint(-(1 << 31), 1 << 31, (made.tiles, words), device="cuda")
+    if made.codes == "e4m3":
+        values &= ~0x08080808  # no NaN
     shape = (made.tiles, made.groups, TILE)
     scales = torch.rand(shape, device="cuda") / made.inputs**0.5 / (1 << made.bits - 2)
     middle = 1 << made.bits - 1
@@ -136,7 +140,8 @@ def product(x: Rows, matrix: Matrix, candidate: tuple[Any, int]) -> Callable[[],
 def rows_for(matrix: Matrix, rows: int, inputs: int) -> Rows:
     """Return random rows as the weights want them; their rounding is not timed."""
     x = torch.randn(rows, inputs, device="cuda", dtype=DTYPE)
-    return fp8.quantize(x) if matrix.takes_quantized else x
+    takes = matrix.groups.packing.takes_e4m3 if matrix.groups else matrix.takes_quantized
+    return fp8.quantize(x) if takes else x
 
 
 def compile_all(kinds: list[list[Matrix]], inputs: int, options: argparse.Namespace) -> None:
@@ -209,10 +214,14 @@ def table(options: argparse.Namespace, read: float, flops: float) -> list[str]:
     for inputs, outputs in SHAPES:
         print(f"-- {inputs} x {outputs}")
         group = options.group or inputs
-        made = Packing(options.bits, group, outputs, inputs, DTYPE, options.zeros)
+        scale = getattr(torch, options.scale)
+        codes: Codes = "e4m3" if options.e4m3 else "integers"
+        made = Packing(options.bits, group, outputs, inputs, scale, options.zeros, codes)
         kinds = []
         packings = [made]
-        if options.bits == 4 and not options.zeros:
+        if options.e4m3:
+            packings.append(made._replace(can_round_rows=True))
+        elif options.bits == 4 and not options.zeros:
             packings.append(made._replace(for_e4m3=True))
         makers = [partial(random_dense, made), *(partial(random_packed, one) for one in packings)]
         if len(packings) > 1:
@@ -247,13 +256,18 @@ def main() -> None:
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
     parser.add_argument("--group", type=int, default=128, help="0: a scale for each row")
     parser.add_argument("--zeros", action="store_true")
+    parser.add_argument("--e4m3", action="store_true", help="codes of e4m3: 8 bits, no zeros")
+    scales = ("bfloat16", "float16", "float32")
+    parser.add_argument("--scale", choices=scales, default="bfloat16", help="type of scales")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--seconds", type=float, default=STEADY_S, help="of each kernel and size")
     parser.add_argument("--skip", nargs="+", default=[], help="kernels to leave out")
     options = parser.parse_args()
+    if options.e4m3:
+        options.bits, options.zeros = 8, False
     read, flops = read_bandwidth(), multiply_rate()
     print(f"{torch.cuda.get_device_name()}: {read / 1e12:.3f} TB/s, {flops / 1e12:.0f} TFLOP/s")
-    kind = f"{options.bits} bits by {options.group or 'row'}"
+    kind = f"{'e4m3' if options.e4m3 else f'{options.bits} bits'} by {options.group or 'row'}"
     print(f"{kind}; * is chosen; gain over the fastest with 16 bits")
     print(f"inputs  rows  {'kernel':13}       us of limit  GB/s    gain")
     best = table(options, read, flops)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fixtures.kernels.emulation import emulate, on_ctas
 from fixtures.kernels.lora import Adapted, Shape
-from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair
+from fixtures.kernels.packed_cases import BLOCKS, FLOATS, FORMS, Form, packed_pair
 from fixtures.tiers import quick_of
 from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.gemm.op import COUNTS, WHOLE_ROWS, Around, TermTable, gemm, scratch_of
@@ -42,12 +42,14 @@ CASES = {
     "8 bits, ordered": Case(520, (48,), ((16,), (30,)), [2, 1], "residual", FORMS[8]),
     "4 bits, factors": Case(256, (48,), ((16,), (30,)), [2, 1], "residual", FORMS[5]),
     "floats": Case(256, (48,), ((16,), (30,)), [2, 1], "residual", FLOATS[1]),
+    "e4m3": Case(264, (48,), ((16,), (30,)), [2, 1], "residual", BLOCKS),
     "none has a term": Case(512, (20, 12), ((16, 0), (0, 0)), [2, 0], "residual"),
     "pipe, stacked": Case(264, (34, 100, 22), ((16, 0, 3), (40, 8, 0)), [1, 0, 2], is_pipe=True),
     "pipe, gated": Case(
         1160, (112, 112), ((16, 16), (1, 0), (0, 9)), [1, 0, 3], "silu", is_pipe=True
     ),
     "pipe, floats": Case(256, (48,), ((16,), (30,)), [2, 1], "residual", FLOATS[1], True),
+    "pipe, e4m3": Case(264, (48,), ((16,), (30,)), [2, 1], "residual", BLOCKS, True),
 }
 
 

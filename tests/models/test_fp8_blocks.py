@@ -1,10 +1,12 @@
 """Checkpoints of e4m3 in blocks, as `slipstream quantize` writes them: kept in 8 bits on a GPU."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from fixtures.kernels.packed_cases import BLOCKS, quantized
 from fixtures.models.checkpoints import Driver, Generation, make_runner, random_prompts
 from fixtures.quantize import tiny
 from slipstream.config import EngineConfig
@@ -18,6 +20,9 @@ from slipstream.models.decoder import build
 from slipstream.models.hf import read_config
 from slipstream.models.source import Weights
 from slipstream.models.weights import FileSource
+from slipstream.quant.forms import form_of
+from slipstream.quant.matrix import dequantise
+from slipstream.quant.parts import inputs_of
 from slipstream.runner.matrices import weight_bytes
 from slipstream_quantize.opened import Opened
 
@@ -58,6 +63,20 @@ def test_a_gpu_keeps_what_was_meant_in_8_bits(target: str, written: Written) -> 
         assert matrix.groups.packing.can_round_rows == (target == "sm_90a")
         kept = dense(matrix.values, matrix.groups)
         torch.testing.assert_close(kept, probe.values.float(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("begin", "group"), [(128, 128), (64, 64), (96, 32)])
+def test_inputs_of_a_rank_may_begin_within_a_block(begin: int, group: int) -> None:
+    """Groups are smaller then; of such no row is rounded."""
+    part = inputs_of(replace(quantized(BLOCKS, 48, 512), for_e4m3=True), begin, 256)
+    form = form_of(part, KNOWN["sm_90a"], torch.bfloat16)
+    assert form is not None
+    made = form.make(part)
+    assert isinstance(made, Matrix)
+    assert made.groups is not None
+    assert made.groups.packing.group == group
+    assert made.groups.packing.can_round_rows == (group == 128)
+    assert torch.equal(dense(made.values, made.groups), dequantise(part))
 
 
 def bytes_on(directory: Path, target: str, quantization: str = "auto") -> int:

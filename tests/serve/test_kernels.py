@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from fixtures.models.checkpoints import make_model, save
+from fixtures.quantize import tiny
 from slipstream.config import EngineConfig
 from slipstream.runner import kernels as printer
 from slipstream_client.cli import OneLineParser
@@ -90,6 +91,24 @@ def test_packed_weights_are_listed_as_such(
         assert next(line for line in lines if line.startswith("head")).split()[5] == "bfloat16:"
         rows = [line.split()[-1] for line in lines if line[:8].strip().isdigit()]
         assert rows[:3] == chosen
+
+
+def test_blocks_of_e4m3_and_the_rows_from_which_they_are_multiplied_in_e4m3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = tiny.checkpoint(tmp_path / "plain", hidden_size=256, intermediate_size=512, head_dim=64)
+    tiny.quantised(plain, tiny.FORMATS["fp8-block"], tmp_path / "blocks")
+    config = EngineConfig(checkpoint=str(tmp_path / "blocks"), dtype="bfloat16")
+    for architecture, chosen in {
+        "sm_90a": ["packed_pipe", "packed_pipe", "unpacked", "unpacked_e4m3 + behind"],
+        "sm_100a": ["packed", "packed", "unpacked", "unpacked"],
+    }.items():
+        arguments = ("--architecture", architecture, "--rows", "16", "64", "256", "512")
+        code, lines, _ = printed(monkeypatch, capsys, config, *arguments)
+        assert code == 0
+        gate_up = lines.index("gate_up: 2 x [1024, 256] e4m3 by 128, packed: norm, GEMM, silu")
+        rows = [line.split(maxsplit=1) for line in lines[gate_up:] if line[:8].strip().isdigit()]
+        assert [each.split(" + ", 1)[1] for _, each in rows[:4]] == chosen
 
 
 def test_a_gate_that_no_gemm_fuses_and_random_weights(
