@@ -4,10 +4,12 @@ import pytest
 import torch
 from fixtures.kernels import recording
 from fixtures.kernels.recording import recorded
-from slipstream.kernels.experts.grouped import tile_rows
+from slipstream.kernels.experts.grouped import ExpertMatrix, expert_matrix, tile_rows
 from slipstream.kernels.experts.route import Routed, most_tiles
 from slipstream.kernels.experts.spec import Routing, Score
+from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.registry import Target
 from slipstream.layers import experts
 from slipstream.layers.adapted import Group, StepGroups, Term
 from slipstream.layers.adapted_experts import ExpertTerms
@@ -17,6 +19,8 @@ from slipstream.layers.norm import LayerNorm, Norm, RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.models.fileless import RandomSource, SizeSource
 from slipstream.models.source import Weights
+from slipstream.quant.forms import form_of_experts
+from slipstream.quant.matrix import Kind, QuantMatrix
 from torch import Tensor
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -84,6 +88,63 @@ def test_hopper_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch, scheme:
     assert [name for name, _ in launches(64, scheme)].count("tiled") == 2
     names = [name for name, _ in launches(512, scheme, deterministic=True)]
     assert names.count("tiled") == 2
+
+
+def packed_matrix(kind: Kind, group: int, count: int, outputs: int, inputs: int) -> ExpertMatrix:
+    """Weights of all experts as a GPU keeps them, without numbers."""
+    rows, columns = count * outputs, inputs if kind is Kind.W8 else inputs // 2
+    codes = torch.empty(rows, columns, dtype=torch.uint8, device=META)
+    scales = torch.empty(rows, -(-inputs // group), dtype=torch.bfloat16, device=META)
+    matrix = QuantMatrix(kind, codes, scales, group, inputs)
+    form = form_of_experts(matrix, count, Target("cuda", "sm_90a"), torch.bfloat16)
+    assert form is not None
+    made = form.make(matrix)
+    assert isinstance(made, Matrix)
+    return expert_matrix(made, count, None)
+
+
+def of_packed(num_rows: int, kinds: tuple[Kind | None, Kind | None]) -> list[tuple[str, str]]:
+    """Launches of a layer whose first and last weights are packed by 32 or, of None, are not."""
+    count, inner = CONFIG.routing.num_experts, CONFIG.inner_size
+    with recorded() as notes:
+        w = Weights(SizeSource(), META, torch.bfloat16, "none", False)
+        layer = Experts(w.at("mlp"), CONFIG, HIDDEN)
+        if kinds[0] is not None:
+            layer.gate_up = packed_matrix(kinds[0], 32, count, 2 * inner, HIDDEN)
+        if kinds[1] is not None:
+            layer.down = packed_matrix(kinds[1], 32, count, HIDDEN, inner)
+        notes.clear()
+        x = torch.empty(num_rows, HIDDEN, dtype=torch.bfloat16, device=META)
+        layer(Norm(w.at("norm"), HIDDEN, 1e-6), Residual(x))
+    return notes
+
+
+@pytest.mark.parametrize(
+    ("kinds", "largest"), [((Kind.W4, Kind.W4), 32), ((Kind.W8, Kind.F4), 32), ((Kind.F4,) * 2, 64)]
+)
+def test_packed_weights_have_one_kernel(kinds: tuple[Kind, Kind], largest: int) -> None:
+    """For steps of all sizes; four warps share out a unit where tiles are of eight rows."""
+    for num_rows, rows in ((1, 8), (64, 8), (128, 16), (300, 32), (2048, largest)):
+        notes = of_packed(num_rows, kinds)
+        assert [name for name, _ in notes][-3:] == ["packed", "packed", "combine"]
+        tiles = most_tiles(8 * num_rows, 128, rows)
+        up, down = (arguments for _, arguments in notes[-3:-1])
+        units = 1 if rows == 8 else 4
+        assert f" ({48 // units}, {tiles}) 128 " in up
+        assert f" ({64 // units}, {tiles}) 128 " in down
+        assert all(f"ROWS={rows} SPLIT={4 // units}" in each for each in (up, down))
+
+
+def test_layers_of_which_a_part_is_packed() -> None:
+    """Tiles are such as all kernels have; the last one adds to the sum if it is not packed."""
+    for num_rows, kinds, names in (
+        (1, (Kind.W4, None), ["route_rows", "packed", "down_add"]),
+        (1, (None, Kind.W4), ["route_rows", "skinny", "packed", "combine"]),
+        (2048, (Kind.F4, None), ["packed", "tiled", "combine"]),
+        (2048, (None, Kind.W8), ["tiled", "packed", "combine"]),
+    ):
+        notes = of_packed(num_rows, kinds)
+        assert [name for name, _ in notes][-len(names) :] == names
 
 
 def test_deterministic_mode_has_one_kernel() -> None:

@@ -1,12 +1,15 @@
 """Routing and products of experts on a CPU: against another way to write them, and transformers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fixtures.kernels.checking import Judge, same_bits
-from fixtures.kernels.expert_cases import Sizes, make_case
-from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair, quantized
+from fixtures.kernels.expert_cases import EXPERT_FORMS, Sizes, make_case
+from fixtures.kernels.packed_cases import Form, packed_pair, quantized
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slipstream.kernels.experts import packed
 from slipstream.kernels.experts.combine import Shared, combine
 from slipstream.kernels.experts.grouped import (
     SKINNY_ROWS,
@@ -18,14 +21,18 @@ from slipstream.kernels.experts.grouped import (
 from slipstream.kernels.experts.route import Routed, choose, most_tiles, route
 from slipstream.kernels.experts.spec import Gate, Routing, Score
 from slipstream.kernels.gemm.op import unpacked
-from slipstream.kernels.gemm.packing import TILE
+from slipstream.kernels.gemm.packing import TILE, Packing
 from slipstream.kernels.runtime import jit
-from slipstream.kernels.runtime.registry import CPU
+from slipstream.kernels.runtime.op import KernelError
+from slipstream.kernels.runtime.registry import CPU, Target
 from slipstream.quant.forms import form_of_experts
 from slipstream.quant.matrix import Kind
 from torch import Tensor
 from transformers.models.phimoe.modeling_phimoe import sparsemixer
 
+HOPPER = Target("cuda", "sm_90a", 132)
+F16 = torch.float16
+PACKED_E2M1 = Packing(4, 16, 64, 64, torch.bfloat16, False, "e2m1")
 seeds = st.integers(0, 2**31 - 1)
 
 
@@ -220,10 +227,7 @@ def test_a_step_compiles_the_tiles_of_steps_of_other_sizes(monkeypatch: pytest.M
     assert {dict(one.defines)["GATED"] for one in wanted} == {"1"}
 
 
-_EXPERT_FORMS = [each for each in (*FORMS, *FLOATS) if not (each.has_order or each.has_factors)]
-
-
-@pytest.mark.parametrize("form", _EXPERT_FORMS, ids=str)
+@pytest.mark.parametrize("form", EXPERT_FORMS, ids=str)
 @settings(max_examples=5, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 3), st.sampled_from([64, 200, 256]), st.data())
 def test_packed_experts_are_rows_of_all(
@@ -244,6 +248,61 @@ def test_packed_experts_are_rows_of_all(
 
 
 def test_experts_that_begin_within_a_tile_are_not_packed() -> None:
+    """Nor where gates or ups do: they are counted apart."""
     matrix = quantized(Form(Kind.W8, 32, torch.float32), 4 * 24, 64)
-    assert form_of_experts(matrix, 3, CPU, torch.float32) is not None
-    assert form_of_experts(matrix, 4, CPU, torch.float32) is None
+    for target, dtype in ((CPU, torch.float32), (HOPPER, torch.bfloat16)):
+        assert form_of_experts(matrix, 3, target, dtype) is not None
+        assert form_of_experts(matrix, 4, target, dtype) is None
+
+
+def test_forms_of_packed_experts() -> None:
+    """As kernels for rows of 16 bits take them; those of e4m3 are for linear layers alone."""
+    for form in EXPERT_FORMS:
+        for dtype in packed.DTYPES:
+            matrix = replace(quantized(form, 96, 256), for_e4m3=True)
+            found = form_of_experts(matrix, 3, HOPPER, dtype)
+            assert found is not None, form
+            groups = found.make(matrix).groups
+            is_by_row = form.kind is Kind.F8 and form.group > 256  # which have kernels of their own
+            assert (groups is None) == is_by_row
+            assert groups is None or not groups.packing.takes_e4m3
+    ordered = quantized(Form(has_order=True), 96, 256)
+    assert form_of_experts(ordered, 3, HOPPER, torch.bfloat16) is None
+    assert form_of_experts(quantized(Form(), 96, 256), 3, HOPPER, torch.float32) is None
+
+
+def test_tiles_of_packed_experts() -> None:
+    """Sizes that all kernels have of a layer: sums of groups have no tiles of 64 rows."""
+    integers, floats = Packing(4, 32, 64, 64, F16, False), PACKED_E2M1
+    for num_rows, packings, rows in (
+        (1, (integers,), 8),
+        (64, (integers,), 8),
+        (100, (integers, None), 16),
+        (4096, (integers, integers), 32),
+        (4096, (integers, floats), 32),
+        (4096, (floats, floats), 64),
+        (4096, (None, floats), 64),
+    ):
+        packings = [each for each in packings if each is not None]
+        assert tile_rows(8 * num_rows, 128, packings=packings) == rows
+        found = tile_rows(8 * num_rows, 128, deterministic=True, packings=packings)
+        assert found == max(16, rows)
+        for each in packings:
+            assert rows in packed.tile_rows(each)
+
+
+def test_what_no_kernel_of_packed_experts_takes() -> None:
+    x, integers = torch.zeros(3, 64, dtype=torch.bfloat16), Packing(4, 32, 64, 64, F16, False)
+    packed.check("down", x, integers, 1)
+    for rows, packing, streams, why in (
+        (x.float(), integers, 1, "16 bits, not torch.float32"),
+        (x, integers._replace(for_e4m3=True), 1, "packed for e4m3"),
+        (x, integers._replace(layout="tiles"), 1, "weights are 4 bits"),
+        (x.half(), PACKED_E2M1, 1, "scales of e2m1 are torch.bfloat16"),
+        (x[:, :56], integers, 1, "56 inputs, not 64"),
+        (x[:, :60], integers._replace(inputs=60), 1, "60 is not a multiple of 8"),
+        (x, integers._replace(outputs=48), 2, "48 rows of weights are no whole tiles"),
+        (x[:, 1:57], integers._replace(inputs=56), 1, "rows are not aligned"),
+    ):
+        with pytest.raises(KernelError, match=why):
+            packed.check("down", rows, packing, streams)

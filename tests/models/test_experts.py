@@ -233,7 +233,13 @@ def as_mxfp4(shape: tuple[int, int, int], seed: int) -> tuple[torch.Tensor, ...]
     return blocks, scales.to(torch.uint8), numbers
 
 
-def test_experts_in_mxfp4(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_experts_in_mxfp4(
+    on_gpu: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As gpt-oss is published: gates and ups take turns among the rows of blocks."""
     model = make_model("gpt_oss", intermediate_size=64)
     save(model, tmp_path)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream import quant
 from slipstream.kernels.elementwise.activation import silu_mul
+from slipstream.kernels.elementwise.fp8 import E4M3
 from slipstream.kernels.experts.combine import Shared, combine
 from slipstream.kernels.experts.down_add import down_add
 from slipstream.kernels.experts.down_add import takes as takes_down
@@ -136,7 +137,7 @@ class Experts:
         fixed, up, last = self.is_fixed, self.gate_up, self.down
         adapt = self.adapt if self.adapt is not None and self.adapt.in_step else None
         inner = gate_up(x, up.values, up, routed, self.config.gate, fixed)
-        if adapt is None and takes_down(routed, x.device):
+        if adapt is None and takes_down(routed, last, x.device):
             return down_add(inner, last.values, residual, last, routed, shared)
         products = down(inner, last.values, last, routed, fixed)
         if adapt is not None:
@@ -145,9 +146,11 @@ class Experts:
 
     def _tile_rows(self, x: Tensor) -> int:
         """Choose the tiles of rows."""
-        routing, is_fp8 = self.config.routing, self.gate_up.scales is not None
-        pairs = len(x) * routing.top_k
-        return tile_rows(pairs, routing.num_experts, is_fp8, self.is_fixed, x.device)
+        routing, is_fp8 = self.config.routing, self.gate_up.values.dtype == E4M3
+        pairs, count = len(x) * routing.top_k, routing.num_experts
+        all_groups = (self.gate_up.groups, self.down.groups)
+        packings = [groups.packing for groups in all_groups if groups is not None]
+        return tile_rows(pairs, count, is_fp8, self.is_fixed, x.device, packings)
 
 
 def _router(w: WeightSource, config: ExpertsConfig, hidden: int) -> Linear:

@@ -45,6 +45,7 @@ class Form(NamedTuple):
     name: str
     takes: Callable[[QuantMatrix, Target, torch.dtype], bool]
     make: Callable[[QuantMatrix], Matrix | Packed]
+    for_experts: bool = False  # whether kernels for experts take it
 
 
 def _is_exact(scales: Tensor) -> bool:
@@ -298,23 +299,21 @@ def read_numbers(
 
 
 FORMS = (
-    Form("multiplied as they are by the CPU kernels", takes_tiles, make_tiles),
-    Form("e4m3 products, rows quantised by token", _takes_fp8, _make_fp8),
+    Form("multiplied as they are by the CPU kernels", takes_tiles, make_tiles, True),
+    Form("e4m3 products, rows quantised by token", _takes_fp8, _make_fp8, True),
     Form("torch's product with 8 bits", _takes_int8, _make_int8),
     Form("torch's product with 4 bits", _takes_int4, _make_int4),
     Form("kept packed, rows quantised by token", _takes_packed_e4m3, make_packed_e4m3),
     Form("kept packed, rows of long prompts quantised by token", _takes_blocks, make_blocks),
-    Form("kept packed, multiplied with 16-bit rows", _takes_packed, make_packed),
+    Form("kept packed, multiplied with 16-bit rows", _takes_packed, make_packed, True),
     *(
-        Form("kept packed, multiplied with 16-bit rows", takes, partial(make_floats, of=dtype))
+        Form(
+            "kept packed, multiplied with 16-bit rows", takes, partial(make_floats, of=dtype), True
+        )
         for dtype in fp8.DTYPES
         for takes in (partial(_takes_floats, of=dtype),)
     ),
 )
-
-
-# Of forms that kernels for experts take.
-EXPERT_MAKERS = (make_tiles, _make_fp8)
 
 
 def form_of(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> Form | None:
@@ -325,13 +324,13 @@ def form_of(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> Form | N
 def form_of_experts(
     matrix: QuantMatrix, count: int, target: Target, dtype: torch.dtype
 ) -> Form | None:
-    """Return the form of weights of `count` experts under one another; None: as `form_of`.
+    """Return the form of `count` gates, ups or outputs of experts under one another.
 
-    Experts begin at tiles, and inputs of all come as they are.
+    Each begins at a tile, and inputs of all come as they are. None: as `form_of`.
     """
     if not matrix.is_plain or matrix.outputs % (count * packing.TILE):
         return None
-    own = (form for form in FORMS if form.make in EXPERT_MAKERS)
+    own = (form for form in FORMS if form.for_experts)
     return next((form for form in own if form.takes(matrix, target, dtype)), None)
 
 

@@ -35,7 +35,7 @@ struct Stream {
 
   DEVICE Stream(const Task& task, int first, int part, int split) : task(task), part(part), split(split) {
     const int g = threadIdx.x % 32 / 4, rows[2] = {first + g, min(first + 8, task.outputs - 8) + g};
-    at = task.weight_row(rows[0]) + piece_of(part, 0) * 16;
+    at = weights_of(task, rows[0]) + piece_of(part, 0) * 16;
     to_lower = (rows[1] - rows[0]) * task.width * WEIGHT_BYTES;
     left = task.width / PIECE - piece_of(part, 0);
 #pragma unroll

@@ -47,13 +47,13 @@ def down_add(
     return combine.oracle(residual, products, shared)
 
 
-def takes(routed: Routed, device: torch.device) -> bool:
-    """Whether the kernel is the one for a choice, on a device.
+def takes(routed: Routed, matrix: ExpertMatrix, device: torch.device) -> bool:
+    """Whether the kernel is the one for a choice and weights, on a device.
 
-    It never is in deterministic mode, which has larger tiles.
+    It never is in deterministic mode, which has larger tiles, nor for packed weights.
     """
     is_skinny = routed.tile_rows == SKINNY_ROWS and 0 < len(routed.experts) <= MAX_ROWS
-    return device.type != "cpu" and is_skinny
+    return device.type != "cpu" and is_skinny and matrix.groups is None
 
 
 def _variant(dtype: torch.dtype, is_fp8: bool, warps: int) -> jit.Variant:

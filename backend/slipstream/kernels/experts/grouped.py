@@ -2,12 +2,13 @@
 
 Where experts have few rows, tiles are of eight and weights are read straight into registers
 (`skinny.cu`). Larger tiles are `tiled.cu`'s, whose sums have one order whatever the tile is; on
-Hopper those of 32 rows and more are `sm90/piped.cu`'s, whose sums may have another.
+Hopper those of 32 rows and more are `sm90/piped.cu`'s, whose sums may have another. Weights that
+are packed in 4 or 8 bits have a kernel of their own for all tiles, `packed.cu`.
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional
 
 from slipstream.kernels.elementwise.activation import silu_mul
 from slipstream.kernels.elementwise.fp8 import E4M3
+from slipstream.kernels.experts import packed
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Gate
@@ -46,7 +48,7 @@ class ExpertMatrix(NamedTuple):
     """Weights of all experts: of e4m3 times a scale for each row, or packed."""
 
     values: Tensor  # [e, m, k], of the model's dtype or e4m3; packed ones [e, tiles, _]
-    scales: Tensor | None = None  # [e, m] f32
+    scales: Tensor | None = None  # [e, m] f32, of e4m3 by rows, or of rows of what is packed
     bias: Tensor | None = None  # [e, m]
     groups: Groups | None = None  # of packed values: the packing of one expert, tensors [e, ...]
 
@@ -103,14 +105,19 @@ def tile_rows(
     is_fp8: bool = False,
     deterministic: bool = False,
     device: torch.device = _CPU,
+    packings: Sequence[Packing] = (),
 ) -> int:
     """Return the rows of a tile for so many pairs on a device, by which the kernel is chosen.
 
-    Sums of `skinny.cu` have another order than those of `tiled.cu`: deterministic mode takes one.
+    Sums of tiles of 8 have another order than those of others: deterministic mode takes one. All
+    kernels have the tiles of weights in `packings`, which are those of a layer that are packed.
     """
     average = num_pairs / num_experts
-    sizes = _MOST_FP8_PAIRS if is_fp8 else _MOST_PAIRS
-    if piped.runs_on(device, deterministic):
+    sizes: Mapping[int, float] = _MOST_FP8_PAIRS if is_fp8 else _MOST_PAIRS
+    if packings:
+        all_e2m1 = all(each.scales_numbers for each in packings)
+        sizes = packed.MOST_E2M1_PAIRS if all_e2m1 else packed.MOST_PAIRS
+    elif piped.runs_on(device, deterministic):
         few = {rows: most for rows, most in sizes.items() if rows < piped.TILE_ROWS[0]}
         sizes = few | piped.MOST_PAIRS
     found = next(rows for rows, most in sizes.items() if average <= most)
@@ -269,6 +276,7 @@ def check(name: str, x: Tensor, values: Tensor, outputs: int) -> None:
     require(x.dtype in DTYPES, "{}: experts have kernels for 16 bits, not {}", name, x.dtype)
     require(is_fp8 or values.dtype == x.dtype, "{}: weights are {}", name, values.dtype)
     require(values.is_contiguous(), "{}: weights must be contiguous", name)
+    require(width == values.shape[2], "{}: {} inputs, not {}", name, width, values.shape[2])
     require(width % multiple == 0, "{}: width {} is not a multiple of {}", name, width, multiple)
     require(outputs % MULTIPLE == 0, "{}: {} outputs: no multiple of 8", name, outputs)
     require(jit.vector_width(width, x) == 16 // x.itemsize, "{}: rows are not aligned", name)
@@ -283,22 +291,25 @@ def _launch(
     deterministic: bool,
 ) -> Tensor:
     values, width, streams = matrix.values, x.shape[1], 1 if gate is None else 2
-    outputs = values.shape[1] // streams
-    is_fp8 = values.dtype == E4M3
-    check(name, x, values, outputs)
+    outputs = matrix.outputs // streams
+    if matrix.groups is None:
+        check(name, x, values, outputs)
     out = torch.empty((len(routed.order), outputs), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    rows = routed.tile_rows
+    given = (0 if each is None else each for each in (matrix.scales, matrix.bias))
+    places = (routed.order, routed.weights, routed.tiles)
+    sizes = (width, outputs, routed.top_k, 0 if gate is None else gate.value)
+    args = (x, x.stride(0), values, *given, *places, out, *sizes)
+    if matrix.groups is not None:
+        packed.launch(name, x, matrix.groups, routed, streams, args)
+        return out
+    rows, is_fp8 = routed.tile_rows, values.dtype == E4M3
     how = (x.dtype, is_fp8, gate is not None)
     taken = piped.TILE_ROWS if piped.runs_on(x.device, deterministic) else ()
     few = (size for size in (SKINNY_ROWS, *TILE_ROWS) if not taken or size < taken[0])
     jit.compile_too(_variant(*how, size) for size in few)
     jit.compile_too(piped.variant(*how, size) for size in taken)
-    given = (0 if each is None else each for each in (matrix.scales, matrix.bias))
-    places = (routed.order, routed.weights, routed.tiles)
-    sizes = (width, outputs, routed.top_k, 0 if gate is None else gate.value)
-    args = (x, x.stride(0), values, *given, *places, out, *sizes)
     if rows in taken:
         piped.launch(piped.variant(*how, rows), values, routed, streams, outputs, args)
         return out

@@ -67,8 +67,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS) skinny(PARAMETERS) {
   if (task.count == 0) return;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const int first = blockIdx.x * OUTPUTS;
-  const u8* upper = task.weight_row(first + g);
-  const u8* lower = task.weight_row(GATED ? task.outputs + first + g : min(first + 8, task.outputs - 8) + g);
+  const u8* upper = weights_of(task, first + g);
+  const u8* lower = weights_of(task, GATED ? task.outputs + first + g : min(first + 8, task.outputs - 8) + g);
   const int num_pieces = task.width / PIECE, num_chunks = (num_pieces + CHUNK - 1) / CHUNK;
   WeightChunk weights_now;
   RowChunk x_now;

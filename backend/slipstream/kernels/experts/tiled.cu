@@ -47,7 +47,7 @@ struct Copies {
     const int eight = weight_row / 8, within = weight_row % 8;
     const int output = first + (GATED ? eight / 2 * 8 : eight * 8) + within;
     const int step = GATED ? WEIGHT_STEP / 2 : WEIGHT_STEP;
-    weight = task.weight_row(GATED && eight % 2 ? task.outputs + output : output);
+    weight = weights_of(task, GATED && eight % 2 ? task.outputs + output : output);
     weight_step = i64(step) * row_bytes;
     num_weights = output < task.outputs ? (task.outputs - output + step - 1) / step : 0;
 #pragma unroll

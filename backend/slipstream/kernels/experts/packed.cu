@@ -1,0 +1,235 @@
+// GEMMs of experts whose weights are in fewer bits (gemm/codes.cuh): 16-bit numbers only in registers, where they are the
+// left operand of tensor cores. Tiles of up to ROWS places of an expert share what is read of its weights. A warp has a
+// unit of two tiles of weight rows, of gates and of their ups or neighbours, which come block by block through a ring of
+// its own; the rows of x beside them are the CTA's. SPLIT warps share out the blocks of a unit: where rows are few, more
+// warps read at once so. The sum of a group is scaled in fp32. Sums have one order for each SPLIT, whatever ROWS is.
+//
+// What a layer reads and computes, for gates, ups and outputs together: GB of weights by distinct experts of rows that choose
+// alike, and TFLOP. An H200 reads 4.7 TB/s and multiplies 790 TFLOP/s in 16 bits: up to 350 rows of gpt-oss and 690 of
+// Qwen3, bytes are the limit.
+//   rows                                   1       32      128    2,048
+//   gpt-oss-20b, MXFP4 by 32 (24 x)    0.053    0.417    0.423    0.423 GB        0.0064   0.0255   0.408 TFLOP from 32 on
+//   Qwen3-30B-A3B, int4 by 128 (48 x) 0.0195    0.272    0.311    0.311 GB        0.0024   0.0097   0.155 TFLOP
+// So a step of 1, 32, 128 rows takes 0.27, 2.1 and 2.2 ms of gpt-oss, 0.20, 2.8 and 3.2 ms of Qwen3; a prompt of 2,048 takes
+// 12.4 and 9.4 ms.
+// -D ELEMENT, GATED (see task.cuh), BITS, CODES, SCALE, PARTS, ZEROS (gemm/codes.cuh), ROWS (8, 16, 32, of e2m1 64: of a tile), SPLIT
+// (1, 2, 4), SLOTS (of a ring)
+#include "experts/task.cuh"
+#include "gemm/codes.cuh"
+#include "runtime/mma.cuh"
+
+constexpr int WARPS = 4;
+constexpr int THREADS = 32 * WARPS;
+constexpr int UNITS = WARPS / SPLIT;  // of a CTA
+constexpr int TILES = 2;              // of a unit
+constexpr int PIECES = ROWS / 8;
+constexpr int X_PITCH = BLOCK_INPUTS * 2 + 16;  // bytes of a row of x in a slot
+constexpr int X_BYTES = ROWS * X_PITCH;         // of a block
+constexpr int SLOT_BYTES = SPLIT * X_BYTES + WARPS * TILES * BLOCK_BYTES;
+
+// Of a multiprocessor, for which registers must do.
+#if __CUDA_ARCH__ >= 1000
+constexpr int CTAS = ROWS == 8 ? 4 : ROWS == 32 && !SCALES_NUMBERS ? 2 : 3;
+#else
+constexpr int CTAS = ROWS <= 16 ? 4 : ROWS == 32 && !SCALES_NUMBERS ? 2 : 3;
+#endif
+static_assert(STEPS_A_SUM % 2 == 0, "two steps of x are read at a time");
+
+extern __shared__ __align__(128) u8 shared_bytes[];
+
+// The places of a tile: a row of x, where its outputs go, and their factor.
+struct Places {
+  const T* x[ROWS];
+  i64 target[ROWS];
+  float weight[ROWS];
+
+  DEVICE void load(const Task& task) {
+    const int row = threadIdx.x;
+    if (row >= task.count) return;
+    const i64 pair = task.pair(row);
+    x[row] = task.x + (GATED ? pair / task.top_k : task.first + row) * task.x_stride;
+    target[row] = (GATED ? task.first + row : pair) * task.outputs;
+    weight[row] = GATED ? 1.0f : load_fresh<1>(task.weights + pair).at[0];
+  }
+};
+
+using Sums = float[TILES][PIECES][4];
+
+// What a warp multiplies.
+struct Unit {
+  const Task& task;
+  const Codes& weights;
+  const u32 warp = threadIdx.x / 32, share = warp % SPLIT, number = blockIdx.x * UNITS + warp / SPLIT;
+  const u32 num_tiles = task.rows() / 16;  // of an expert
+  const u64 policy = evict_first();
+  u32 tile[TILES];
+  bool exists[TILES];
+  float scale[TILES][2], bias[TILES][2];  // of rows g and g + 8
+
+  DEVICE Unit(const Task& task, const Codes& weights) : task(task), weights(weights) {
+#pragma unroll
+    for (u32 t = 0; t < TILES; ++t) {
+      tile[t] = GATED ? number + t * (num_tiles / 2) : number * TILES + t;
+      exists[t] = GATED ? number < num_tiles / 2 : tile[t] < num_tiles;
+    }
+  }
+  DEVICE void load_rows() {
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+#pragma unroll
+      for (int high = 0; high < 2; ++high) {
+        const int row = tile[t] * 16 + threadIdx.x % 32 / 4 + 8 * high;
+        scale[t][high] = exists[t] ? task.scale(row) : 1.0f;
+        bias[t][high] = exists[t] ? task.bias_of(row) : 0.0f;
+      }
+  }
+  // Blocks of a step, and the inputs beside them; zeros behind the width.
+  DEVICE void copy(u32 step, u8* slot, const Places& places) const {
+    const u32 block = step * SPLIT + share;
+#pragma unroll
+    for (int t = 0; t < TILES; ++t)
+      if (block < weights.num_blocks && exists[t])
+        weights.copy(shared_address(codes(slot, t)), task.expert * num_tiles + tile[t], block, policy);
+    for (int i = threadIdx.x; i < task.count * SPLIT * 16; i += THREADS) {
+      const int piece = i % 16, part = i / 16 % SPLIT, row = i / (16 * SPLIT);
+      const int input = (step * SPLIT + part) * BLOCK_INPUTS + piece * 8;
+      const bool inside = input < task.width;
+      copy_async_bytes<16>(shared_address(slot + part * X_BYTES + row * X_PITCH + piece * 16),
+                           places.x[row] + (inside ? input : 0), inside ? 16 : 0);
+    }
+  }
+  DEVICE void multiply(Sums& sums, const u8* slot) const {
+    const u32 lane = threadIdx.x % 32;
+    const Block blocks[TILES] = {Block(codes(slot, 0)), Block(codes(slot, 1))};
+    const u32 x = shared_address(slot + share * X_BYTES) + lane % 8 * X_PITCH + lane / 8 * 16;
+#pragma unroll
+    for (int part = 0; part < SUM_PARTS; ++part) add(sums, blocks, x, part);
+  }
+
+ private:
+  DEVICE static u8* codes(u8* slot, int t) {
+    return slot + SPLIT * X_BYTES + (threadIdx.x / 32 * TILES + t) * BLOCK_BYTES;
+  }
+  DEVICE static const u8* codes(const u8* slot, int t) { return codes(const_cast<u8*>(slot), t); }
+
+  // The sums of a part of the blocks. Columns of x that do not exist give sums that nobody reads.
+  DEVICE static void add(Sums& sums, const Block (&blocks)[TILES], u32 x, int part) {
+    Pack<u32, 4> quads[TILES];
+    Sums of_part = {};
+#pragma unroll
+    for (int i = 0; i < STEPS_A_SUM; i += 2) {
+      const int first = part * STEPS_A_SUM + i;
+      u32 a[TILES][2][4];
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        if (i == 0 || first % STEPS_A_QUAD == 0) quads[t] = blocks[t].quad(first / STEPS_A_QUAD);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const int step = first + k, of_operand = step / STEPS_A_PART;
+          decode(a[t][k], quads[t].at + step % STEPS_A_QUAD * (BITS / 4), blocks[t].operand(of_operand, 0),
+                 blocks[t].operand(of_operand, 1));
+        }
+      }
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p) {
+        u32 b[4];
+        load_matrices(b, x + p * 8 * X_PITCH + first / 2 * 64);
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+          float(&into)[4] = SCALES_NUMBERS ? sums[t][p] : of_part[t][p];
+#pragma unroll
+          for (int k = 0; k < 2; ++k) multiply_add(into, a[t][k], b[2 * k], b[2 * k + 1], T{});
+        }
+      }
+    }
+    if constexpr (!SCALES_NUMBERS) {
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        const float scales[2] = {blocks[t].scale(part, 0), blocks[t].scale(part, 1)};
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) sums[t][p][j] = fmaf(scales[j / 2], of_part[t][p][j], sums[t][p][j]);
+      }
+    }
+  }
+};
+
+// The sums of all shares in the warp of the first, in their order; `parts` is the ring, which nobody reads any more.
+DEVICE void add_shares(Sums& sums, float* parts) {
+  const u32 warp = threadIdx.x / 32, share = warp % SPLIT, lane = threadIdx.x % 32;
+  constexpr int COUNT = TILES * PIECES * 4;  // of a lane
+  float* own = parts + warp / SPLIT * SPLIT * COUNT * 32 + lane;
+  float* const values = &sums[0][0][0];
+  __syncthreads();
+  if (share > 0)
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) own[(share * COUNT + i) * 32] = values[i];
+  __syncthreads();
+  if (share > 0) return;
+#pragma unroll
+  for (int other = 1; other < SPLIT; ++other)
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) values[i] += own[(other * COUNT + i) * 32];
+}
+
+DEVICE void finish(const Unit& unit, const Places& places, const Sums& sums) {
+  const int lane = threadIdx.x % 32, g = lane / 4;
+#pragma unroll
+  for (int p = 0; p < PIECES; ++p)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int row = p * 8 + lane % 4 * 2 + j % 2, high = j / 2;
+      if (row >= unit.task.count) continue;
+      T* target = unit.task.out + places.target[row] + g + 8 * high;
+      float values[TILES];
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) values[t] = fmaf(sums[t][p][j], unit.scale[t][high], unit.bias[t][high]);
+      if constexpr (GATED) {
+        if (unit.exists[0]) target[unit.tile[0] * 16] = from_float<T>(gated(values[0], values[1], unit.task.gate));
+      } else {
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+          if (unit.exists[t]) target[unit.tile[t] * 16] = from_float<T>(values[t] * places.weight[row]);
+      }
+    }
+}
+
+// Grid: x = units, UNITS to a CTA, y = tiles of places. What is launched next may read the choice before it waits: that
+// had been made when this kernel went on.
+extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
+    packed(PARAMETERS, const u8* group_scales, const u8* zeros, i64 num_groups, i64 group_factor) {
+  __shared__ Places places;
+  wait_for_previous();
+  start_next();
+  TASK(blockIdx.y);
+  if (task.count == 0) return;
+  const u32 num_blocks = (task.width + BLOCK_INPUTS - 1) / BLOCK_INPUTS, num_steps = (num_blocks + SPLIT - 1) / SPLIT;
+  const Codes codes{weight, group_scales, zeros, num_blocks, u32(num_groups), u32(group_factor)};
+  Unit unit(task, codes);
+  places.load(task);
+  __syncthreads();
+#pragma unroll
+  for (int step = 0; step < SLOTS - 1; ++step) {
+    if (step < num_steps) unit.copy(step, shared_bytes + step * SLOT_BYTES, places);
+    copy_commit();
+  }
+  unit.load_rows();
+  Sums sums = {};
+  int slot = 0;
+#pragma unroll 1
+  for (u32 step = 0; step < num_steps; ++step) {
+    copy_wait<SLOTS - 2>();
+    __syncthreads();  // what all threads copied is there, and nobody reads the slot before
+    const u32 ahead = step + SLOTS - 1;
+    if (ahead < num_steps) unit.copy(ahead, shared_bytes + (slot == 0 ? SLOTS - 1 : slot - 1) * SLOT_BYTES, places);
+    copy_commit();
+    if (step * SPLIT + unit.share < num_blocks) unit.multiply(sums, shared_bytes + slot * SLOT_BYTES);
+    slot = slot == SLOTS - 1 ? 0 : slot + 1;
+  }
+  if constexpr (SPLIT > 1) {
+    add_shares(sums, reinterpret_cast<float*>(shared_bytes));
+    if (unit.share > 0) return;
+  }
+  finish(unit, places, sums);
+}
