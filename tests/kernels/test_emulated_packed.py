@@ -69,6 +69,25 @@ def test_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found, wanted, atol=0.03, rtol=0.008)
 
 
+@pytest.mark.parametrize("rows", quick_of((2, 16, 40), {16}))
+@pytest.mark.parametrize("kib", quick_of((99, 226), {99}))
+def test_products_of_any_gpu(rows: int, kib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many warps as the shared memory of a CTA has room for."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(jit, "num_multiprocessors", lambda _: 2)
+    monkeypatch.setattr(jit, "shared_memory_limit", lambda _: kib << 10)
+    matrix = packed_pair(FORMS[8], 32, 1160)[0]
+    assert matrix.groups is not None
+    tiles = packed.tiling(min(rows, 32), matrix.groups.packing, True, 2, kib << 10)
+    assert tiles is not None
+    assert tiles.warps == (16 if rows == 2 else 8) // (1 if kib == 226 else 2)
+    x = torch.randn(rows, 1160, generator=torch.Generator().manual_seed(0)).bfloat16()
+    around = Around(gate="silu", groups=matrix.groups)
+    found = packed.packed(x, matrix.values, around)
+    wanted = gemm.oracle(x, matrix.values, around)
+    torch.testing.assert_close(found, wanted, atol=0.03, rtol=0.008)
+
+
 @pytest.mark.parametrize("kernel", quick_of((packed_stream, packed_pipe), {packed_stream}))
 @pytest.mark.parametrize("dtype", quick_of(packed.DTYPES, {torch.bfloat16}))
 def test_every_code_of_e4m3_is_decoded_exactly(

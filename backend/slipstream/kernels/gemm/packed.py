@@ -2,7 +2,8 @@
 
 Codes become 16-bit numbers in registers, each difference of code and zero exactly; sums of a group
 are scaled in fp32. So the product is that of the weights which the checkpoint stands for, rounded
-once. The order of a sum depends on the matrix, and on whether there are more than 8 rows.
+once. The order of a sum depends on the GPU and the matrix, and on whether there are more than 8 and
+more than 16 rows.
 """
 
 import functools
@@ -24,8 +25,8 @@ MAX_ROWS = 128
 COLUMNS = (8, 16, 32)  # rows of x that a launch takes
 TILES = (1, 2, 3, 4, 6, 8)
 _MOST_TILES = {8: 8, 16: 4, 32: 4}  # at a time: what registers hold
-_WARPS = {8: 16, 16: 8, 32: 8}
-_MOST_SLOTS = 6
+_WARPS = {8: (16, 8), 16: (8, 4), 32: (8, 4)}  # the first of which has room
+_FEWEST_SLOTS, _MOST_SLOTS = 2, 6
 _ROW_PITCH, _X_PITCH = 20 * 4, BLOCK * 2 + 16  # bytes: of 16 sums, of a row of x in a slot
 MEMORY = {"sm_80": 163 << 10, "sm_87": 163 << 10, "sm_90a": 226 << 10, "sm_100a": 226 << 10}
 _LEAST_MEMORY = 99 << 10  # of a CTA of any GPU
@@ -36,15 +37,11 @@ class Tiling:
     """Division of a product: each CTA has `share` tiles, or pairs of them, `tiles` at a time."""
 
     columns: int
+    warps: int
     tiles: int
     share: int
     slots: int
     bytes: int  # of shared memory
-
-    @property
-    def warps(self) -> int:
-        """Warps of a CTA."""
-        return _WARPS[self.columns]
 
 
 def block_bytes(packing: Packing) -> int:
@@ -53,8 +50,8 @@ def block_bytes(packing: Packing) -> int:
     return BLOCK * TILE * packing.bits // 8 + packing.parts * part
 
 
-def _bytes(packing: Packing, columns: int, tiles: int, slots: int, rows: int) -> int:
-    warps = _WARPS[columns]
+def _bytes(packing: Packing, size: tuple[int, int], tiles: int, slots: int, rows: int) -> int:
+    columns, warps = size
     x_slots = -(-(slots - 1) // tiles) + 1
     ring = slots * block_bytes(packing) + x_slots * rows * _X_PITCH
     return warps // 2 * tiles * columns * _ROW_PITCH + 16 + warps * ring
@@ -68,16 +65,20 @@ def tiling(
     columns = next(c for c in COLUMNS if num_rows <= c)
     a_unit = 2 if gated else 1
     share = -(-(packing.tiles // a_unit) // multiprocessors)
+    for warps in _WARPS[columns]:  # of all rows that a launch takes, not of these
+        size = (columns, warps)
+        if _bytes(packing, size, a_unit, _FEWEST_SLOTS, columns) <= memory:
+            break
     for most in range(_MOST_TILES[columns], a_unit - 1, -1):
         if most not in TILES or most % a_unit:
             continue
         passes = -(-share * a_unit // most)
         wanted = -(-share // passes) * a_unit
         tiles = next(t for t in TILES if t >= wanted and t % a_unit == 0)
-        for slots in range(_MOST_SLOTS, 1, -1):
-            size = _bytes(packing, columns, tiles, slots, num_rows)
-            if size <= memory:
-                return Tiling(columns, tiles, share, slots, size)
+        for slots in range(_MOST_SLOTS, _FEWEST_SLOTS - 1, -1):
+            num_bytes = _bytes(packing, size, tiles, slots, num_rows)
+            if num_bytes <= memory:
+                return Tiling(*size, tiles, share, slots, num_bytes)
     return None
 
 
@@ -170,9 +171,9 @@ def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     kinds = ((dtype, packing) for dtype in DTYPES for packing in packings(dtype))
     for (dtype, packing), columns in itertools.product(kinds, COLUMNS):
-        for tiles in (t for t in TILES if t <= _MOST_TILES[columns]):
-            made = Tiling(columns, tiles, 1, 4, 0)
-            yield _variant(dtype, packing, made)
+        fitting = (t for t in TILES if t <= _MOST_TILES[columns])
+        for tiles, warps in itertools.product(fitting, _WARPS[columns]):
+            yield _variant(dtype, packing, Tiling(columns, warps, tiles, 1, 4, 0))
 
 
 @gemm.implementation("packed", "cuda", takes=takes, cost=packed_routes.cost("packed"))
