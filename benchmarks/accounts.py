@@ -5,6 +5,7 @@ computed it lets both happen at once. Here both stand side by side, at the rates
 had in the row's own sitting (`ceilings`, under its power cap), beside what we take.
 """
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -59,8 +60,10 @@ def accounts_table(table: dict[str, Any]) -> str:
 
 def main() -> int:
     """Command line."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else NEWEST[GOALS_CARD]
-    print(accounts_table(json.loads(path.read_text())))
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    newest = NEWEST[GOALS_CARD]
+    parser.add_argument("table", nargs="?", type=Path, default=newest, help="of make bench-gpu")
+    print(accounts_table(json.loads(parser.parse_args().table.read_text())))
     return 0
 
 

@@ -35,7 +35,7 @@ from slipstream.kernels.experts.spec import Gate, Routing
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.runtime import jit
-from timing import rows, time_graph
+from timing import need_gpu, rows, time_graph
 
 
 @dataclass(frozen=True)
@@ -202,6 +202,7 @@ def main() -> None:
     parser.add_argument("--both", action="store_true", help="by both kernels")
     parser.add_argument("--weights", choices=["bf16", "e4m3"], help="default: both")
     args = parser.parse_args()
+    need_gpu()
     torch.manual_seed(0)
     results = []
     kernels = [False, True] if args.both else [jit.is_hopper(torch.device("cuda", 0))]

@@ -25,6 +25,7 @@ from timing import (
     Q_HEADS,
     Result,
     measure,
+    need_gpu,
     rows,
 )
 
@@ -76,6 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("suites", nargs="*", choices=[*suites, []], help="default: all")
     names = parser.parse_args().suites or list(suites)
+    need_gpu()
     torch.manual_seed(0)
     results = [result for name in names for result in suites[name]()]
     device = torch.cuda.get_device_name()

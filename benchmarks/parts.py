@@ -23,6 +23,7 @@ from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.step_arrays import StepShape
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.sampling import SamplingParams
+from timing import need_gpu
 from workloads import VOCABULARY
 
 SECONDS = 0.7  # of load; in the first third clocks fall to what power allows: it does not count
@@ -124,6 +125,7 @@ def main() -> int:
     parser.add_argument("--fp8", action="store_true")
     parser.add_argument("--shape", default="llama-3.1-8b")
     args = parser.parse_args()
+    need_gpu()
     options = {"quantization": "fp8"} if args.fp8 else {}
     runner = build(args.shape, "auto", 4096, **options)._runner
     parts = ["attention", "draw", "head"] + ([] if args.fp8 else ["norms", "gate"])

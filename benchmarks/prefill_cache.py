@@ -5,6 +5,7 @@
 Microseconds of attention of a layer at Llama-3.1-8B's heads; less than a minute on an H200.
 """
 
+import argparse
 from collections.abc import Callable
 from statistics import median
 
@@ -14,7 +15,7 @@ from slipstream.kernels.attention.backend import Chunks, PagedCuda, Rows
 from slipstream.kernels.attention.spec import AttentionSpec
 from slipstream.kernels.cache.kv_format import FORMATS
 from slipstream.kernels.cache.unpack import is_worth_it, num_seen_blocks
-from timing import BLOCK, DTYPE, HEAD_SIZE, KV_HEADS, Q_HEADS, rows, time_graph
+from timing import BLOCK, DTYPE, HEAD_SIZE, KV_HEADS, Q_HEADS, need_gpu, rows, time_graph
 
 MIXES = {  # queries and cached tokens of each chunk
     "2048": [(2048, 2048)],
@@ -58,6 +59,8 @@ def runs_of(mix: list[tuple[int, int]], name: str, unpacks: bool) -> list[Callab
 
 def main() -> None:
     """Print a line for each mix and format."""
+    argparse.ArgumentParser(description=str(__doc__).partition("\n")[0]).parse_args()
+    need_gpu()
     print(f"{torch.cuda.get_device_name()}; us a layer, median of {TURNS} turns")
     for title, mix in MIXES.items():
         ways = {("auto", False): runs_of(mix, "auto", False)}

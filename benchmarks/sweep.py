@@ -23,6 +23,7 @@ from report import commit
 from rows import BUDGET, SHAPE
 from shapes import SHAPES
 from slipstream_client.bench.plots import Axis, Line, plot
+from timing import need_gpu
 
 PROMPT = 129  # four blocks, and the token that is computed
 NEIGHBOURS = 4  # to each side
@@ -79,6 +80,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=list(range(1, 257)))
     parser.add_argument("--tokens", type=int, default=20)
     args = parser.parse_args()
+    need_gpu()
     most = max(args.rows)
     engine = build(args.shape, "auto", BUDGET, kv_cache_reuse=True, max_num_seqs=most)
     gpu = torch.cuda.get_device_name()

@@ -1,6 +1,7 @@
 """How a kernel is timed: graph replays over inputs that together exceed the L2 cache, medians."""
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,6 +69,13 @@ def report(
     )
     torch.cuda.empty_cache()
     return result
+
+
+def need_gpu() -> None:
+    """End with exit code 2, and one line, on a machine without a GPU."""
+    if not torch.cuda.is_available():
+        print(f"{sys.argv[0]}: torch sees no GPU on this machine", file=sys.stderr)
+        sys.exit(2)
 
 
 def rows(*shape: int) -> torch.Tensor:

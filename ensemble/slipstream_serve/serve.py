@@ -51,7 +51,7 @@ _ABORTS = (-signal.SIGABRT, -signal.SIGSEGV)  # exit codes
 _MAX_ABORTS = 2  # while it starts
 _LOG_ENTRY = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ \S+ (?P<level>[A-Z]+) (?P<text>.*)")
 _BAR = re.compile(r"\d%\|")
-_BANNER_MARK = ": KV cache of "  # in the engine's log
+_BANNER_MARKS = (": KV cache of ", " replicas, ")  # in the log of an engine, of a router
 
 
 class _AbortedError(ServeError):
@@ -316,7 +316,7 @@ class _EngineLog:
                 self._sink.write(piece)
         elif entry["level"] == "WARNING":  # a fatal error is reported when the start fails
             self._sink.write(f"warning: {entry['text']}\n")
-        elif _BANNER_MARK in entry["text"]:
+        elif any(mark in entry["text"] for mark in _BANNER_MARKS):
             self.banner = entry["text"]
 
 

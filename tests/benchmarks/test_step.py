@@ -403,3 +403,14 @@ def test_ages_are_even_when_the_last_sequence_has_started(bench, name: str) -> N
     ]
     assert max(quarters) <= 0.4 * count
     assert min(quarters) >= 0.12 * count
+
+
+@pytest.mark.rest
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
+@pytest.mark.parametrize("name", ["experts", "kernel_times", "parts", "prefill_cache", "sweep"])
+def test_parts_that_need_a_gpu_say_so(name: str, tmp_path: Path) -> None:
+    path = str(FOLDER / f"{name}.py")
+    command = [sys.executable, path, *[str(tmp_path / "out.json")] * (name == "sweep")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [f"{path}: torch sees no GPU on this machine"]

@@ -6,6 +6,7 @@ from shutil import copytree
 import pytest
 import torch
 from fixtures.models.checkpoints import edit_config, make_model, save
+from msgspec.structs import replace
 from slipstream.config import EngineConfig
 from slipstream.core.window import AttentionWindow
 from slipstream.errors import ConfigError
@@ -163,6 +164,10 @@ def test_as_asked(checkpoint: Path) -> None:
         assert fact in banner
     assert "host memory" not in banner
     assert "1,600 tokens more in host memory" in plan.banner(62, 100)
+    assert "ranks" not in banner
+    several = resolve(replace(config, tensor_parallel=2)).banner(62)
+    assert ", 2 ranks): " in several
+    assert "(0.00 GB on rank 0, 62 blocks" in several
     assert "\n" not in banner
 
 

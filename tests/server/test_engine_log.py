@@ -20,6 +20,9 @@ from fixtures.server.support import (
     long_checkpoint,
     serving,
 )
+from slipstream.config import EngineConfig
+from slipstream.replicas.process import banner
+from slipstream.wire import Welcome
 from slipstream_serve.serve import _EngineLog
 
 ENTRY = "2026-01-02 03:04:05,678 engine {level} {text}\n"
@@ -31,14 +34,30 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("sink", [io.StringIO(), Terminal()])
-def test_the_banner_is_found_and_nothing_else_is_shown(tmp_path: Path, sink: io.StringIO) -> None:
+def of_router() -> str:
+    sizes = {"vocab_size": 9, "max_model_len": 2048, "architecture": "LlamaForCausalLM"}
+    welcome = Welcome(1, "1", "tiny", 1, **sizes, dtype="float32", device="cpu")
+    return banner(EngineConfig(checkpoint="/x", replicas=3), welcome)
+
+
+def test_the_banner_of_a_router_says_what_the_replicas_serve() -> None:
+    assert of_router() == (
+        "tiny (LlamaForCausalLM, float32, cpu): 3 replicas, sequences of 2,048 tokens"
+    )
+
+
+@pytest.mark.parametrize("shown", [BANNER, of_router()])
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_the_banner_is_found_and_nothing_else_is_shown(
+    tmp_path: Path, kind: type[io.StringIO], shown: str
+) -> None:
+    sink = kind()
     log = tmp_path / "engine.log"
     engine = _EngineLog(log, sink)
     engine.show()  # not there yet
     log.write_text(ENTRY.format(level="INFO", text="something else"))
     engine.show()
-    text = ENTRY.format(level="INFO", text=BANNER)
+    text = ENTRY.format(level="INFO", text=shown)
     with log.open("a") as file:
         file.write(text[:40])
         file.flush()
@@ -48,7 +67,7 @@ def test_the_banner_is_found_and_nothing_else_is_shown(tmp_path: Path, sink: io.
         file.write("slipstream engine: config.json: no such file\n")
         file.flush()
     engine.show()
-    assert engine.banner == BANNER
+    assert engine.banner == shown
     assert sink.getvalue() == ""
 
 

@@ -87,8 +87,16 @@ def make(
         router.close(ends_replicas=True)
         raise
     mark.touch()
-    _log.info("%d replicas of %s serve", config.replicas, welcome.model)
+    _log.info("%s", banner(config, welcome))
     return RouterLoop(router, welcome, str(socket))
+
+
+def banner(config: EngineConfig, welcome: wire.Welcome) -> str:
+    """Return the line of the log at start; each replica's own has its cache."""
+    return (
+        f"{welcome.model} ({welcome.architecture}, {welcome.dtype}, {welcome.device}): "
+        f"{config.replicas} replicas, sequences of {welcome.max_model_len:,} tokens"
+    )
 
 
 def _runtime_of(socket: Path) -> Runtime:

@@ -169,12 +169,17 @@ class Plan:
         scheme = self.config.quantization
         dtype += "" if scheme in ("auto", "none") else f", {scheme} weights"
         cache = "" if self.cache_dtype == self.dtype else f"{self.kv.format_name}, "
+        size = f"{num_blocks * self.block_bytes / 1e9:.2f} GB"
+        ranks = self.config.tensor_parallel * self.config.pipeline_parallel
+        device = _device_name(self)
+        if ranks > 1:
+            device, size = f"{device}, {ranks} ranks", f"{size} on rank 0"
         host = f", {self.tokens_of(num_slots):,} tokens more in host memory" if num_slots else ""
         return (
-            f"{self.model_name} ({self.model.architecture}, {dtype}, {_device_name(self)}): "
+            f"{self.model_name} ({self.model.architecture}, {dtype}, {device}): "
             f"KV cache of {cache}{self.tokens_of(num_blocks):,} tokens "
-            f"({num_blocks * self.block_bytes / 1e9:.2f} GB, {num_blocks:,} blocks of "
-            f"{self.block_size}){host}, room for {fit:.1f} sequences of {length}, "
+            f"({size}, {num_blocks:,} blocks of {self.block_size}){host}, "
+            f"room for {fit:.1f} sequences of {length}, "
             f"at most {self.max_num_seqs} at once; at most {self.config.max_waiting:,} requests "
             f"with {self.config.max_waiting_tokens:,} tokens wait"
         )
