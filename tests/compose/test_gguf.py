@@ -43,6 +43,16 @@ def test_the_repository_loads(file, tmp_path):
     assert make_runner(made(tmp_path)).num_blocks
 
 
+@pytest.mark.parametrize("scheme", ["auto", "none", "int8"])
+def test_weights_that_are_rounded_once_more_are_named(file, tmp_path, capsys, scheme):
+    assert run(file, tmp_path, "--quantization", scheme) == 0
+    line = (
+        "the file's weights are quantised already (Q8_0): quantization = 'int8' rounds them once "
+        "more, auto does not\n"
+    )
+    assert (line in capsys.readouterr().out) == (scheme == "int8")
+
+
 def test_a_named_deployment_has_its_own(file, tmp_path):
     run(file, tmp_path, "--name", "one")
     run(file, tmp_path, "--name", "two")
