@@ -2,6 +2,7 @@
 
     PYTHONPATH=backend python benchmarks/weights4.py [--bits 4] [--group 128] [--zeros] [--rows 1 8]
     ... --e4m3 [--scale float32]    codes of e4m3, whose long prompts' rows may be e4m3, too
+    ... --type q4_k    GGUF's Q4_K, or q6_k, or another type with records
 
 Random weights; each product runs in a graph over several copies that together exceed the L2 cache,
 for `--seconds`: by default every kernel that takes it, at nine sizes, in less than 90 seconds. The
@@ -27,7 +28,7 @@ import torch
 from ceilings import read_bandwidth
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.fp8 import Quantized
-from slipstream.kernels.gemm import cublaslt_groups
+from slipstream.kernels.gemm import cublaslt_groups, packing, records
 from slipstream.kernels.gemm.cublaslt_groups import matmul_by_groups
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Matrix, gemm, spec_of
@@ -38,6 +39,9 @@ from slipstream.kernels.runtime import jit
 from timing import DTYPE, ROTATION
 
 Rows = torch.Tensor | Quantized
+# GGUF's types with records: bits and record; "mixed": several under one another.
+TYPES = {"q4_1": (4, "pair"), "q4_k": (4, "shared"), "q5_1": (8, "pair"), "q5_k": (8, "shared")}
+TYPES |= {"q6_k": (8, "halves"), "mixed": (8, "wide")}
 SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))  # inputs, outputs
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 STEADY_S, WARM_S = 0.15, 0.02
@@ -50,6 +54,8 @@ def random_packed(made: Packing) -> Matrix:
     values = torch.randint(-(1 << 31), 1 << 31, (made.tiles, words), device="cuda")
     if made.codes == "e4m3":
         values &= ~0x08080808  # no NaN
+    if made.record:
+        return Matrix(values.to(torch.int32), groups=Groups(made, random_records(made)))
     shape = (made.tiles, made.groups, TILE)
     scales = torch.rand(shape, device="cuda") / made.inputs**0.5 / (1 << made.bits - 2)
     middle = 1 << made.bits - 1
@@ -57,6 +63,23 @@ def random_packed(made: Packing) -> Matrix:
     packed_scales = scales.to(made.scale)
     groups = Groups(made, packed_scales, zeros if made.has_zeros else None)
     return Matrix(values.to(torch.int32), groups=groups)
+
+
+def random_records(made: Packing) -> torch.Tensor:
+    """Return records of random scales and minimums, in the order of the kernels."""
+    each = 2 if made.record in records.BY_HALVES else 1
+    shape = (made.tiles * TILE, made.groups * each)
+    unit = made.inputs**-0.5 / (1 << made.bits - 2)
+
+    def halved(most: float) -> torch.Tensor:
+        return torch.full(shape, most, device="cuda", dtype=torch.float16)
+
+    if made.record == "pair":
+        numbers = records.Numbers(halved(unit), halved(-unit))
+    else:
+        whole = [torch.randint(0, 64, shape, device="cuda").to(torch.uint8) for _ in range(2)]
+        numbers = records.Numbers(*whole, halved(unit / 64), halved(-unit / 64))
+    return packing.records_by_tile(records.made(made.record, numbers, made.groups), made)
 
 
 def random_dense(made: Packing) -> Matrix:
@@ -208,21 +231,27 @@ def timed(
     return sorted(found)
 
 
+def packings_of(options: argparse.Namespace, inputs: int, outputs: int) -> list[Packing]:
+    """Return the packings that the options ask for, each of which is timed."""
+    if options.type:
+        bits, record = TYPES[options.type]
+        sizes = (bits, records.INPUTS, outputs, inputs, torch.float16, False)
+        return [Packing(*sizes, record=record)]
+    codes: Codes = "e4m3" if options.e4m3 else "integers"
+    sizes = (options.bits, options.group or inputs, outputs, inputs)
+    made = Packing(*sizes, getattr(torch, options.scale), options.zeros, codes)
+    if options.e4m3:
+        return [made, made._replace(can_round_rows=True)]
+    return [made, made._replace(for_e4m3=True)] if made.bits == 4 and not made.has_zeros else [made]
+
+
 def table(options: argparse.Namespace, read: float, flops: float) -> list[str]:
     """Print a line for each kernel; return one for each size."""
     best = []
     for inputs, outputs in SHAPES:
         print(f"-- {inputs} x {outputs}")
-        group = options.group or inputs
-        scale = getattr(torch, options.scale)
-        codes: Codes = "e4m3" if options.e4m3 else "integers"
-        made = Packing(options.bits, group, outputs, inputs, scale, options.zeros, codes)
-        kinds = []
-        packings = [made]
-        if options.e4m3:
-            packings.append(made._replace(can_round_rows=True))
-        elif options.bits == 4 and not options.zeros:
-            packings.append(made._replace(for_e4m3=True))
+        packings, kinds = packings_of(options, inputs, outputs), []
+        made = packings[0]
         makers = [partial(random_dense, made), *(partial(random_packed, one) for one in packings)]
         if len(packings) > 1:
             makers.append(partial(random_e4m3, made))
@@ -259,6 +288,7 @@ def main() -> None:
     parser.add_argument("--e4m3", action="store_true", help="codes of e4m3: 8 bits, no zeros")
     scales = ("bfloat16", "float16", "float32")
     parser.add_argument("--scale", choices=scales, default="bfloat16", help="type of scales")
+    parser.add_argument("--type", choices=TYPES, default="", help="of GGUF, in place of these")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--seconds", type=float, default=STEADY_S, help="of each kernel and size")
     parser.add_argument("--skip", nargs="+", default=[], help="kernels to leave out")
@@ -268,6 +298,7 @@ def main() -> None:
     read, flops = read_bandwidth(), multiply_rate()
     print(f"{torch.cuda.get_device_name()}: {read / 1e12:.3f} TB/s, {flops / 1e12:.0f} TFLOP/s")
     kind = f"{'e4m3' if options.e4m3 else f'{options.bits} bits'} by {options.group or 'row'}"
+    kind = options.type or kind
     print(f"{kind}; * is chosen; gain over the fastest with 16 bits")
     print(f"inputs  rows  {'kernel':13}       us of limit  GB/s    gain")
     best = table(options, read, flops)

@@ -55,6 +55,7 @@ PACKED_KINDS = {
     ("4", "E2M1", "BFloat16", "8", "0"),
     ("8", "E4M3", "float", "1", "0"),
 }
+RECORDED_KINDS = {("4", "2"), ("8", "3"), ("8", "4")}  # bits, records: of Q4_K, Q6_K, and of both
 WIDEST_PACKED = {("8", "8"), ("16", "4"), ("32", "4"), ("64", "2"), ("128", "1")}
 WIDEST_OF_SOURCE = {
     "gemm/sm90/packed_stream.cu": {("8", "4"), ("16", "2")},
@@ -109,6 +110,8 @@ def is_everyday(wanted: Variant) -> bool:
         kind = tuple(defines[name] for name in ("BITS", "CODES", "SCALE", "PARTS", "ZEROS"))
         shape = (defines.get("COLUMNS", "8"), defines.get("TILES", "8"))
         is_usual = kind in PACKED_KINDS
+        if "RECORD" in defines:
+            is_usual = (defines["BITS"], defines["RECORD"]) in RECORDED_KINDS
         if defines.get("FP8") == "1":  # fewer registers than rows of 16 bits
             return is_usual and shape == ("128", "1")
         widest = WIDEST_OF_SOURCE.get(wanted.source, WIDEST_PACKED)

@@ -6,14 +6,27 @@ from typing import NamedTuple
 import pytest
 import torch
 from fixtures.kernels.emulation import emulate
-from fixtures.kernels.packed_cases import BLOCKS, FLOATS, FORMS, Form, packed_pair
+from fixtures.kernels.packed_cases import (
+    BLOCKS,
+    BYTES_SHARED,
+    FLOATS,
+    FORMS,
+    HALVES,
+    PAIR,
+    RECORDS,
+    SHARED,
+    WIDE,
+    Form,
+    packed_pair,
+    quantized,
+)
 from fixtures.tiers import quick_of
 from slipstream.kernels.gemm import packed, unpacked
 from slipstream.kernels.gemm.op import E4M3, Around, gemm
 from slipstream.kernels.gemm.sm90.packed_pipe import packed_pipe, pipe_scaled
 from slipstream.kernels.gemm.sm90.packed_stream import packed_stream
 from slipstream.kernels.runtime import jit
-from slipstream.quant.forms import make_packed
+from slipstream.quant.forms import make_packed, make_records
 from slipstream.quant.matrix import Kind, QuantMatrix, dequantise
 from torch import Tensor
 
@@ -37,6 +50,14 @@ CASES = {
     "stream, 8 bits": Case(packed_stream, 8, 176, 4104, FORMS[7]),
     "stream, floats": Case(packed_stream, 2, 48, 264, FLOATS[0]),
     "stream, e4m3": Case(packed_stream, 2, 48, 520, BLOCKS),
+    "stream, minimums": Case(packed_stream, 3, 64, 2088, SHARED, gate="silu"),
+    "stream, minimums of 8 bits": Case(packed_stream, 8, 176, 520, BYTES_SHARED),
+    "stream, scales of 16": Case(packed_stream, 1, 48, 1032, HALVES),
+    "packed, minimums": Case(packed.packed, 5, 48, 1032, PAIR),
+    "packed, two scales and minimums": Case(packed.packed, 20, 64, 520, WIDE, gate="silu"),
+    "pipe, minimums": Case(packed_pipe, 3, 288, 520, SHARED, gate="silu"),
+    "pipe, scales of 16": Case(packed_pipe, 16, 128, 1032, HALVES),
+    "pipe, two scales and minimums": Case(packed_pipe, 17, 128, 264, WIDE),
     "pipe, gated": Case(packed_pipe, 3, 288, 264, gate="silu"),
     "pipe, zeros": Case(packed_pipe, 16, 200, 520, FORMS[1]),
     # More blocks than slots.
@@ -113,6 +134,36 @@ def test_all_codes_of_e4m3_become_16_bits(monkeypatch: pytest.MonkeyPatch) -> No
     scales = torch.tensor([2.0**-9, 3.0]).repeat(8)[:, None]
     matrix = QuantMatrix(Kind.F8, codes.view(E4M3), scales, 16, 16)
     made = make_packed(matrix)
+    assert made.groups is not None
+    for dtype in packed.DTYPES:
+        found = unpacked.unpacked.launcher(made.values, made.groups, dtype)
+        assert torch.equal(found, dequantise(matrix).to(dtype))
+
+
+@pytest.mark.parametrize("kernel", quick_of((packed_stream, packed_pipe), {packed_stream}))
+@pytest.mark.parametrize("form", quick_of(RECORDS, {SHARED}), ids=str)
+def test_weights_with_records_are_read_exactly(
+    form: Form, kernel: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All codes beside many scales and minimums; inputs one at a time."""
+    emulate(monkeypatch)
+    if form is WIDE and kernel is packed_stream:
+        kernel = packed.packed
+    matrix = quantized(form, 16, 264)
+    assert len(matrix.codes.unique()) == (256 if form.kind is Kind.W4 else 64)
+    made = make_records(matrix)
+    weight = dequantise(matrix)
+    for first in range(0, 264, 8):
+        x = torch.eye(264, dtype=torch.bfloat16)[first : first + 8]
+        found = kernel(x, made.values, Around(groups=made.groups))
+        assert torch.equal(found, weight[:, first : first + 8].T.bfloat16()), first
+
+
+@pytest.mark.parametrize("form", quick_of(RECORDS, {HALVES}), ids=str)
+def test_weights_with_records_become_16_bits(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    emulate(monkeypatch)
+    matrix = quantized(form, 21, 328)
+    made = make_records(matrix)
     assert made.groups is not None
     for dtype in packed.DTYPES:
         found = unpacked.unpacked.launcher(made.values, made.groups, dtype)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from fixtures.kernels.emulation import emulate, on_ctas
 from fixtures.kernels.lora import Adapted, Shape
-from fixtures.kernels.packed_cases import BLOCKS, FLOATS, FORMS, Form, packed_pair
+from fixtures.kernels.packed_cases import BLOCKS, FLOATS, FORMS, SHARED, Form, packed_pair
 from fixtures.tiers import quick_of
 from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.gemm.op import COUNTS, WHOLE_ROWS, Around, TermTable, gemm, scratch_of
@@ -40,6 +40,7 @@ CASES = {
     "many ranks": Case(256, (12, 20), ((100, 120), (16, 0)), [2, 1], "residual"),
     "many inputs": Case(17_480, (16,), ((16,), (2,)), [2], "residual"),
     "8 bits, ordered": Case(520, (48,), ((16,), (30,)), [2, 1], "residual", FORMS[8]),
+    "minimums": Case(520, (48,), ((16,), (30,)), [2, 1], "residual", SHARED),
     "4 bits, factors": Case(256, (48,), ((16,), (30,)), [2, 1], "residual", FORMS[5]),
     "floats": Case(256, (48,), ((16,), (30,)), [2, 1], "residual", FLOATS[1]),
     "e4m3": Case(264, (48,), ((16,), (30,)), [2, 1], "residual", BLOCKS),

@@ -15,7 +15,18 @@ from fixtures.kernels.checking import (
     short,
     spread,
 )
-from fixtures.kernels.packed_cases import BLOCKS, FLOATS, FORMS, Form, packed_pair, quantized
+from fixtures.kernels.packed_cases import (
+    BLOCKS,
+    FLOATS,
+    FORMS,
+    HALVES,
+    PAIR,
+    SHARED,
+    WIDE,
+    Form,
+    packed_pair,
+    quantized,
+)
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.gemm import linear as gemm_linear
 from slipstream.kernels.gemm.linear import linear
@@ -41,6 +52,7 @@ SHAPES_OF_ALL = [(37, 160), (2112, 1536), (4096, 4096), (9312, 2088), (128, 1433
 ROWS_OF_ALL = (1, 8, 9, 16, 33, 64, 100, 128, 250)
 LARGE = [(6144, 4096), (28672, 4096), (4096, 14336)]
 DTYPES = (torch.bfloat16, torch.float16)
+RECORDS = (PAIR, SHARED, HALVES, WIDE)
 
 
 @dataclass
@@ -105,8 +117,8 @@ def judged(judge: Judge, rows: int, form: Form, shape: tuple[int, int], dtype: t
 
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    [(form, torch.bfloat16) for form in FORMS + FLOATS]
-    + [(form, torch.float16) for form in (FORMS[0], FORMS[2], FORMS[7], BLOCKS, FLOATS[0])],
+    [(form, torch.bfloat16) for form in (*FORMS, *FLOATS, *RECORDS)]
+    + [(form, torch.float16) for form in (FORMS[0], FORMS[2], FORMS[7], BLOCKS, FLOATS[0], PAIR)],
     ids=str,
 )
 def test_products(form: Form, dtype: torch.dtype) -> None:
@@ -117,7 +129,7 @@ def test_products(form: Form, dtype: torch.dtype) -> None:
     judge.verdict()
 
 
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[1], FORMS[6], BLOCKS], ids=str)
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[1], FORMS[6], BLOCKS, SHARED, HALVES], ids=str)
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_products_of_a_large_model(shape: tuple[int, int], form: Form) -> None:
     judge = Judge(f"packed {form} {shape}")
@@ -126,13 +138,15 @@ def test_products_of_a_large_model(shape: tuple[int, int], form: Form) -> None:
     judge.verdict()
 
 
-@pytest.mark.parametrize("form", FORMS + FLOATS, ids=str)
+@pytest.mark.parametrize("form", [*FORMS, *FLOATS, *RECORDS], ids=str)
 def test_each_kernel_takes_all_rows(form: Form) -> None:
     """Not only those for which it is chosen."""
     judge = Judge(f"packed kernels, {form}")
     kernels = {packed: 128}
     is_hopper = torch.cuda.get_device_capability() == (9, 0)
-    if is_hopper:
+    if is_hopper and form.record:
+        kernels |= {packed_pipe: 256} | ({} if form is WIDE else {packed_stream: 8})
+    elif is_hopper:
         kernels |= {packed_wgmma: 128, packed_stream: 16, packed_pipe: 128}
         if form.scale == torch.bfloat16:
             kernels |= {pipe_scaled: 256}
@@ -197,7 +211,7 @@ def test_rows_in_e4m3(group: int, scale: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("form", FORMS + FLOATS, ids=str)
+@pytest.mark.parametrize("form", [*FORMS, *FLOATS, *RECORDS], ids=str)
 def test_unpacked(form: Form, dtype: torch.dtype) -> None:
     for shape in [*SHAPES, (28672, 4096)]:
         matrix, _ = packed_pair(form, *shape, "cuda", dtype)

@@ -25,7 +25,7 @@ PACKED_4 = Packing(4, 128, 4096, 4096, torch.bfloat16, False)
     st.booleans(),
     st.sampled_from([108, 132, 148]),
     st.sampled_from([99, 163, 226]),
-    st.sampled_from(list(packed.packings(torch.float16))),
+    st.sampled_from(list(packed.all_packings(torch.float16))),
 )
 def test_tiles_fit_and_cover(
     rows: int, tiles: int, gated: bool, sms: int, kib: int, made: Packing
@@ -100,12 +100,15 @@ def test_divisions_for_wgmma(rows: int, tiles: int, blocks: int, sms: int, made:
     st.integers(1, 300),
     st.booleans(),
     st.sampled_from([114, 132]),
-    st.sampled_from(list(packed.packings(torch.float16))),
+    st.sampled_from(list(packed.all_packings(torch.float16))),
 )
 def test_divisions_for_streams(
     rows: int, tiles: int, blocks: int, gated: bool, sms: int, made: Packing
 ) -> None:
     tiles += tiles % 2 if gated else 0
+    if made.record:
+        rows = -(-rows // 2)
+        made = made._replace(record="halves") if made.record == "wide" else made
     made = made._replace(outputs=tiles * TILE, inputs=blocks * BLOCK)
     found = packed_stream.tiling(rows, made, gated, sms)
     if found is None:
@@ -156,14 +159,15 @@ def test_groups_of_a_piece_fit_its_slot(blocks: int, group: int) -> None:
     st.integers(1, 2000),
     st.integers(1, 300),
     st.sampled_from([114, 132]),
-    st.sampled_from(list(packed.packings(torch.float16))),
+    st.sampled_from(list(packed.all_packings(torch.float16))),
     st.booleans(),
 )
 def test_divisions_for_pipes(
     rows: int, tiles: int, blocks: int, sms: int, made: Packing, scaled: bool
 ) -> None:
     made = made._replace(outputs=tiles * TILE, inputs=blocks * BLOCK)
-    scaled = scaled and not made.scales_numbers and made.scale == torch.float16
+    is_scaled = made.scales_numbers or made.record
+    scaled = scaled and not is_scaled and made.scale == torch.float16
     found = packed_pipe.tiling(rows, made, scaled, sms)
     assert found is not None
     if rows <= found.columns:  # not by the rows themselves
@@ -236,6 +240,32 @@ def test_routes_of_terms_of_adapters(rows: int, outputs: int, kernel: str | None
     assert (None if found is None else found.implementation.name) == kernel
     long = wanted._replace(inputs=40_000, packing=PACKED_4._replace(inputs=40_000))
     assert adapted_gemm.choose(long, HOPPER) is None
+
+
+@pytest.mark.parametrize(
+    ("record", "rows", "kernel"),
+    [
+        ("shared", 8, "packed_stream"),
+        ("halves", 1, "packed_stream"),
+        ("wide", 1, "packed_pipe"),
+        ("shared", 9, "packed_pipe"),
+        ("halves", 256, "packed_pipe"),
+        ("pair", 257, "unpacked"),
+    ],
+)
+def test_routes_of_records(record: str, rows: int, kernel: str) -> None:
+    bits = 4 if record in ("pair", "shared") else 8
+    made = PACKED_4._replace(bits=bits, group=32, scale=torch.float16, record=record)
+    norm = torch.empty(4096, dtype=torch.bfloat16, device="meta")
+    assert linear.choose(spec(rows, made=made, norm=norm, gate="silu")).gemm.name == kernel
+    elsewhere = linear.choose(spec(rows, "sm_100a", made=made, norm=norm)).gemm.name
+    assert elsewhere == ("packed" if rows <= 128 else "unpacked")
+    taken = {each.gemm.name for each in linear.answers(spec(4, made=made)) if not each.refusal}
+    streams = set() if record == "wide" else {"packed_stream"}
+    assert taken == {"packed", "packed_pipe", "unpacked"} | streams
+    terms = adapted_gemm.choose(spec(8, made=made), HOPPER)
+    assert terms is not None
+    assert terms.implementation.name == ("packed_pipe" if record == "wide" else "packed_stream")
 
 
 def test_routes_of_rows_in_e4m3() -> None:

@@ -1,4 +1,4 @@
-"""Q4_0 and Q8_0 stay packed on a GPU: what is multiplied with is what the file stands for."""
+"""GGUF's types of 4 to 8 bits stay packed on a GPU: a GEMM's weights are what the file has."""
 
 import logging
 from pathlib import Path
@@ -8,6 +8,7 @@ import pytest
 import torch
 from fixtures.models.checkpoints import make_model, make_runner
 from fixtures.models.gguf_files import SIZES, random_blocks, unpacked, write_gguf
+from fixtures.tiers import quick_of
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError
 from slipstream.fuse.rewrite import places
@@ -29,6 +30,17 @@ from slipstream.runner.matrices import weight_bytes
 HOST = torch.device("cpu")
 BF16 = torch.bfloat16
 AS_LONG = ("Q4_0", "Q4_1", "Q8_0")  # as in the file
+# Bits of a weight as a GPU keeps it.
+BITS = {
+    "Q4_0": 4.5,
+    "Q4_1": 5,
+    "Q5_0": 8.5,
+    "Q5_1": 9,
+    "Q8_0": 8.5,
+    "Q4_K": 5,
+    "Q5_K": 9,
+    "Q6_K": 9,
+}
 PACKED = "kept packed, multiplied with 16-bit rows"
 
 
@@ -60,8 +72,8 @@ def matrices(directory: Path, target: Target) -> dict[str, Matrix]:
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+@pytest.mark.parametrize("family", quick_of(("llama", "qwen3"), {"llama"}))
+@pytest.mark.parametrize("kind", quick_of(KEPT, {"Q4_0", "Q4_K", "Q6_K"}))
 def test_packed_weights_are_those_of_a_cpu(
     family: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -70,7 +82,7 @@ def test_packed_weights_are_those_of_a_cpu(
     directory = unpacked(path, tmp_path / "checkpoint")
     with caplog.at_level(logging.INFO):
         packed = matrices(directory, KNOWN["sm_90a"])
-    assert f"by 32 inputs: {PACKED} (8)" in caplog.text
+    assert f": {PACKED} (8)" in caplog.text
     plain = matrices(directory, CPU)
     assert packed.keys() == plain.keys()
     for name, matrix in packed.items():
@@ -82,9 +94,9 @@ def test_packed_weights_are_those_of_a_cpu(
     config, model = EngineConfig(checkpoint=str(directory)), read_config(directory)
     bytes_on = [weight_bytes(config, model, BF16, target) for target in (CPU, KNOWN["sm_90a"])]
     count = sum(each.values.numel() for name, each in plain.items() if not name.startswith("head"))
-    saved = 2 - QUANTISED[kind].num_bytes / QUANTISED[kind].elements
-    count -= model.dims.vocab_size * model.dims.hidden_size  # rows that a CPU looks up in the file
-    assert bytes_on[0] - bytes_on[1] == saved * count
+    rows = model.dims.vocab_size * model.dims.hidden_size  # that a CPU looks up in the file
+    more = 2 - QUANTISED[kind].num_bytes / QUANTISED[kind].elements
+    assert bytes_on[0] - bytes_on[1] == (2 - BITS[kind] / 8) * count - more * rows
 
 
 @pytest.mark.parametrize("kind", KEPT)
@@ -112,25 +124,47 @@ def test_rows_of_the_embedding_are_dequantised_as_they_are_looked_up(
     assert torch.equal(table.weight, whole)
 
 
+def test_types_that_differ_within_a_gemm_are_one_of_8_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in files named Q4_K_M; each number is what it is in the file."""
+    model, others = make_model("llama", **SIZES), {"v_proj": "Q6_K", "up_proj": "Q5_1"}
+    others |= {"down_proj": "Q8_0"}
+    path = write_gguf(model, "llama", tmp_path / "model.gguf", "Q4_K", others=others)
+    directory = unpacked(path, tmp_path / "checkpoint")
+    with caplog.at_level(logging.INFO):
+        packed = matrices(directory, KNOWN["sm_90a"])
+    assert f"weights of 8 bits by 16 inputs with minimums: {PACKED} (4)" in caplog.text
+    plain = matrices(directory, CPU)
+    for name, matrix in packed.items():
+        if matrix.groups is not None:
+            weight = dense(matrix.values, matrix.groups)
+            assert torch.equal(weight.bfloat16(), plain[name].values), name
+    found = [each.groups.packing.record for each in packed.values() if each.groups is not None]
+    assert found == ["wide", "shared", "wide", ""] * 2
+
+
 def test_the_start_says_what_is_dequantised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write_gguf(make_model("llama", **SIZES), "llama", tmp_path / "model.gguf", "Q4_1")
+    path = write_gguf(make_model("llama", **SIZES), "llama", tmp_path / "model.gguf", "Q3_K")
     directory = unpacked(path, tmp_path / "checkpoint")
     with caplog.at_level(logging.INFO):
         matrices(directory, KNOWN["sm_90a"])
-    assert "tensors of Q4_1: dequantised to bfloat16 as they are loaded" in caplog.text
+    assert "tensors of Q3_K: dequantised to bfloat16 as they are loaded" in caplog.text
     assert PACKED not in caplog.text
 
 
-def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
-    path = write_gguf(make_model("llama", **SIZES), "llama", tmp_path / "model.gguf", "Q8_0")
+@pytest.mark.parametrize(("kind", "at"), [("Q8_0", 0), ("Q4_1", 2), ("Q4_K", 2), ("Q6_K", 208)])
+def test_scales_that_are_no_numbers_are_refused(kind: str, at: int, tmp_path: Path) -> None:
+    """Nor minimums, nor units of either."""
+    path = write_gguf(make_model("llama", **SIZES), "llama", tmp_path / "model.gguf", kind)
     directory = unpacked(path, tmp_path / "checkpoint")
     source = FileSource(directory, HOST, read_config(directory).tensors)
     entry = source.entry("model.layers.1.mlp.down_proj.weight")
     assert entry is not None
     with path.open("r+b") as file:
-        file.seek(entry.begin)
+        file.seek(entry.begin + at)
         file.write(np.array([np.inf], dtype=np.float16).tobytes())
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.down_proj\.weight holds NaN, inf"):
         make_runner(directory)

@@ -23,6 +23,7 @@ pytestmark = [
 
 
 KINDS = [("llama", "Q4_0"), ("qwen3", "Q8_0"), ("gemma3", "Q4_1"), ("llama", "F16")]
+PACKED = [*KINDS[:3], ("llama", "Q4_K"), ("qwen3", "Q6_K")]
 
 
 def both(family: str, kind: str, tmp_path: Path) -> tuple[Path, Path]:
@@ -50,7 +51,7 @@ def test_tokens_are_those_of_the_same_weights(family: str, kind: str, tmp_path: 
     assert [each.tokens for each in ours] == [each.tokens for each in theirs]
 
 
-@pytest.mark.parametrize(("family", "kind"), KINDS[:2])
+@pytest.mark.parametrize(("family", "kind"), PACKED)
 def test_packed_codes_give_their_logits(family: str, kind: str, tmp_path: Path) -> None:
     for ours, theirs in zip(*map(generated, both(family, kind, tmp_path)), strict=True):
         expected = theirs.logits[0].float()

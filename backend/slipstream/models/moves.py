@@ -15,7 +15,15 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.models.axes import Change, Moves
-from slipstream.quant.matrix import MIDDLE, Kind, QuantMatrix, codes_of, halves
+from slipstream.quant.matrix import (
+    BY_ROW,
+    MIDDLE,
+    Kind,
+    QuantMatrix,
+    codes_of,
+    halves,
+    multiplied,
+)
 from slipstream.quant.parts import as_bytes, in_groups, with_zeros
 
 
@@ -62,8 +70,7 @@ def places(change: Change, count: int, dim: int, device: torch.device | str = "c
 
 def with_rows(matrix: QuantMatrix, sources: Tensor) -> QuantMatrix:
     """Return rows `sources` of a matrix; -1 is a row of zeros."""
-    names = ("codes", "scales", "zeros", "minimums", "outer")
-    found = {name: getattr(matrix, name) for name in names}
+    found = {name: getattr(matrix, name) for name in BY_ROW}
     picked: dict[str, Any] = {
         name: None if each is None else _picked(each, sources) for name, each in found.items()
     }
@@ -80,6 +87,7 @@ def with_columns(matrix: QuantMatrix, sources: Tensor) -> QuantMatrix:
     Codes of the latter lie behind all others, in groups whose scales are zero, or, in a group that
     ends behind them, as the number zero.
     """
+    matrix = multiplied(matrix)
     stored, count = matrix.inputs, len(sources)
     if matrix.kind is Kind.F4 or matrix.minimums is not None:  # no code of these stands for zero
         matrix = in_groups(matrix, math.gcd(min(matrix.group, stored), stored))

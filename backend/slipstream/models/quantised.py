@@ -91,5 +91,9 @@ class Matrices:
             matrix = kept(entry, read(()))
         else:
             matrix = kept(within(entry, window), read_window(entry, window, read))
-        self._source.check_scales(f"{stored}.weight", matrix.scales)
+        has_units = matrix.units is not None  # then scales are whole numbers
+        names = ("units", "low_units") if has_units else ("scales", "minimums")
+        for scales in (getattr(matrix, name) for name in names):
+            if scales is not None:
+                self._source.check_scales(f"{stored}.weight", scales)
         return matrix if part is None else part.of(matrix, window)

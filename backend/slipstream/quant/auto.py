@@ -7,9 +7,17 @@ from torch import Tensor
 
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Around, Matrix
-from slipstream.quant.forms import Packed, form_of, product, read_numbers, takes_tiles
+from slipstream.quant.forms import (
+    Packed,
+    form_of,
+    product,
+    read_numbers,
+    takes_records,
+    takes_tiles,
+)
 from slipstream.quant.matrix import QuantMatrix, stack, widened, write
 from slipstream.quant.scheme import MatrixSource, Scheme
+from slipstream.quant.units import in_units
 
 
 class Auto(Scheme):
@@ -42,16 +50,19 @@ class Auto(Scheme):
 
 
 def joined(w: MatrixSource, parts: Sequence[QuantMatrix]) -> QuantMatrix | None:
-    """Put matrices under one another; for the CPU kernels those of other bits, too.
+    """Put matrices under one another: those of other bits, too, where kernels take them as 8 bits.
 
-    None where their forms differ.
+    On a GPU that are types of blocks: one GEMM with longer codes of a few rows takes less than
+    a launch more. None where their forms differ.
     """
     whole = stack(parts)
     if whole is not None:
         return whole
-    wide = widened(parts)
+    is_cpu = w.target.device == "cpu"
+    wide = widened(parts) if is_cpu else in_units(parts)
     whole = None if wide is None else stack(wide)
-    return whole if whole is not None and takes_tiles(whole, w.target, w.dtype) else None
+    takes = takes_tiles if is_cpu else takes_records
+    return whole if whole is not None and takes(whole, w.target, w.dtype) else None
 
 
 def kept(w: MatrixSource, matrix: QuantMatrix) -> Matrix | Packed:
@@ -95,15 +106,11 @@ class AtLoad(Auto):
     """Weights of 16 or 32 bits, rounded as they are loaded; activations stay as they are.
 
     `kept` says whether what was rounded must be dequantised again.
-
-    Args:
-        name: of the scheme.
-        rounded: returns `[n, k]` in fewer bits.
     """
 
     def __init__(self, name: str, rounded: Callable[[Tensor], QuantMatrix]) -> None:
         self.name = name  # type: ignore[misc]  # of the object: there is one for each file
-        self.rounded = rounded
+        self._rounded = rounded
 
     def read(
         self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
@@ -112,7 +119,7 @@ class AtLoad(Auto):
         full = [f"{name}.weight" for name in names]
 
         def made() -> Matrix | Packed:
-            return kept(w, self.rounded(w.stacked(full, outputs, inputs)))
+            return kept(w, self._rounded(w.stacked(full, outputs, inputs)))
 
         return w.packed(full, outputs, inputs, made)
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from slipstream.kernels.cpu.native import library
 from slipstream.kernels.elementwise import fp8
-from slipstream.kernels.gemm import cpu_packing, packing
+from slipstream.kernels.gemm import cpu_packing, packing, records
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.gemm.packing import Codes, Groups, Packing
 from slipstream.kernels.runtime.registry import Target
-from slipstream.quant.matrix import Kind, QuantMatrix, codes_of
+from slipstream.quant.matrix import Kind, QuantMatrix, codes_of, multiplied
 from slipstream.quant.scheme import MatrixSource
 
 _GROUPS = (32, 64, 128, 256)  # of torch's product with 4 bits
@@ -168,6 +168,42 @@ def _unsigned(codes: Tensor, kind: Kind) -> Tensor:
     return (codes.to(torch.int16) + packing.MIDDLE[8]).to(torch.uint8) if kind is Kind.W8 else codes
 
 
+def _record(matrix: QuantMatrix) -> str | None:
+    """Return the record that a matrix of integers has on a GPU; None: it has none."""
+    is_4, has = matrix.kind is Kind.W4, matrix.minimums is not None
+    if matrix.kind not in _BITS or matrix.outer is not None or is_4 != (matrix.zeros is not None):
+        return None  # 4 bits without zeros have no minimums
+    if matrix.zeros is not None and not matrix.zeros.is_meta and bool(matrix.zeros.any()):
+        return None
+    if matrix.units is not None:
+        if matrix.group == records.INPUTS and has:
+            return "shared"
+        by_halves = matrix.group == records.INPUTS // 2 and not is_4
+        return ("wide" if has else "halves") if by_halves else None
+    dtypes = {each.dtype for each in (matrix.scales, matrix.minimums) if each is not None}
+    is_pair = has and matrix.group == records.INPUTS and dtypes == {torch.float16}
+    return "pair" if is_pair else None
+
+
+def takes_records(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
+    """Return whether the kernels of a GPU take weights with records (`records.py`)."""
+    is_here = target.device == "cuda" and dtype in fp8.DTYPES
+    return is_here and matrix.inputs % _PIECE == 0 and _record(matrix) is not None
+
+
+def make_records(matrix: QuantMatrix) -> Matrix:
+    """Put codes, and records of scales and minimums, in the order of the kernels."""
+    bits, record = _BITS[matrix.kind], _record(matrix)
+    assert record is not None, "the form was asked"
+    sizes = (matrix.outputs, matrix.inputs)
+    made = Packing(bits, records.INPUTS, *sizes, torch.float16, False, record=record)
+    values = packing.pack(_unsigned(codes_of(matrix), matrix.kind), bits, made.middle)
+    numbers = records.Numbers(matrix.scales, matrix.minimums, matrix.units, matrix.low_units)
+    of_rows = records.made(record, numbers, made.groups)
+    scales = packing.records_by_tile(of_rows, made)
+    return Matrix(values, groups=Groups(made, scales, None, matrix.order, matrix.factors))
+
+
 def _lifted(matrix: QuantMatrix, dtype: torch.dtype) -> Tensor | None:
     """Return scales of e2m1 as the kernels for a dtype have them; None where some cannot be had."""
     exact = matrix.scales.float() * packing.LIFTS[dtype]
@@ -230,6 +266,7 @@ def make_tiles(matrix: QuantMatrix) -> Matrix:
     """
     if matrix.kind is Kind.F4:
         matrix = _doubled(matrix)
+    matrix = multiplied(matrix)
     bits, scales, minimums = _TILE_BITS[matrix.kind], matrix.scales, matrix.minimums
     floats = matrix.kind is Kind.F4
     own = [each for each in (scales, minimums) if each is not None]
@@ -306,6 +343,7 @@ FORMS = (
     Form("kept packed, rows quantised by token", _takes_packed_e4m3, make_packed_e4m3),
     Form("kept packed, rows of long prompts quantised by token", _takes_blocks, make_blocks),
     Form("kept packed, multiplied with 16-bit rows", _takes_packed, make_packed, True),
+    Form("kept packed, multiplied with 16-bit rows", takes_records, make_records),
     *(
         Form(
             "kept packed, multiplied with 16-bit rows", takes, partial(make_floats, of=dtype), True

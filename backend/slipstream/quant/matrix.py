@@ -37,21 +37,24 @@ class QuantMatrix:
 
     A group is `group` inputs that are neighbours among the codes, the last may be shorter. Scales
     of a tensor, of an output or of blocks are spread over rows, so that matrices can be put under
-    one another as they are.
+    one another as they are. Scales and minimums may be whole numbers of units, which groups `2 i`
+    and `2 i + 1` have in common; `multiplied` makes numbers of them.
     """
 
     kind: Kind
     codes: Tensor  # [n, k] i8 or e4m3; [n, ceil(k / 2)] u8 of 4 bits
-    scales: Tensor  # [n, groups] f32, f16, bf16 or e4m3
+    scales: Tensor  # [n, groups] f32, f16, bf16 or e4m3; i8 or u8 of units
     group: int
     inputs: int  # k
     zeros: Tensor | None = None  # [n, groups] u8 of W4, i8 of W8; None: 8 of W4, else 0
-    minimums: Tensor | None = None  # [n, groups], floating
+    minimums: Tensor | None = None  # [n, groups], floating; u8 of units
     outer: Tensor | None = None  # [n] f32: a second scale
     table: Tensor | None = None  # [16] f32: of F4; None: e2m1
     order: Tensor | None = None  # [k] i64: code i belongs to input order[i]
     factors: Tensor | None = None  # [k] f32: inputs are multiplied by them first
     for_e4m3: bool = False  # rows are to be rounded to e4m3, where a GEMM takes them so
+    units: Tensor | None = None  # [n, groups] f16: of scales
+    low_units: Tensor | None = None  # [n, groups] f16: of minimums
 
     @property
     def outputs(self) -> int:
@@ -71,13 +74,13 @@ class QuantMatrix:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        names = ("codes", "scales", "zeros", "minimums", "outer", "order", "factors")
+        names = (*BY_ROW, "order", "factors")
         found = [getattr(self, name) for name in names]
         return sum(each.numel() * each.element_size() for each in found if each is not None)
 
     def __str__(self) -> str:
         size = "a row" if self.group >= self.inputs else f"{self.group} inputs"
-        more = " with zeros" if self.zeros is not None else ""
+        more = " with zeros" if self.zeros is not None and self.minimums is None else ""
         more += " with minimums" if self.minimums is not None else ""
         more += " for rows in e4m3" if self.for_e4m3 else ""
         name = self.kind.value if self.table is None else "a table of 16"
@@ -105,16 +108,29 @@ def codes_of(matrix: QuantMatrix) -> Tensor:
 
 def dequantise(matrix: QuantMatrix) -> Tensor:
     """Return what inputs are multiplied by, `[n, k]` fp32: the definition."""
+    matrix = multiplied(matrix)
     values = _numbers(matrix)
-    scales = _spread(matrix.scales, matrix)
+    scales = spread(matrix.scales, matrix)
     values = values * scales
     if matrix.minimums is not None:
-        values = values + _spread(matrix.minimums, matrix)
+        values = values + spread(matrix.minimums, matrix)
     if matrix.outer is not None:
         values = values * matrix.outer[:, None]
     if matrix.order is not None:
         values = torch.empty_like(values).index_copy_(1, matrix.order.to(values.device), values)
     return values if matrix.factors is None else values * matrix.factors
+
+
+def multiplied(matrix: QuantMatrix) -> QuantMatrix:
+    """Return the same numbers with scales and minimums of no units: in fp32, which is exact."""
+    if matrix.units is None:
+        return matrix
+    minimums = matrix.minimums
+    if minimums is not None:
+        assert matrix.low_units is not None, "minimums have units where scales have"
+        minimums = minimums.float() * matrix.low_units.float()
+    scales = matrix.scales.float() * matrix.units.float()
+    return replace(matrix, scales=scales, minimums=minimums, units=None, low_units=None)
 
 
 def write(matrix: QuantMatrix, out: Tensor) -> None:
@@ -125,7 +141,8 @@ def write(matrix: QuantMatrix, out: Tensor) -> None:
         out[part] = dequantise(rows(matrix, part))
 
 
-_BY_ROW = ("codes", "scales", "zeros", "minimums", "outer")
+BY_GROUP = ("scales", "zeros", "minimums", "units", "low_units")
+BY_ROW = ("codes", "outer", *BY_GROUP)
 
 
 def rows(matrix: QuantMatrix, part: slice) -> QuantMatrix:
@@ -140,7 +157,7 @@ def selected(matrix: QuantMatrix, indices: Tensor) -> QuantMatrix:
 
 def _each(matrix: QuantMatrix, change: Callable[[Tensor], Tensor]) -> QuantMatrix:
     """Change all that has a row for each output."""
-    own = {name: getattr(matrix, name) for name in _BY_ROW}
+    own = {name: getattr(matrix, name) for name in BY_ROW}
     changed: dict[str, Any] = {n: None if each is None else change(each) for n, each in own.items()}
     return replace(matrix, **changed)
 
@@ -164,7 +181,7 @@ def stack(parts: Sequence[QuantMatrix]) -> QuantMatrix | None:
             return None
         return torch.cat([_bytes_of(each) for each in found]).view(found[0].dtype)
 
-    whole: dict[str, Any] = {name: joined(name) for name in _BY_ROW}
+    whole: dict[str, Any] = {name: joined(name) for name in BY_ROW}
     return replace(first, **whole)
 
 
@@ -173,7 +190,7 @@ def _alike(one: QuantMatrix, other: QuantMatrix) -> bool:
     same = one.scales.dtype == other.scales.dtype
     for name in ("kind", "group", "inputs", "for_e4m3"):
         same = same and getattr(one, name) == getattr(other, name)
-    names = ("zeros", "minimums", "outer")
+    names = ("zeros", "minimums", "outer", "units", "low_units")
     has = all((getattr(one, n) is None) == (getattr(other, n) is None) for n in names)
     shared = ("table", "order", "factors")
     return same and has and all(_equal(getattr(one, n), getattr(other, n)) for n in shared)
@@ -194,12 +211,12 @@ def _numbers(matrix: QuantMatrix) -> Tensor:
             table = e2m1_table(codes.device)
         return table[codes.long()]
     if matrix.zeros is not None:
-        return codes.float() - _spread(matrix.zeros, matrix)
+        return codes.float() - spread(matrix.zeros, matrix)
     return codes.float() - (MIDDLE if matrix.kind is Kind.W4 else 0)
 
 
-def _spread(values: Tensor, matrix: QuantMatrix) -> Tensor:
-    """Spread `[n, groups]` over inputs, `[n, k]` fp32."""
+def spread(values: Tensor, matrix: QuantMatrix) -> Tensor:
+    """Spread `[n, groups]` of a matrix over its inputs, `[n, k]` fp32."""
     values = values.float()
     if values.shape[1] == 1:
         return values
@@ -211,6 +228,7 @@ def widened(parts: Sequence[QuantMatrix]) -> list[QuantMatrix] | None:
 
     That is 8 bits by the smallest group, with minimums if any has such; None: they have more.
     """
+    parts = [multiplied(each) for each in parts]
     group = min(each.group for each in parts)
     for each in parts:
         more = (each.outer, each.order, each.factors)
@@ -224,15 +242,15 @@ def widened(parts: Sequence[QuantMatrix]) -> list[QuantMatrix] | None:
 def _in_bytes(matrix: QuantMatrix, group: int, has_minimums: bool) -> QuantMatrix:
     codes, times = codes_of(matrix), matrix.group // group
     if matrix.kind is Kind.W4:
-        zeros = MIDDLE if matrix.zeros is None else _spread(matrix.zeros, matrix)
+        zeros = MIDDLE if matrix.zeros is None else spread(matrix.zeros, matrix)
         codes = (codes - zeros).to(torch.int8)
     count = -(-matrix.inputs // group)
 
-    def spread(values: Tensor) -> Tensor:
+    def by_group(values: Tensor) -> Tensor:
         return values.float().repeat_interleave(times, 1)[:, :count]
 
-    scales, minimums = spread(matrix.scales), None
+    scales, minimums = by_group(matrix.scales), None
     if has_minimums:
         own = matrix.minimums
-        minimums = torch.zeros_like(scales) if own is None else spread(own)
+        minimums = torch.zeros_like(scales) if own is None else by_group(own)
     return QuantMatrix(Kind.W8, codes, scales, group, matrix.inputs, None, minimums)

@@ -14,15 +14,25 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.quant.matrix import E4M3, MIDDLE, Kind, QuantMatrix, codes_of, halves
+from slipstream.quant.matrix import (
+    BY_GROUP,
+    E4M3,
+    MIDDLE,
+    Kind,
+    QuantMatrix,
+    codes_of,
+    halves,
+    multiplied,
+)
 
-_BY_GROUP = ("scales", "zeros", "minimums")
 _HALVES = (Kind.W4, Kind.F4)
 
 
 def inputs_of(matrix: QuantMatrix, begin: int, count: int) -> QuantMatrix:
     """Return a matrix of the inputs `begin .. begin + count`, at least one."""
     order = matrix.order
+    if order is not None or begin % (2 * matrix.group):  # pairs of groups are others then
+        matrix = multiplied(matrix)
     if order is None:
         groups = [i // matrix.group for i in range(begin, begin + count)]
         codes = codes_of(matrix)[:, begin : begin + count]
@@ -47,12 +57,14 @@ def regrouped(matrix: QuantMatrix, groups: list[int]) -> QuantMatrix:
     """Return a matrix whose code i has the scale `groups[i]` of this one: in groups of one size."""
     borders = [i for i, (one, other) in enumerate(pairwise(groups), start=1) if one != other]
     group = math.gcd(*borders) if borders else len(groups)
+    matrix = matrix if group == matrix.group else multiplied(matrix)
     kept = torch.tensor(groups[::group])
     return replace(matrix, group=group, **_each(matrix, lambda x: _columns(x, kept)))
 
 
 def in_groups(matrix: QuantMatrix, group: int) -> QuantMatrix:
     """Return the same numbers in groups of `group`, which divides those that there are."""
+    matrix = matrix if group == matrix.group else multiplied(matrix)
     kept = torch.arange(0, matrix.inputs, group) // matrix.group
     return replace(matrix, group=group, **_each(matrix, lambda x: _columns(x, kept)))
 
@@ -97,7 +109,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
 def _each(matrix: QuantMatrix, change: Any) -> dict[str, Any]:
     """Return what a change makes of all that groups have."""
-    found = {name: getattr(matrix, name) for name in _BY_GROUP}
+    found = {name: getattr(matrix, name) for name in BY_GROUP}
     return {name: None if x is None else change(x) for name, x in found.items()}
 
 

@@ -2,8 +2,12 @@
 // order of A fragments of m16n8k16 (runtime/mma.cuh); `packing.py` says where each code is.
 // -D ELEMENT (T: Half or BFloat16), BITS (4, 8), CODES (INTEGERS; E2M1 of 4 bits, E4M3 of 8), SCALE (float, Half, BFloat16; T
 // of e2m1), PARTS (1, 2, 4, 8: pieces of a block's inputs that have a scale each), ZEROS (0, 1: of integers), SCALED (0, 1:
-// scales, which are T, multiply integers or e4m3, each rounded once, rather than sums)
+// scales, which are T, multiply integers or e4m3, each rounded once, rather than sums; of records, scales and minimums of
+// fp32), RECORD (of integers: what a part has in place of a scale, by `NUMBERS` of records.py; 0: a scale)
 #pragma once
+#ifndef RECORD
+#define RECORD 0
+#endif
 #ifndef SCALED
 #define SCALED 0
 #endif
@@ -18,12 +22,17 @@ constexpr int STEPS = BLOCK_INPUTS / 16;  // k-steps of fragments
 constexpr int STEPS_A_PART = STEPS / PARTS;
 // Sums of integers and of e4m3 are scaled; e2m1 times its scale is a number of 16 bits, so all sums of a block are one.
 constexpr bool SCALES_NUMBERS = CODES == E2M1 || SCALED;
-constexpr int SUM_PARTS = SCALES_NUMBERS ? 1 : PARTS;
+constexpr int PAIR = 1, SHARED_UNITS = 2, HALVES = 3, WIDE = 4;  // records
+constexpr bool MINIMUMS = RECORD == PAIR || RECORD == SHARED_UNITS || RECORD == WIDE;
+constexpr int SCALES_A_PART = RECORD == HALVES || RECORD == WIDE ? 2 : 1;
+static_assert(RECORD == 0 || (CODES == INTEGERS && PARTS == 4 && !ZEROS), "a record is of 32 inputs");
+constexpr int SUM_PARTS = SCALES_NUMBERS ? 1 : PARTS * SCALES_A_PART;
 constexpr int STEPS_A_SUM = STEPS / SUM_PARTS;
 constexpr int QUADS = BITS / 2;  // accesses of 16 bytes by which a lane gets its codes
 constexpr int STEPS_A_QUAD = STEPS / QUADS;
 constexpr int CODE_BYTES = QUADS * 512;
-constexpr int SCALE_BYTES = 16 * sizeof(Scale);  // of a part
+constexpr int SCALE_WORDS = RECORD == WIDE ? 2 : 1;  // of a record
+constexpr int SCALE_BYTES = 16 * (RECORD == 0 ? sizeof(Scale) : SCALE_WORDS * 4);  // of a part
 constexpr int ZERO_BYTES = ZEROS ? 16 : 0;       // of a part
 constexpr int BLOCK_BYTES = CODE_BYTES + PARTS * (SCALE_BYTES + ZERO_BYTES);
 
@@ -118,6 +127,11 @@ DEVICE void decode_e4m3(u32 (&a)[2], u32 word) {
   }
 }
 
+// Of a pair of numbers by a scale, with a minimum added: each rounded once.
+DEVICE u32 rounded_pair(u32 pair, float scale, float minimum) {
+  const T low{u16(pair)}, high{u16(pair >> 16)};
+  return round_pair(to_float(low) * scale + minimum, to_float(high) * scale + minimum, T{});
+}
 // Of a pair of numbers by a pair of scales, each rounded.
 DEVICE u32 scaled_pair(u32 pair, u32 scales) { return fma_pairs(pair, scales, 0x80008000, T{}); }
 
@@ -177,12 +191,41 @@ struct Block {
     return reinterpret_cast<const Scale*>(scales + of_part[part] * SCALE_BYTES)[g + 8 * high];
   }
   // Of sums.
-  DEVICE float scale(int part, int high) const { return SCALES_NUMBERS ? 1.0f : to_float(stored_scale(part, high)); }
+  DEVICE float scale(int sum_part, int high) const {
+    return SCALES_NUMBERS ? 1.0f : exact_scale(sum_part / SCALES_A_PART, sum_part % SCALES_A_PART, high);
+  }
+  // `half`: of a part's inputs, where both have scales.
+  DEVICE float exact_scale(int part, int half, int high) const {
+    if constexpr (RECORD == 0) {
+      return to_float(stored_scale(part, high));
+    } else {
+      const u32 own = word(part, high);
+      if constexpr (RECORD == PAIR) return upper_half(own << 16);
+      if constexpr (RECORD == SHARED_UNITS) return upper_half(word(part / 2 * 2, high)) * float(own & 255);
+      const float unit = upper_half(RECORD == HALVES ? own : word(part, high, 1) << 16);
+      return unit * float(static_cast<signed char>(own >> 8 * half));
+    }
+  }
+  // 0 where there are none.
+  DEVICE float minimum(int part, int high) const {
+    if constexpr (!MINIMUMS) return 0.0f;
+    const u32 own = word(part, high);
+    if constexpr (RECORD == PAIR) return upper_half(own);
+    if constexpr (RECORD == SHARED_UNITS) return upper_half(word(part / 2 * 2 + 1, high)) * float(own >> 8 & 255);
+    return upper_half(word(part, high, 1)) * float(own >> 16 & 255);
+  }
   DEVICE u32 zero(int part, int high) const { return zeros[of_part[part] * 16 + g + 8 * high]; }
   DEVICE u32 scale_pair(int part, int high) const { return bits_of(stored_scale(part, high)) * 0x10001u; }
   DEVICE u32 operand(int part, int high) const {
     if constexpr (CODES == E2M1) return scale_pair(part, high);
-    if constexpr (!ZEROS) return minus_zero(BITS == 4 ? 8 : 128);
+    if constexpr (!ZEROS) return minus_zero(BITS == 8 ? 128 : MINIMUMS ? 0 : 8);
     return minus_zero(zero(part, high));
   }
+
+ private:
+  // Of a record.
+  DEVICE u32 word(int part, int high, int i = 0) const {
+    return reinterpret_cast<const u32*>(scales + of_part[part] * SCALE_BYTES)[(g + 8 * high) * SCALE_WORDS + i];
+  }
+  static DEVICE float upper_half(u32 word) { return to_float(Half{u16(word >> 16)}); }
 };

@@ -3,7 +3,8 @@
 // streams its own blocks of all tiles through a ring that no other warp reads, and what it needs of x beside them. At
 // the end the warps' sums are added up, always in the same order. Weights are copied from before the previous kernel's
 // end on.
-// -D ELEMENT (T), BITS, CODES, SCALE, PARTS, ZEROS (codes.cuh), COLUMNS (8, 16, 32), TILES (at a time), WARPS, SLOTS (of a ring)
+// -D ELEMENT (T), BITS, CODES, SCALE, PARTS, ZEROS, RECORD (codes.cuh), COLUMNS (8, 16, 32), TILES (at a time), WARPS, SLOTS (of
+// a ring)
 #include "gemm/packed_rows.cuh"
 
 constexpr int THREADS = WARPS * 32;
@@ -137,12 +138,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll 1
     for (u32 block = warp; block < num_blocks; block += WARPS) {
       u32 b[PIECES][STEPS][2];
+      InputSums inputs;
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
         copy_wait<SLOTS - 2>();
         __syncwarp();
-        if (t == 0) load_x<X_PITCH>(b, x_ring + x_slot * x_slot_bytes, shared_address(zero_bytes), task.num_rows);
-        if (task.exists(first, t)) multiply_block(sums[t], Block(ring + slot * BLOCK_BYTES), b);
+        if (t == 0) {
+          load_x<X_PITCH>(b, x_ring + x_slot * x_slot_bytes, shared_address(zero_bytes), task.num_rows);
+          inputs.take(b);
+        }
+        if (task.exists(first, t)) multiply_block(sums[t], Block(ring + slot * BLOCK_BYTES), b, inputs);
         __syncwarp();
         ahead.copy_weights();
         ahead.copy_x();

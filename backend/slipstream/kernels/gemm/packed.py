@@ -14,13 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gemm import packed_routes
+from slipstream.kernels.gemm import packed_routes, records
 from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Packing, arranged
 from slipstream.kernels.runtime import jit
 
 DTYPES = (torch.float16, torch.bfloat16)
 SCALES = (torch.float32, torch.float16, torch.bfloat16)
+# By bits: those of GGUF's Q4_1, Q4_K, Q5_1, Q5_K, Q6_K, and of several types under one another.
+RECORDS = ((4, "pair"), (4, "shared"), (8, "pair"), (8, "shared"), (8, "halves"), (8, "wide"))
 MAX_ROWS = 128
 COLUMNS = (8, 16, 32)  # rows of x that a launch takes
 TILES = (1, 2, 3, 4, 6, 8)
@@ -46,7 +48,7 @@ class Tiling:
 
 def block_bytes(packing: Packing) -> int:
     """Bytes of a block in a slot, with its scales and zeros."""
-    part = TILE * (packing.scale.itemsize + int(packing.has_zeros))
+    part = TILE * (packing.scale_bytes + int(packing.has_zeros))
     return BLOCK * TILE * packing.bits // 8 + packing.parts * part
 
 
@@ -142,6 +144,7 @@ def defines(packing: Packing) -> dict[str, int | str]:
         "SCALE": jit.type_name(packing.scale),
         "PARTS": packing.parts,
         "ZEROS": int(packing.has_zeros),
+        **({"RECORD": records.NUMBERS[packing.record]} if packing.record else {}),
     }
 
 
@@ -158,7 +161,7 @@ def _variant(dtype: torch.dtype, packing: Packing, tiles: Tiling) -> jit.Variant
 
 
 def packings(dtype: torch.dtype) -> Iterator[Packing]:
-    """Yield a packing of every kind, for rows of a dtype."""
+    """Yield a packing of every kind without records, for rows of a dtype."""
     for bits, group, scale, zeros in itertools.product((4, 8), (32, 64, 128), SCALES, (0, 1)):
         yield Packing(bits, group, 4096, 4096, scale, bool(zeros))
     for group, scale in itertools.product((32, 64, 128), SCALES):
@@ -167,9 +170,16 @@ def packings(dtype: torch.dtype) -> Iterator[Packing]:
         yield Packing(4, group, 4096, 4096, dtype, False, "e2m1")
 
 
+def all_packings(dtype: torch.dtype) -> Iterator[Packing]:
+    """Yield a packing of every kind, for rows of a dtype."""
+    yield from packings(dtype)
+    for bits, record in RECORDS:
+        yield Packing(bits, records.INPUTS, 4096, 4096, torch.float16, False, record=record)
+
+
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
-    kinds = ((dtype, packing) for dtype in DTYPES for packing in packings(dtype))
+    kinds = ((dtype, packing) for dtype in DTYPES for packing in all_packings(dtype))
     for (dtype, packing), columns in itertools.product(kinds, COLUMNS):
         fitting = (t for t in TILES if t <= _MOST_TILES[columns])
         for tiles, warps in itertools.product(fitting, _WARPS[columns]):

@@ -30,9 +30,42 @@ DEVICE void load_x(u32 (&b)[PIECES][STEPS][2], u32 slot, u32 zeros, u32 num_rows
   }
 }
 
+// Sums of the inputs of a block's parts, for the two rows of x of which a lane has sums: minimums multiply them. The
+// tensor cores add them up, multiplied by ones.
+struct InputSums {
+  float at[MINIMUMS ? PARTS : 1][PIECES][2];
+
+  DEVICE void take(const u32 (&b)[PIECES][STEPS][2]) {
+    if constexpr (!MINIMUMS) return;
+    constexpr u32 ONES = IS_FP16<T> ? 0x3c003c00 : 0x3f803f80;
+    const u32 a[4] = {ONES, ONES, ONES, ONES};
+#pragma unroll
+    for (int part = 0; part < PARTS; ++part)
+#pragma unroll
+      for (int p = 0; p < PIECES; ++p) {
+        float sums[4] = {};
+#pragma unroll
+        for (int step = part * STEPS_A_PART; step < (part + 1) * STEPS_A_PART; ++step)
+          multiply_add(sums, a, b[p][step][0], b[p][step][1], T{});
+        at[part][p][0] = sums[0], at[part][p][1] = sums[1];
+      }
+  }
+};
+
+// Adds what minimums give of a part; what is returned depends on what was read.
+DEVICE u32 add_minimums(float (&sums)[PIECES][4], const Block& block, const InputSums& inputs, int part) {
+  const float minimums[2] = {block.minimum(part, 0), block.minimum(part, 1)};
+#pragma unroll
+  for (int p = 0; p < PIECES; ++p)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sums[p][j] += minimums[j / 2] * inputs.at[part][p][j % 2];
+  return __float_as_uint(minimums[1]);
+}
+
 // sums += the block's part of the product; a part of it is summed up before its scale. What is returned depends on
 // everything that was read of the block.
-DEVICE u32 multiply_block(float (&sums)[PIECES][4], const Block& block, const u32 (&b)[PIECES][STEPS][2]) {
+DEVICE u32 multiply_block(float (&sums)[PIECES][4], const Block& block, const u32 (&b)[PIECES][STEPS][2],
+                          const InputSums& inputs) {
   Pack<u32, 4> quads[QUADS];
   u32 seen = 0;
 #pragma unroll
@@ -59,6 +92,7 @@ DEVICE u32 multiply_block(float (&sums)[PIECES][4], const Block& block, const u3
     for (int p = 0; p < PIECES; ++p)
 #pragma unroll
       for (int j = 0; j < 4; ++j) sums[p][j] += scales[j / 2] * of_part[p][j];
+    if (MINIMUMS && part % SCALES_A_PART == 0) seen ^= add_minimums(sums, block, inputs, part / SCALES_A_PART);
   }
   return seen;
 }

@@ -1,9 +1,10 @@
 """The order in which kernels read weights of 4 or 8 bits; pure torch, and its inverse.
 
-Codes are integers, e2m1 or e4m3. Integers have scales that multiply sums, and zeros. e4m3, numbers
-of 16 bits too, have such scales and no zeros. e2m1 have scales of 16 bits that multiply them: such
-a product has six bits, and is a number of 16 bits. To be one in fp16, too, it is `SHRUNK` of what
-it stands for, which factors of rows make up for.
+Codes are integers, e2m1 or e4m3. Integers have scales that multiply sums, and zeros; or records
+instead, with minimums (`records.py`). e4m3, numbers of 16 bits too, have such scales and no zeros.
+e2m1 have scales of 16 bits that multiply them: such a product has six bits, and is a number of 16
+bits. To be one in fp16, too, it is `SHRUNK` of what it stands for, which factors of rows make up
+for.
 
 Codes lie in tiles of 16 rows of the weights and blocks of 128 inputs, in a block as the A fragments
 of m16n8k16 of its eight k-steps: lane `4 g + t` has rows `g` and `g + 8`, inputs `2 t`, `2 t + 1`,
@@ -20,6 +21,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from slipstream.kernels.gemm import records
 
 TILE, BLOCK = 16, 128  # rows of the weights, inputs
 Codes = Literal["integers", "e2m1", "e4m3"]
@@ -48,9 +51,12 @@ class Packing(NamedTuple):
     for_e4m3: bool = False  # rows are e4m3; integers of 4 bits without zeros
     layout: str = "fragments"  # "tiles": as `cpu_packing.py` has it
     can_round_rows: bool = False  # codes are e4m3; many rows may be e4m3, too
+    record: str = ""  # of integers: what a group has (`records.py`); "": a scale, maybe a zero
 
     def __str__(self) -> str:
         size = "a row" if self.group >= self.inputs else str(self.group)
+        size = "16" if self.record in records.BY_HALVES else size
+        size += " with minimums" if self.record in records.HAS_MINIMUMS else ""
         rows = " for e4m3" if self.for_e4m3 else ""
         name = f"{self.bits} bits" if self.codes == "integers" else self.codes
         return f"{name} by {size}, packed{rows}"
@@ -66,9 +72,16 @@ class Packing(NamedTuple):
         return self.for_e4m3 or self.can_round_rows
 
     @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scale of a row's group, or of its record."""
+        return records.BYTES[self.record] if self.record else self.scale.itemsize
+
+    @property
     def middle(self) -> int:
         """Return the code of 0 where there are no zeros."""
-        return MIDDLE[self.bits] if self.codes == "integers" else 0
+        if self.codes != "integers" or (self.bits == 4 and self.record in records.HAS_MINIMUMS):
+            return 0
+        return MIDDLE[self.bits]
 
     @property
     def tiles(self) -> int:
@@ -100,7 +113,7 @@ class Groups(NamedTuple):
     """What belongs to packed codes: scales and zeros of their groups, and how inputs come."""
 
     packing: Packing
-    scales: Tensor  # [tiles, groups, 16]
+    scales: Tensor  # [tiles, groups, 16]; of records [tiles, groups, 16, bytes] u8
     zeros: Tensor | None = None  # the same, u8
     order: Tensor | None = None  # [k] i64: code i is of input order[i]
     factors: Tensor | None = None  # [k]: inputs are multiplied by them first
@@ -187,6 +200,16 @@ def by_tile(values: Tensor, packing: Packing, fill: int) -> Tensor:
     return padded.view(packing.tiles, TILE, -1).transpose(1, 2).contiguous()
 
 
+def records_by_tile(values: Tensor, packing: Packing) -> Tensor:
+    """Put records, `[n, groups, bytes]` u8, in order: `[tiles, groups, 16, bytes]`."""
+    size = values.shape[2]
+    if values.is_meta:
+        return values.new_empty(packing.tiles, packing.groups, TILE, size)
+    padded = values.new_zeros(packing.tiles * TILE, packing.groups, size)
+    padded[: len(values)] = values
+    return padded.view(packing.tiles, TILE, -1, size).transpose(1, 2).contiguous()
+
+
 def by_row(values: Tensor, packing: Packing) -> Tensor:
     """Return numbers of groups for each input, `[n, k]`: the inverse of `by_tile`, spread."""
     rows = values.transpose(1, 2).reshape(packing.tiles * TILE, -1)
@@ -206,8 +229,24 @@ def dense(values: Tensor, groups: Groups) -> Tensor:
         scales = by_row(groups.scales, packing).float() / LIFTS[packing.scale] * SHRUNK
         return table[unpack(values, packing).long()] * scales
     codes = unpack(values, packing).float()
+    if packing.record:
+        return _recorded(codes - packing.middle, groups)
     zeros = packing.middle if groups.zeros is None else by_row(groups.zeros, packing).float()
     return (codes - zeros) * by_row(groups.scales, packing).float()
+
+
+def _recorded(codes: Tensor, groups: Groups) -> Tensor:
+    """Return `code * scale + minimum`, `[n, k]`, with what records have."""
+    packing = groups.packing
+    by_rows = groups.scales.transpose(1, 2).reshape(packing.tiles * TILE, packing.groups, -1)
+    scales, minimums = records.read(packing.record, by_rows[: packing.outputs])
+
+    def spread(numbers: Tensor) -> Tensor:
+        size = packing.groups * packing.group // numbers.shape[1]
+        return numbers.repeat_interleave(size, 1)[:, : packing.inputs]
+
+    values = codes * spread(scales)
+    return values if minimums is None else values + spread(minimums)
 
 
 def arranged(x: Tensor, groups: Groups) -> Tensor:

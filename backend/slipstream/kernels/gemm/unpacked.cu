@@ -1,14 +1,9 @@
 // Weights in fewer bits become a matrix of 16 bits again: a warp a block at a time, each number rounded once.
-// -D ELEMENT (T), BITS, CODES, SCALE, PARTS, ZEROS (codes.cuh)
+// -D ELEMENT (T), BITS, CODES, SCALE, PARTS, ZEROS, RECORD (codes.cuh)
 #include "gemm/codes.cuh"
 
 constexpr int WARPS = 4;
 constexpr int PITCH = BLOCK_INPUTS + 8;  // of a row in shared memory
-
-DEVICE u32 rounded_pair(u32 pair, float scale) {
-  const T low{u16(pair)}, high{u16(pair >> 16)};
-  return u32(from_float<T>(to_float(low) * scale).bits) | u32(from_float<T>(to_float(high) * scale).bits) << 16;
-}
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32)
     unpacked(const u8* codes, const u8* scales, const u8* zeros, const float* factors, T* out, i64 num_inputs,
@@ -38,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32)
       const u32 row = lane / 4 + 8 * (i % 2), output = tile * 16 + row;
       T* to = rows[warp] + row * PITCH + step * 16 + lane % 4 * 2 + 8 * (i / 2);
       const float factor = factors != nullptr && output < num_outputs ? factors[output] : 1.0f;
-      *reinterpret_cast<u32*>(to) = rounded_pair(a[i], in_shared.scale(part, i % 2) * factor);
+      const float scale = SCALES_NUMBERS ? 1.0f : in_shared.exact_scale(part, step % SCALES_A_PART, i % 2);
+      *reinterpret_cast<u32*>(to) = rounded_pair(a[i], scale * factor, in_shared.minimum(part, i % 2) * factor);
     }
   }
   __syncwarp();

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import PLAIN, Around, Matrix, Spec, gemm
-from slipstream.kernels.gemm.packed import DTYPES, defines, packings, type_refusal
+from slipstream.kernels.gemm.packed import DTYPES, all_packings, defines, type_refusal
 from slipstream.kernels.gemm.packing import Groups, Packing, arranged, dense
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
@@ -71,7 +71,7 @@ def _variant(dtype: torch.dtype, packing: Packing) -> jit.Variant:
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     for dtype in DTYPES:
-        for packing in packings(dtype):
+        for packing in all_packings(dtype):
             yield _variant(dtype, packing)
 
 

@@ -50,6 +50,18 @@ DEVICE BFloat16 from_float<BFloat16>(float value) {
   return result;
 }
 
+// Two numbers in a word, each rounded.
+DEVICE u32 round_pair(float low, float high, Half) {
+  u32 result;
+  asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(result) : "f"(low), "f"(high));
+  return result;
+}
+DEVICE u32 round_pair(float low, float high, BFloat16) {
+  u32 result;
+  asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(result) : "f"(low), "f"(high));
+  return result;
+}
+
 // N elements that move in one access.
 template <class Element, int N>
 struct alignas(N * sizeof(Element)) Pack {

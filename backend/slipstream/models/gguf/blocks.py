@@ -105,17 +105,17 @@ def _q3_k(b: Tensor) -> Tensor:
 
 
 def scales_and_leasts(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack 8 scales and 8 minima of 6 bits, `[n, 12] u8 -> [n, 8] f32` each."""
+    """Unpack 8 scales and 8 minima of 6 bits, `[n, 12] u8 -> [n, 8] u8` each."""
     first, second, last = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, last & 15 | first >> 2 & 48), dim=1)
     leasts = torch.cat((second & 63, last >> 4 | second >> 2 & 48), dim=1)
-    return scales.float(), leasts.float()
+    return scales, leasts
 
 
 def _scaled(b: Tensor, values: Tensor) -> Tensor:
     """Scale and shift the eight sub-blocks of `values [n, 256]`, whose scales are in `b`."""
     scales, leasts = scales_and_leasts(b[:, 4:16])
-    scale, least = half(b, 0) * scales, half(b, 2) * leasts
+    scale, least = half(b, 0) * scales.float(), half(b, 2) * leasts.float()
     return scale.unsqueeze(2) * values.view(-1, 8, 32).float() - least.unsqueeze(2)
 
 

@@ -2,23 +2,31 @@
 
 Values are `code * scale` or `code * scale + minimum`, as `blocks.py` has them to the last bit.
 Codes of 4 bits stay so, those of 5 and 6 bits have a byte each. Scales stay fp16 where they are in
-the file as they multiply; those of K types come of two numbers, in fp32. MXFP4 is e2m1 with powers
-of two, in fp32, too.
+the file as they multiply; those of K types stay whole numbers of units, which are fp16. MXFP4 is
+e2m1 with powers of two, in fp32.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from slipstream.models.entries import TensorEntry
-from slipstream.models.gguf.blocks import fives, half, nibbles, powers, scales_and_leasts, sixes
+from slipstream.models.gguf.blocks import fives, nibbles, powers, scales_and_leasts, sixes
 from slipstream.models.gguf.restore import rows_in_order
 from slipstream.models.gguf.types import QUANTISED
 from slipstream.quant.matrix import Kind, QuantMatrix, halves
 
-# Codes of blocks, `[n, elements]`; their scales and minimums, `[n, groups]` each.
-Parts = tuple[Tensor, Tensor, Tensor | None]
+
+class Parts(NamedTuple):
+    """Blocks apart."""
+
+    codes: Tensor  # [n, elements]
+    scales: Tensor  # [n, groups]
+    minimums: Tensor | None = None  # [n, groups]
+    units: Tensor | None = None  # [n, 1], of scales
+    low_units: Tensor | None = None  # [n, 1], of minimums
 
 
 def kept(entry: TensorEntry, blocks: Tensor) -> QuantMatrix:
@@ -29,19 +37,28 @@ def kept(entry: TensorEntry, blocks: Tensor) -> QuantMatrix:
         blocks: its bytes, u8.
     """
     kind, (rows, inputs) = QUANTISED[entry.dtype], entry.shape
-    codes, scales, minimums = _PARTS[entry.dtype](
-        rows_in_order(entry, blocks).reshape(-1, kind.num_bytes)
-    )
-    group = kind.elements // scales.shape[1]
-    codes, scales = codes.reshape(rows, inputs), scales.reshape(rows, -1)
-    if minimums is not None:
-        minimums = minimums.reshape(rows, -1)
+    parts = _PARTS[entry.dtype](rows_in_order(entry, blocks).reshape(-1, kind.num_bytes))
+    count = parts.scales.shape[1]
+
+    def by_group(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values.expand(-1, count).reshape(rows, -1)
+
+    codes, scales = parts.codes.reshape(rows, inputs), parts.scales.reshape(rows, -1)
     if entry.dtype == "MXFP4":
-        return QuantMatrix(Kind.F4, halves(codes), scales, group, inputs)
-    if codes.dtype == torch.int8:
-        return QuantMatrix(Kind.W8, codes, scales, group, inputs, None, minimums)
-    zeros = None if minimums is None else torch.zeros_like(scales, dtype=torch.uint8)
-    return QuantMatrix(Kind.W4, halves(codes), scales, group, inputs, zeros, minimums)
+        return QuantMatrix(Kind.F4, halves(codes), scales, kind.elements // count, inputs)
+    is_whole = codes.dtype == torch.int8
+    has_zeros = not is_whole and parts.minimums is not None
+    return QuantMatrix(
+        Kind.W8 if is_whole else Kind.W4,
+        codes if is_whole else halves(codes),
+        scales,
+        kind.elements // count,
+        inputs,
+        zeros=torch.zeros_like(scales, dtype=torch.uint8) if has_zeros else None,
+        minimums=by_group(parts.minimums),
+        units=by_group(parts.units),
+        low_units=by_group(parts.low_units),
+    )
 
 
 def _fp16(b: Tensor, first: int) -> Tensor:
@@ -49,28 +66,28 @@ def _fp16(b: Tensor, first: int) -> Tensor:
 
 
 def _q4_0(b: Tensor) -> Parts:
-    return nibbles(b[:, 2:], 16), _fp16(b, 0), None
+    return Parts(nibbles(b[:, 2:], 16), _fp16(b, 0))
 
 
 def _q4_1(b: Tensor) -> Parts:
-    return nibbles(b[:, 4:], 16), _fp16(b, 0), _fp16(b, 2)
+    return Parts(nibbles(b[:, 4:], 16), _fp16(b, 0), _fp16(b, 2))
 
 
 def _q5_0(b: Tensor) -> Parts:
-    return fives(b[:, 2:6], b[:, 6:]).view(torch.int8) - 16, _fp16(b, 0), None
+    return Parts(fives(b[:, 2:6], b[:, 6:]).view(torch.int8) - 16, _fp16(b, 0))
 
 
 def _q5_1(b: Tensor) -> Parts:
-    return fives(b[:, 4:8], b[:, 8:]).view(torch.int8), _fp16(b, 0), _fp16(b, 2)
+    return Parts(fives(b[:, 4:8], b[:, 8:]).view(torch.int8), _fp16(b, 0), _fp16(b, 2))
 
 
 def _q8_0(b: Tensor) -> Parts:
-    return b[:, 2:].contiguous().view(torch.int8), _fp16(b, 0), None
+    return Parts(b[:, 2:].contiguous().view(torch.int8), _fp16(b, 0))
 
 
 def _scaled(b: Tensor, codes: Tensor) -> Parts:
     scales, leasts = scales_and_leasts(b[:, 4:16])
-    return codes, half(b, 0) * scales, -half(b, 2) * leasts
+    return Parts(codes, scales, leasts, _fp16(b, 0), -_fp16(b, 2))
 
 
 def _q4_k(b: Tensor) -> Parts:
@@ -82,12 +99,12 @@ def _q5_k(b: Tensor) -> Parts:
 
 
 def _q6_k(b: Tensor) -> Parts:
-    scales = half(b, 208) * b[:, 192:208].contiguous().view(torch.int8).float()
-    return sixes(b).view(torch.int8) - 32, scales, None
+    scales = b[:, 192:208].contiguous().view(torch.int8)
+    return Parts(sixes(b).view(torch.int8) - 32, scales, units=_fp16(b, 208))
 
 
 def _mxfp4(b: Tensor) -> Parts:
-    return nibbles(b[:, 1:], 16), powers(b), None
+    return Parts(nibbles(b[:, 1:], 16), powers(b))
 
 
 _PARTS: dict[str, Callable[[Tensor], Parts]] = {

@@ -8,8 +8,10 @@
 // tensor cores multiply 4 * COLUMNS cycles.
 // Rows of e4m3 (FP8), which have a scale each, are multiplied twice as fast; codes, of 4 bits without zeros, lie otherwise
 // then (packing.py), and become e4m3 exactly by 90 instructions of the integer pipe.
-// -D ELEMENT (T: of `out`), BITS, CODES, SCALE, PARTS, ZEROS, SCALED (codes.cuh), FP8 (0, 1), COLUMNS (16, 32, 64, 128,
-// 256), TILES (1, 2), ADAPTS (whether rows have terms of adapters: then no CTAs share out inputs)
+// Of records, which are built SCALED, each number is a scale times a code and a minimum, rounded once, by two instructions
+// more a number: so a minimum takes neither sums of x nor registers, and scales of 16 inputs cost what others do.
+// -D ELEMENT (T: of `out`), BITS, CODES, SCALE, PARTS, ZEROS, SCALED, RECORD (codes.cuh), FP8 (0, 1), COLUMNS (16, 32, 64,
+// 128, 256), TILES (1, 2), ADAPTS (whether rows have terms of adapters: then no CTAs share out inputs)
 #ifndef FP8
 #define FP8 0
 #endif
@@ -149,8 +151,12 @@ struct Fragments {
     }
     if constexpr (SCALED) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) a[i][j] = scaled_pair(a[i][j], block.scale_pair(of_part, j % 2));
+      for (int j = 0; j < 4; ++j) a[i][j] = scaled(a[i][j], block, i, of_part, j % 2);
     }
+  }
+  static DEVICE u32 scaled(u32 pair, const Block& block, int step, int part, int high) {
+    if constexpr (RECORD == 0) return scaled_pair(pair, block.scale_pair(part, high));
+    return rounded_pair(pair, block.exact_scale(part, step % SCALES_A_PART, high), block.minimum(part, high));
   }
   DEVICE void decode_steps(const Block& block, int part) {
     Pack<u32, 4> quad;

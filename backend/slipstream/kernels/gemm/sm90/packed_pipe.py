@@ -6,8 +6,9 @@ multiprocessors; a second kernel then adds up their sums, always in the same ord
 
 `packed_pipe` scales sums of groups in fp32. `pipe_scaled` scales each weight, and rounds it to 16
 bits once, as a matrix that is dequantised; so it has sums for twice as many rows. Of e2m1, whose
-scaled numbers are exact, both are one. `pipe_e4m3` takes rows of e4m3, any number of them, and
-multiplies by their scales; integers of 4 bits are exact in e4m3.
+scaled numbers are exact, both are one, and of records, whose minimums would need sums of x else.
+`pipe_e4m3` takes rows of e4m3, any number of them, and multiplies by their scales; integers of 4
+bits are exact in e4m3.
 """
 
 import functools
@@ -32,8 +33,8 @@ from slipstream.kernels.gemm.op import (
 from slipstream.kernels.gemm.packed import (
     DTYPES,
     SCALES,
+    all_packings,
     defines,
-    packings,
     shape_refusal,
     shared_refusal,
 )
@@ -76,7 +77,7 @@ def slot_bytes(packing: Packing, columns: int, tiles: int) -> int:
     """Bytes of a slot: x, codes, scales and zeros of a block."""
     half = _GROUPS * tiles * 64 // 32  # tiles of 16 rows
     codes = half * BLOCK * TILE * packing.bits // 8
-    scales = half * packing.parts * TILE * packing.scale.itemsize
+    scales = half * packing.parts * TILE * packing.scale_bytes
     zeros = -(-half * packing.parts * TILE // 128) * 128 if packing.has_zeros else 0
     x = columns * BLOCK * (1 if packing.for_e4m3 else 2)
     return -(-(x + 2 * (codes + scales + zeros)) // 1024) * 1024
@@ -134,9 +135,16 @@ def tiling(num_rows: int, packing: Packing, scaled: bool, multiprocessors: int) 
     return min(found, key=cycles, default=None)
 
 
+def _scales_numbers(packing: Packing) -> bool:
+    """Return whether weights are scaled for any rows: e2m1 exactly, of records rounded once."""
+    return packing.scales_numbers or bool(packing.record)
+
+
 def _sizes(packing: Packing, scaled: bool) -> tuple[tuple[int, int], ...]:
     if packing.for_e4m3:
         return E4M3_SIZES
+    if packing.record:  # too few registers for more
+        return SIZES
     if packing.scales_numbers:
         return (*SIZES, *(each for each in SCALED_SIZES if each not in SIZES))
     return SCALED_SIZES if scaled else SIZES
@@ -171,7 +179,7 @@ def adapts(spec: Spec) -> str | None:
 
 def takes(spec: Spec) -> str | None:
     """Say why the kernel is not built for a GEMM; None: it is."""
-    is_scaled = spec.packing is not None and spec.packing.scales_numbers
+    is_scaled = spec.packing is not None and _scales_numbers(spec.packing)
     return _refusal(spec, MAX_SCALED_ROWS if is_scaled else MAX_ROWS, scaled=False)
 
 
@@ -180,7 +188,7 @@ def takes_scaled(spec: Spec) -> str | None:
     if (why := _refusal(spec, MAX_SCALED_ROWS, scaled=True)) is not None:
         return why
     assert spec.packing is not None, "it was not refused"
-    if spec.packing.scales_numbers or spec.packing.scale != spec.x:
+    if _scales_numbers(spec.packing) or spec.packing.scale != spec.x:
         return "takes integers and e4m3 whose scales are of the type of the rows"
     return None if spec.rows > SIZES[0][0] else f"takes {SIZES[0][0] + 1} rows at least"
 
@@ -221,7 +229,7 @@ def _variant(
         **defines(packing),
         COLUMNS=size[0],
         TILES=size[1],
-        **({"SCALED": 1} if scaled else {}),
+        **({"SCALED": 1} if scaled or packing.record else {}),
         **({"FP8": 1} if packing.for_e4m3 else {}),
         **({"ADAPTS": 1} if has_terms else {}),
     )
@@ -229,13 +237,13 @@ def _variant(
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
-    kinds = ((dtype, packing) for dtype in DTYPES for packing in packings(dtype))
+    kinds = ((dtype, packing) for dtype in DTYPES for packing in all_packings(dtype))
     for scale, group in itertools.product(SCALES, (32, 64, 128)):
         made = Packing(4, group, 4096, 4096, scale, False, for_e4m3=True)
         for size in E4M3_SIZES:
             yield _variant(torch.bfloat16, made, size, scaled=False)
     for (dtype, packing), scaled in itertools.product(kinds, (False, True)):
-        if scaled and (packing.scales_numbers or packing.scale != dtype):
+        if scaled and (_scales_numbers(packing) or packing.scale != dtype):
             continue
         for size in _sizes(packing, scaled):
             if num_slots(packing, *size) >= _FEWEST_SLOTS:
@@ -314,7 +322,7 @@ def _maps(weight: Tensor, groups: Groups, tiles: int) -> tuple[jit.TensorMap, ..
     """Maps of codes, scales and zeros by boxes of half a CTA's rows, of a block."""
     packing = groups.packing
     codes = BLOCK * TILE * packing.bits // 8
-    part = TILE * packing.scale.itemsize
+    part = TILE * packing.scale_bytes
     half = _GROUPS * tiles * 64 // 32
     found = [
         tensor_map.words(weight, packing.tiles, packing.blocks * codes, codes, half),

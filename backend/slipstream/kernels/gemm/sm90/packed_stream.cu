@@ -5,8 +5,8 @@
 // the same order.
 // Every block takes a warp about 60 instructions of the integer pipe, which starts one every second cycle, and 60 others:
 // half of the time that memory takes to bring four blocks, one for each scheduler.
-// -D ELEMENT (T), BITS, CODES, SCALE, PARTS, ZEROS (codes.cuh), COLUMNS (8, 16), TILES, ADAPTS (whether rows have terms of
-// adapters)
+// -D ELEMENT (T), BITS, CODES, SCALE, PARTS, ZEROS, RECORD (codes.cuh), COLUMNS (8, 16), TILES, ADAPTS (whether rows have
+// terms of adapters)
 #define WARPS 16
 #ifndef ADAPTS
 #define ADAPTS 0
@@ -24,7 +24,7 @@ constexpr int THREADS = 32 * WARPS;  // that multiply
 constexpr int X_PITCH = WARPS * BLOCK_INPUTS * 2 + 16;
 constexpr int PIECE_PARTS = WARPS * PARTS;
 constexpr int SLOT_BYTES = WARPS * CODE_BYTES + PIECE_PARTS * (SCALE_BYTES + ZERO_BYTES);
-constexpr bool LOADS_EARLY = (COLUMNS == 8 && !ADAPTS) || (BITS == 4 && PARTS == 1);  // or there are too few registers
+constexpr bool LOADS_EARLY = (COLUMNS == 8 && !ADAPTS && RECORD == 0) || (BITS == 4 && PARTS == 1);  // or there are too few registers
 static_assert(TILES * COLUMNS * 16 <= THREADS, "a thread finishes one output");
 
 extern __shared__ __align__(128) u8 shared_bytes[];
@@ -203,6 +203,7 @@ struct Multiplier {
   const u32 warp = threadIdx.x / 32;
   RingPosition next, next_x;
   u32 b[PIECES][STEPS][2];
+  InputSums inputs;
 
   DEVICE Multiplier(const Task& task, const Shared& shared) : task(task), shared(shared) {}
   DEVICE void take_x(u32 block) {
@@ -215,6 +216,7 @@ struct Multiplier {
     if (!task.keeps_x()) release(full + 8, seen);
     const u32 begin = block * BLOCK_INPUTS;
     if (begin + BLOCK_INPUTS > task.num_inputs) clear_inputs(b, max(task.num_inputs, begin) - begin);
+    inputs.take(b);
     if (task.keeps_x() && next_x.slot + 1 == int(task.num_pieces()))
       next_x.slot = 0;  // where it stays, in its first phase
     else
@@ -228,7 +230,7 @@ struct Multiplier {
       const u8* scales = bytes + WARPS * CODE_BYTES;
       const Block of_warp(task.weights, bytes + warp * CODE_BYTES, scales, scales + PIECE_PARTS * SCALE_BYTES, block,
                           first_group);
-      seen = multiply_block(sums, of_warp, b);
+      seen = multiply_block(sums, of_warp, b, inputs);
     }
     release(shared.empty(next.slot), seen);
     next.advance(task.num_slots);

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gemm import packed_routes
+from slipstream.kernels.gemm import packed_routes, records
 from slipstream.kernels.gemm.op import (
     MOST_ADAPTED_ROWS,
     PLAIN,
@@ -23,13 +23,14 @@ from slipstream.kernels.gemm.op import (
     adapted_gemm,
     gemm,
 )
-from slipstream.kernels.gemm.packed import DTYPES, defines, packings, shared_refusal
+from slipstream.kernels.gemm.packed import DTYPES, all_packings, defines, shared_refusal
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Packing, arranged
 from slipstream.kernels.gemm.sm90 import packed_terms
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.registry import Implementation
 
-MAX_ROWS = 16
+MAX_ROWS, MOST_RECORDED_ROWS = 16, 8
+RECORDS = ("", "pair", "shared", "halves")
 TILES = {8: (1, 2, 3, 4), 16: (1, 2)}  # at a time, by rows of x that a launch takes
 WARPS = 16  # that multiply
 MEMORY = 226 << 10
@@ -53,10 +54,17 @@ class Tiling:
     bytes: int  # of shared memory
 
 
+def tiles_of(packing: Packing, columns: int) -> tuple[int, ...]:
+    """Return how many tiles a CTA may have at a time: as many as registers hold sums of."""
+    if packing.record and packing.bits == 8 and packing.record in records.HAS_MINIMUMS:
+        return TILES[columns][:2]
+    return TILES[columns]
+
+
 def slot_bytes(packing: Packing) -> int:
     """Bytes of a piece of a tile: codes of a block for each warp, scales and zeros."""
     codes = BLOCK * TILE * packing.bits // 8
-    part = TILE * (packing.scale.itemsize + int(packing.has_zeros))
+    part = TILE * (packing.scale_bytes + int(packing.has_zeros))
     return WARPS * (codes + packing.parts * part)
 
 
@@ -76,9 +84,10 @@ def tiling(
     columns = next(c for c in TILES if num_rows <= c)
     a_unit = 2 if gated else 1
     share = -(-(packing.tiles // a_unit) // multiprocessors)
-    passes = -(-share * a_unit // TILES[columns][-1])
+    sizes = tiles_of(packing, columns)
+    passes = -(-share * a_unit // sizes[-1])
     wanted = -(-share // passes) * a_unit
-    tiles = next(t for t in TILES[columns] if t >= wanted and t % a_unit == 0)
+    tiles = next(t for t in sizes if t >= wanted and t % a_unit == 0)
     places = WARPS // 2 * tiles * columns * _ROW_PITCH
     kept = packed_terms.BYTES if has_terms else 0
     if has_terms:
@@ -100,7 +109,7 @@ def tiling(
 
 def takes(spec: Spec) -> str | None:
     """Say why the kernel is not built for a GEMM; None: it is."""
-    if (why := shared_refusal(spec, MAX_ROWS)) is not None:
+    if (why := shared_refusal(spec, MAX_ROWS) or _record_refusal(spec)) is not None:
         return why
     assert spec.packing is not None, "it was not refused"
     sms = spec.target.multiprocessors
@@ -109,9 +118,19 @@ def takes(spec: Spec) -> str | None:
     return None
 
 
+def _record_refusal(spec: Spec) -> str | None:
+    """Say why records keep the kernel from a GEMM, whose sums they leave too few registers."""
+    record = "" if spec.packing is None else spec.packing.record
+    if record not in RECORDS:
+        return "takes records of one word"
+    if record and spec.rows > MOST_RECORDED_ROWS:
+        return f"takes {MOST_RECORDED_ROWS} rows beside records"
+    return None
+
+
 def adapts(spec: Spec) -> str | None:
     """Say why the kernel does not take terms of adapters beside a GEMM; None: it does."""
-    if (why := packed_terms.refusal(spec)) is not None:
+    if (why := packed_terms.refusal(spec) or _record_refusal(spec)) is not None:
         return why
     assert spec.packing is not None, "it was not refused"
     sms = spec.target.multiprocessors
@@ -135,9 +154,11 @@ def _variant(
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
-    kinds = ((dtype, packing) for dtype in DTYPES for packing in packings(dtype))
+    kinds = ((dtype, packing) for dtype in DTYPES for packing in all_packings(dtype))
     for (dtype, packing), columns in itertools.product(kinds, TILES):
-        for tiles in TILES[columns]:
+        if packing.record not in RECORDS or (packing.record and columns > MOST_RECORDED_ROWS):
+            continue
+        for tiles in tiles_of(packing, columns):
             yield _variant(dtype, packing, columns, tiles)
             if columns == MOST_ADAPTED_ROWS:
                 yield _variant(dtype, packing, columns, tiles, has_terms=True)

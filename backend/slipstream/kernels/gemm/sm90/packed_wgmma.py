@@ -88,7 +88,10 @@ def tiling(num_rows: int, packing: Packing, multiprocessors: int) -> Tiling:
 
 def takes(spec: Spec) -> str | None:
     """Say why the kernel is not built for a GEMM; None: it is."""
-    return shared_refusal(spec, MAX_ROWS)
+    if (why := shared_refusal(spec, MAX_ROWS)) is not None:
+        return why
+    assert spec.packing is not None, "it was not refused"
+    return "takes scales, not records" if spec.packing.record else None
 
 
 def _variant(dtype: torch.dtype, packing: Packing, columns: int, tiles: int) -> jit.Variant:
