@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 from fixtures.scripts import scripts
 from slipstream.config import EngineConfig
+from slipstream.runner import load_weights
 from slipstream.runner.plan import resolve
 from slipstream_serve.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
-NAMES = ("shapes", "workloads", "limits", "driving", "engine", "mixtures")
+NAMES = ("shapes", "workloads", "limits", "driving", "engine", "packed_weights", "mixtures")
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +19,18 @@ def bench():
         yield found
 
 
-@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "mixtral-8x7b"])
-def test_bytes_of_all_experts_are_those_of_the_model(bench, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "scheme", "of_attention", "of_experts"),
+    [
+        ("qwen3-30b-a3b", "none", 2, 2),
+        ("qwen3-30b-a3b", "int4", 0.515625, 0.515625),
+        ("mixtral-8x7b", "fp8", 1, 1),
+        ("gpt-oss-20b", "mxfp4", 2, 0.53125),
+    ],
+)
+def test_bytes_of_all_experts_are_those_of_the_model(
+    bench, name: str, scheme: str, of_attention: float, of_experts: float, tmp_path: Path
+) -> None:
     """So many rows that every expert is chosen; routers and head have 16 bits."""
     mixtures = bench.mixtures
     bench.shapes.write_config(name, tmp_path)
@@ -28,27 +39,48 @@ def test_bytes_of_all_experts_are_those_of_the_model(bench, name: str, tmp_path:
     dims, experts = plan.model.dims, plan.model.axes.experts
     assert experts is not None
     routers = dims.num_layers * dims.hidden_size * experts.routing.num_experts
-    size = 1 if mixtures.CASES[name] == "fp8" else 2
-    expected = (plan.block_elements - routers) * size + 2 * routers
+    all_experts = dims.num_layers * experts.routing.num_experts
+    all_experts *= 3 * dims.hidden_size * experts.inner_size
+    attention = plan.block_elements - routers - all_experts
+    expected = attention * of_attention + all_experts * of_experts + 2 * routers
     expected += 2 * dims.vocab_size * dims.hidden_size
-    found = mixtures.bytes_of_step(name, 1_000_000, 0)
+    found = mixtures.bytes_of_step(name, scheme, 1_000_000, 0)
     assert found.cache == 0
-    # What is left are the weights of norms.
-    assert found.whole * 1e9 == pytest.approx(expected, rel=1e-3)
+    # What is left are the weights of norms, and biases.
+    assert found.whole * 1e9 == pytest.approx(expected, rel=2e-3)
     # One row reads as many experts as it chooses.
-    one = mixtures.bytes_of_step(name, 1, 0).experts
+    one = mixtures.bytes_of_step(name, scheme, 1, 0).experts
     share = experts.routing.top_k / experts.routing.num_experts
     assert one == pytest.approx(found.experts * share, rel=1e-6)
 
 
-def test_a_small_one_runs(bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    mixtures, shapes = bench.mixtures, bench.shapes.SHAPES
-    small = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64}
+@pytest.mark.parametrize(
+    ("shape", "scheme", "kept"),
+    [
+        ("mixtral-8x7b", "none", ""),
+        ("mixtral-8x7b", "int4", "experts of 4 bits by 128 inputs"),
+        ("qwen3-30b-a3b", "fp8-blocks", "experts of e4m3 by 128 inputs"),
+        ("gpt-oss-20b", "mxfp4", "experts of e2m1 by 32 inputs"),
+    ],
+)
+def test_a_small_one_runs(
+    bench, shape: str, scheme: str, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts come in the form of a file; attention of MXFP4 does not."""
+    mixtures, shapes, packed = bench.mixtures, bench.shapes.SHAPES, bench.packed_weights
+    small = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 64}
     small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300}
-    monkeypatch.setitem(shapes, "small", shapes["mixtral-8x7b"] | small)
-    monkeypatch.setitem(mixtures.CASES, "small", "none")
+    small |= {"moe_intermediate_size": 64} if shape == "qwen3-30b-a3b" else {}
+    if "layer_types" in shapes[shape]:
+        small["layer_types"] = shapes[shape]["layer_types"][:2]
+    monkeypatch.setitem(shapes, "small", shapes[shape] | small)
+    monkeypatch.setattr(load_weights, "RandomSource", load_weights.RandomSource)
+    notes: list[str] = []
+    monkeypatch.setattr(packed.PackedSource, "note", lambda _, text: notes.append(text))
     monkeypatch.setattr(mixtures, "ROWS", (1, 3))
     monkeypatch.setattr(mixtures, "NUM_OUTPUT", 4)
-    found = mixtures.ours("small", repeat=1)
+    found = mixtures.ours("small", scheme, repeat=1)
     assert found.keys() == {"1", "3"}
     assert all(milliseconds > 0 for milliseconds in found.values())
+    assert any(kept in note for note in notes) == bool(kept)
+    assert any("weights of" in note for note in notes) == (scheme in ("int4", "fp8-blocks"))

@@ -1,0 +1,61 @@
+"""Random weights in fewer bits, in the forms and sizes of published files."""
+
+import re
+from typing import NamedTuple
+
+import torch
+from slipstream.models.cuts import Cuts
+from slipstream.models.fileless import RandomSource
+from slipstream.quant.matrix import E4M3, Kind, QuantMatrix
+from slipstream.runner import load_weights
+
+
+class Form(NamedTuple):
+    """How a file has its matrices."""
+
+    kind: Kind
+    group: int  # inputs that share a scale
+    scale: torch.dtype
+    names: str  # of the matrices that are quantised, an expression
+    bits: float  # a weight, with its part of a scale
+
+
+ALL = r"(?:_proj)$"  # of blocks; routers and heads are none of them
+FORMS = {
+    "int4": Form(Kind.W4, 128, torch.bfloat16, ALL, 4 + 16 / 128),
+    "fp8-blocks": Form(Kind.F8, 128, torch.float32, ALL, 8 + 32 / 128**2),
+    "mxfp4": Form(Kind.F4, 32, torch.bfloat16, r"experts\.", 4 + 8 / 32),
+}
+
+
+class PackedSource(RandomSource):
+    """Random values, and codes for the matrices that a form names."""
+
+    form: Form
+
+    def __init__(self, device: torch.device, seed: int = 0, cuts: Cuts | None = None) -> None:
+        assert cuts is None, "one rank"
+        super().__init__(device, seed)
+        self._device = device
+
+    def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
+        """Return codes of all bits, and scales about 1 / sqrt(inputs)."""
+        kind, group, dtype, names, _ = self.form
+        if not re.search(names, name):
+            return None
+        width = inputs if kind is Kind.F8 else inputs // 2
+        codes = torch.randint(0, 256, (rows, width), dtype=torch.uint8, device=self._device)
+        largest = {Kind.W4: 8, Kind.F4: 6, Kind.F8: 448}[kind]
+        scales = torch.rand(rows, -(-inputs // group), device=self._device) + 0.5
+        scales = scales / largest / inputs**0.5
+        if kind is Kind.F4:  # powers of two
+            scales = torch.exp2(torch.log2(scales).round())
+        if kind is Kind.F8:
+            codes = codes.masked_fill_(codes & 0x7F == 0x7F, 0).view(E4M3)
+        return QuantMatrix(kind, codes, scales.to(dtype), group, inputs)
+
+
+def use(name: str) -> None:
+    """Let engines over random weights that are made from now on have them in a form."""
+    PackedSource.form = FORMS[name]
+    load_weights.RandomSource = PackedSource  # type: ignore[misc]
