@@ -17,6 +17,7 @@ import msgspec
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.models.gguf.unpack import as_directory
+from slipstream.models.hf import read_config
 
 PACKAGE = "lm_eval==0.4.13"
 _MARK = "made"
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     names = ("device", "dtype", "quantization", "kv_cache_dtype")
     options = {name: getattr(args, name) for name in names if getattr(args, name)}
     with as_directory(args.checkpoint) as (directory, _):
+        read_config(directory)  # what cannot be served is refused before anything is installed
         config = EngineConfig(checkpoint=os.path.abspath(directory), **options)
         python = _python(args.environment)
         given = {

@@ -253,6 +253,8 @@ def run(args: argparse.Namespace) -> int:
     )
     options = {name: getattr(args, name) for name in (*names, *others)}
     options["model"] = args.model_name
+    if args.gpus and not args.profile:
+        raise ComposeError("--gpus chooses the GPUs of a profile: it needs --profile")
     if args.profile:
         print(profile.fill(options, args.checkpoint, args.profile, args.gpus))
     instances = dict(args.instances)

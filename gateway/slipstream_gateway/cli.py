@@ -120,6 +120,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal. Raises OSError, ValueError."""
+    if not any(args.model_repository.glob("*/config.pbtxt")):
+        why = "contains no model" if args.model_repository.is_dir() else "no such directory"
+        raise FileNotFoundError(
+            f"{args.model_repository}: {why}; make one with `slipstream compose`"
+        )
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,

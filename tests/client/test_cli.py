@@ -3,6 +3,7 @@
 import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from slipstream_client import cli
@@ -122,6 +123,17 @@ def test_a_reader_that_went_away_is_no_traceback() -> None:
     command = f"{sys.executable} -m slipstream_client.cli --help | true"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("name", "why"), [("", "contains no model"), ("x", "no such directory")])
+def test_a_gateway_without_models_listens_on_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, why: str
+) -> None:
+    repository = str(tmp_path / name)
+    assert cli.main(["gateway", "--model-repository", repository, "--port", "0"]) == 1
+    said = capsys.readouterr()
+    assert said.err == f"slipstream: {repository}: {why}; make one with `slipstream compose`\n"
+    assert not said.out
 
 
 @pytest.mark.parametrize("act", [["list"], ["load", "a", "/a"], ["unload", "a"]])

@@ -226,6 +226,12 @@ def test_impossible_options_are_refused_at_once(checkpoint, tmp_path, options, m
     assert not list(tmp_path.iterdir())
 
 
+def test_gpus_need_a_profile(checkpoint, tmp_path):
+    with pytest.raises(ComposeError, match=r"--gpus .* needs --profile"):
+        run(checkpoint, tmp_path, "--gpus", "H100")
+    assert not list(tmp_path.iterdir())
+
+
 def test_unsupported_checkpoints_are_refused(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match="no such directory"):
         run(tmp_path / "nowhere", tmp_path / "out")

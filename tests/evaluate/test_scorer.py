@@ -88,6 +88,11 @@ def test_wrong_options(directory: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["eval", str(directory), "--tasks", "a", "--output", str(output)]) == 1
     assert "is there already" in capsys.readouterr().err
     assert output.read_text() == "mine"
+    apart = tmp_path / "environment"
+    arguments = ["--tasks", "a", "--output", str(tmp_path / "x"), "--environment", str(apart)]
+    assert main(["eval", str(tmp_path / "none"), *arguments]) == 1
+    assert "no such directory" in capsys.readouterr().err
+    assert not apart.exists()
 
 
 TASK = """task: wishes
