@@ -35,7 +35,7 @@ from slipstream.layers.linear import Linear
 from slipstream.layers.norm import Norm, RowNorm
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import WeightSource
-from slipstream.quant.auto import dequantised, joined
+from slipstream.quant.auto import AtLoad, dequantised, joined
 from slipstream.quant.forms import (
     FORMS,
     dtype_of_numbers,
@@ -46,7 +46,6 @@ from slipstream.quant.forms import (
 from slipstream.quant.matrix import QuantMatrix, selected, write
 from slipstream.quant.rounding import rounded_e4m3
 
-SCHEMES = ("auto", "none", "fp8")  # that experts can be kept in
 _ALIGNED = 8  # outputs of the router
 
 
@@ -173,10 +172,13 @@ def _matrix(
     w: WeightSource, names: tuple[str, ...], config: ExpertsConfig, outputs: int, inputs: int
 ) -> ExpertMatrix:
     """Read the matrices `names` of all experts, `[outputs, inputs]` each, as one."""
-    assert w.quantization in SCHEMES, f"experts in {w.quantization}"
     count = config.routing.num_experts
     read = _fused if config.is_fused else _separate
     values, bias = read(w, names, config, outputs, inputs)
+    scheme = quant.named(w.quantization)
+    if isinstance(scheme, AtLoad):
+        assert isinstance(values, Tensor), "what is quantised has no other scheme"
+        values = scheme.rounded(values.view(-1, inputs))
     if isinstance(values, QuantMatrix):
         return expert_matrix(_kept(w, values, count * len(names)), count, bias)
     if _takes_numbers(w, outputs):

@@ -106,11 +106,15 @@ class AtLoad(Auto):
     """Weights of 16 or 32 bits, rounded as they are loaded; activations stay as they are.
 
     `kept` says whether what was rounded must be dequantised again.
+
+    Args:
+        name: of the scheme.
+        rounded: returns `[n, k]` in fewer bits.
     """
 
     def __init__(self, name: str, rounded: Callable[[Tensor], QuantMatrix]) -> None:
         self.name = name  # type: ignore[misc]  # of the object: there is one for each file
-        self._rounded = rounded
+        self.rounded = rounded
 
     def read(
         self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
@@ -119,7 +123,7 @@ class AtLoad(Auto):
         full = [f"{name}.weight" for name in names]
 
         def made() -> Matrix | Packed:
-            return kept(w, self._rounded(w.stacked(full, outputs, inputs)))
+            return kept(w, self.rounded(w.stacked(full, outputs, inputs)))
 
         return w.packed(full, outputs, inputs, made)
 

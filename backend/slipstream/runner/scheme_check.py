@@ -8,7 +8,6 @@ from slipstream import quant
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.experts.grouped import DTYPES, MULTIPLE
-from slipstream.layers.experts import SCHEMES
 from slipstream.models.cache_scheme import quantization_of
 from slipstream.models.model_config import ModelConfig
 
@@ -29,22 +28,15 @@ def check_scheme(
     }
     if experts is not None:
         inputs["the inner size of experts"] = experts.inner_size
-        _check_experts(config.quantization, inputs, device, dtype)
+        _check_experts(inputs, device, dtype)
     quant.named(config.quantization).check(inputs, device, dtype)
 
 
-def _check_experts(
-    scheme: str, sizes: dict[str, int], device: torch.device, dtype: torch.dtype
-) -> None:
-    """Raise `ConfigError` if a mixture of experts cannot have the scheme, device, dtype or sizes.
+def _check_experts(sizes: dict[str, int], device: torch.device, dtype: torch.dtype) -> None:
+    """Raise `ConfigError` if a mixture of experts cannot have the device, dtype or sizes.
 
     `sizes` are inputs of matrices by what config.json calls them.
     """
-    if scheme not in SCHEMES:
-        raise ConfigError(
-            f"quantization = {scheme!r}: experts of a mixture are kept in one of "
-            f"{', '.join(SCHEMES)}"
-        )
     if device.type == "cpu":
         return
     if dtype not in DTYPES:
