@@ -21,7 +21,7 @@ from slipstream.models.adapters.config import PromptConfig, read_config
 from slipstream.models.adapters.folder import AdapterFolder
 from slipstream.models.adapters.legacy import MODULES, cut, parts_of, rows_of
 from slipstream.models.adapters.read import FILE, read_adapter, tensors_of
-from slipstream.models.adapters.stored import Stored, stored_modules
+from slipstream.models.adapters.stored import Stored, modules_of, read_piece
 from slipstream.models.adapters.targets import Part, Targets
 from slipstream.models.decoder import build_any
 from slipstream.models.files import header_entries
@@ -54,8 +54,9 @@ def to_arrays(directory: Path, output: Path, checkpoint: Path) -> int:
         config = read_config(folder)
         if isinstance(config, PromptConfig):
             raise CheckpointError(f"{directory}: virtual tokens go into prompt_embedding_table")
-        modules = stored_modules(header_entries(file, path), config, file, path)
-        found = [_row(stored, targets, path) for stored in modules]
+        modules = modules_of(header_entries(file, path), path)
+        read = read_piece(modules, config, file, path)
+        found = [_row(stored, targets, path) for stored in read.stored]
     found.sort(key=lambda row: row[0])
     widest = max(len(numbers) for _, numbers in found)
     weights = np.zeros((1, len(found), widest), np.float16)

@@ -3,8 +3,7 @@
 import json
 import math
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,8 @@ from fixtures.models.checkpoints import Driver, Generation, make_model, make_run
 from safetensors.torch import load_file, save_file
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError
-from slipstream.models.adapters import read
-from slipstream.models.adapters.read import _digest_of_module
-from slipstream.models.adapters.stored import Stored, stored_modules
+from slipstream.models.adapters import read, stored, workers
+from slipstream.models.adapters.stored import Module, ReadPiece, read_piece
 from slipstream.preflight import preflight
 from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.lora import LoraTask
@@ -179,34 +177,28 @@ def test_names_of_a_larger_model_and_biases_of_zero_are_read(
     )
 
 
-def test_few_modules_wait_for_their_digests(
+def test_few_pieces_are_read_ahead(
     base: torch.nn.Module,
     runner: ModelRunner,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What no thread has hashed stays in memory, as the file has it."""
+    """What is wrong with a module is reported when little behind it was read."""
     directory = write_adapter(tmp_path / "a", draw_pairs(base, targets_of(base), 2), 2)
-    is_far, hashed, waiting = threading.Event(), list[str](), list[int]()
+    config(rank_pattern={"layers.0.self_attn.q_proj": 3})(directory)
+    seen: list[str] = []
 
-    def counted(*given: Any) -> Iterator[Stored]:
-        for number, stored in enumerate(stored_modules(*given), start=1):
-            waiting.append(number - len(hashed))
-            if waiting[-1] > read._MOST_AHEAD + 1:
-                is_far.set()
-            yield stored
+    def counted(modules: Sequence[Module], *given: Any) -> ReadPiece:
+        seen.extend(each.name for each in modules)
+        return read_piece(modules, *given)
 
-    def slowly(stored: Stored) -> bytes:
-        if not hashed:
-            is_far.wait(0.3)  # the others could all be read
-        hashed.append(stored.module)
-        return _digest_of_module(stored)
-
-    monkeypatch.setattr(read, "stored_modules", counted)
-    monkeypatch.setattr(read, "_digest_of_module", slowly)
-    runner.adapters.read(str(directory))
-    assert len(waiting) == len(hashed) > read._MOST_AHEAD + 1
-    assert max(waiting) <= read._MOST_AHEAD + 1
+    monkeypatch.setattr(stored, "PIECE", 1)
+    monkeypatch.setattr(workers, "num_cores", lambda: 2)
+    monkeypatch.setattr(read, "read_piece", counted)
+    with pytest.raises(CheckpointError, match=r"q_proj has rank 2, but .* says 3"):
+        runner.adapters.read(str(directory))
+    wrong = seen.index("model.layers.0.self_attn.q_proj")
+    assert wrong + 1 <= len(seen) <= wrong + 4
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(
@@ -221,20 +213,24 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     os.utime(path, (1, 1))  # long ago: the clock of files is coarse
     first, second = (runner.adapters.read(str(each.parent)).digest for each in (path, other))
     becomes = tmp_path / "becomes"
+    calls: list[object] = []
 
-    def changed(*given: Any) -> Iterator[Stored]:
-        for number, stored in enumerate(stored_modules(*given)):
-            if number == 3 and becomes.exists():
-                becomes.replace(path)
-            elif number == 3:
-                path.write_bytes(other.read_bytes())
-            yield stored
+    def changed(*given: Any) -> ReadPiece:
+        calls.append(given)
+        if len(calls) == 3 and becomes.exists():
+            becomes.replace(path)
+        elif len(calls) == 3:
+            with path.open("r+b") as file:
+                file.write(other.read_bytes())
+        return read_piece(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(read, "stored_modules", changed)
+        patch.setattr(stored, "PIECE", 1)
+        patch.setattr(read, "read_piece", changed)
         becomes.write_bytes(path.read_bytes())
         os.utime(becomes, (1, 1))
         assert runner.adapters.read(str(path.parent)).digest == first
+        calls.clear()
         with pytest.raises(CheckpointError, match=rf"{TENSORS}: it changed while it was read"):
             runner.adapters.read(str(path.parent))
     assert runner.adapters.read(str(path.parent)).digest == second

@@ -8,7 +8,8 @@ from torch import Tensor
 from slipstream.fuse.adapt import AdaptedPlace
 from slipstream.layers.adapted import Term
 from slipstream.layers.magnitudes import Kind, folded, squares
-from slipstream.models.adapters.read import AdapterWeights, PlaceTerms, are_finite
+from slipstream.models.adapters.blocks import are_finite
+from slipstream.models.adapters.read import AdapterWeights, PlaceTerms
 from slipstream.runner.group import Group
 
 

@@ -5,35 +5,41 @@ rows of B (q, k and v that lie in one matrix, pairs that rotate), or columns of 
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import torch
 from slipstream_contract.errors import clip
-from slipstream_runtime.processes import num_cores
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.fuse.adapt import EMBEDDING, HEAD, VIRTUAL
 from slipstream.layers.adapted import Term
 from slipstream.layers.magnitudes import folded
-from slipstream.models.adapters.config import PromptConfig, read_config
+from slipstream.models.adapters.blocks import are_finite
+from slipstream.models.adapters.config import LoraConfig, PromptConfig, read_config
 from slipstream.models.adapters.folder import AdapterFolder
 from slipstream.models.adapters.keys import key_terms
-from slipstream.models.adapters.stored import Stored, stored_modules, stored_prompt
+from slipstream.models.adapters.stored import (
+    DIGEST_BYTES,
+    Module,
+    ReadPiece,
+    Stored,
+    modules_of,
+    pieces_of,
+    read_piece,
+    stored_prompt,
+)
 from slipstream.models.adapters.targets import Part, Targets
+from slipstream.models.adapters.workers import in_threads
 from slipstream.models.files import header_entries, without_weights
 
 FILE = "adapter_model.safetensors"
 MAX_HEADER = 16 << 20  # bytes of JSON, which are parsed in one piece
-_DIGEST_BYTES = 16
-_MOST_THREADS = 4  # that make digests: as fast as one makes all else
-_MOST_AHEAD = 8  # modules in memory that have no digest yet, beside the one that is read
 _MOST_APART = 0.01  # of the largest value: how far a stored base may be from ours
 
 
@@ -117,10 +123,8 @@ def read_adapter(
                 if config.has_keys:
                     return of_keys(table, targets, dtype, str(path))
                 return of_table(table, targets, dtype, str(path))
-            return _of_modules(
-                stored_modules(entries, config, file, path, targets.most_elements),
-                *(targets, dtype, path),
-            )
+            modules = modules_of(entries, path, targets.most_elements)
+            return _of_modules(Source(modules, config, file, path), targets, dtype)
 
 
 @contextmanager
@@ -143,55 +147,82 @@ def tensors_of(folder: AdapterFolder) -> BinaryIO:
     return folder.open(FILE)
 
 
-def _of_modules(
-    modules: Iterable[Stored], targets: Targets, dtype: torch.dtype, path: Path
-) -> AdapterWeights:
-    with ThreadPoolExecutor(max(1, min(_MOST_THREADS, num_cores() // 4)), "digests") as pool:
-        digests: list[Future[bytes]] = []
+class Source(NamedTuple):
+    """Modules of an adapter, and what they are read by."""
 
-        def hashed(stored: Stored) -> Stored:
-            if len(digests) >= _MOST_AHEAD:
-                digests[-_MOST_AHEAD].result()
-            digests.append(pool.submit(_digest_of_module, stored))
-            return stored
-
-        found, rank, has_magnitudes = _terms_of(map(hashed, modules), targets, dtype, path)
-        whole = b"".join(each.result() for each in digests)
-    digest = blake2b(whole, digest_size=_DIGEST_BYTES).digest()
-    return found.weights(digest, rank, has_magnitudes)
+    modules: Sequence[Module]
+    config: LoraConfig
+    file: BinaryIO
+    path: Path
 
 
-def _digest_of_module(stored: Stored) -> bytes:
-    """Hash what a module computes, most of the time without the interpreter's lock."""
-    digest = blake2b(f"{stored.module} {stored.scale!r}".encode(), digest_size=_DIGEST_BYTES)
-    for x in stored.tensors():
-        digest.update(f" {x.dtype} {tuple(x.shape)} ".encode())
-        digest.update(x.view(torch.uint8).numpy().data)
-    return digest.digest()
-
-
-def _terms_of(
-    modules: Iterable[Stored], targets: Targets, dtype: torch.dtype, path: Path
-) -> tuple[RankTerms, int, bool]:
-    """Return the terms of all modules, the largest rank, and whether ranks fold magnitudes."""
+def _of_modules(source: Source, targets: Targets, dtype: torch.dtype) -> AdapterWeights:
+    """Read the modules of an adapter, in pieces, by several threads."""
     terms: dict[str, list[Term]] = {}
     of_ranks = RankTerms(targets)
     given: dict[tuple[str, int], str] = {}
-    rank, has_magnitudes = 0, False
-    for stored in modules:
-        has_magnitudes |= stored.magnitude is not None and targets.num_ranks > 1
-        rank = max(rank, stored.rank)
-        for part in _parts(targets, stored, path):
-            before = given.setdefault((part.place, part.first), stored.module)
-            if before != stored.module:
-                raise CheckpointError(f"{path}: {stored.module} is {before} by another name")
-            term = _term(part, stored, dtype, path, targets)
-            terms.setdefault(part.place, []).append(term)
-            of_ranks.add(part, term)
+    digests: list[bytes] = []
+    rank, has_magnitudes, are_finite = 0, False, True
+    path = source.path
+
+    def made(piece: Sequence[Module]) -> _Made:
+        return _made(read_piece(piece, *source[1:], dtype), targets, dtype, path)
+
+    with closing(in_threads(made, pieces_of(source.modules))) as pieces:
+        for found in pieces:
+            are_finite &= found.are_finite
+            for stored, part, term in found.terms:
+                before = given.setdefault((part.place, part.first), stored.module)
+                if before != stored.module:
+                    raise CheckpointError(f"{path}: {stored.module} is {before} by another name")
+                if isinstance(term, CheckpointError):
+                    raise term
+                if term is None:
+                    has_magnitudes |= targets.num_ranks > 1
+                    term = _term(part, stored, dtype, path, targets)
+                rank = max(rank, stored.rank)
+                terms.setdefault(part.place, []).append(term)
+                of_ranks.add(part, term)
+            digests += found.digests
+            if found.error is not None:
+                raise found.error
     if not terms:
         raise CheckpointError(f"{path}: it has no tensors: an adapter of nothing")
-    check_range(terms, dtype, path)
-    return of_ranks, rank, has_magnitudes
+    if not are_finite:
+        check_range(terms, dtype, path)
+    digest = blake2b(b"".join(digests), digest_size=DIGEST_BYTES).digest()
+    return of_ranks.weights(digest, rank, has_magnitudes)
+
+
+class _Made(NamedTuple):
+    """What a thread has made of modules, up to one that is wrong."""
+
+    terms: list[tuple[Stored, Part, Term | CheckpointError | None]]  # None: it has magnitudes
+    digests: list[bytes]
+    are_finite: bool  # all tensors of the terms, for sure
+    error: CheckpointError | None
+
+
+def _made(found: ReadPiece, targets: Targets, dtype: torch.dtype, path: Path) -> _Made:
+    """Make the terms of modules, but those with magnitudes, for which layers are run."""
+    terms: list[tuple[Stored, Part, Term | CheckpointError | None]] = []
+    are_finite, error = found.are_finite, found.error
+    for stored in found.stored:
+        try:
+            parts = _parts(targets, stored, path)
+        except CheckpointError as wrong:
+            error = wrong
+            break
+        for part in parts:
+            term: Term | CheckpointError | None = None
+            try:
+                if stored.magnitude is None:
+                    term = _term(part, stored, dtype, path, targets)
+            except CheckpointError as wrong:
+                term = wrong
+            terms.append((stored, part, term))
+            are_finite &= stored.magnitude is None
+    return _Made(terms, [each.digest for each in found.stored], are_finite, error)
 
 
 def of_table(
@@ -234,7 +265,7 @@ def of_keys(table: Tensor, targets: Targets, dtype: torch.dtype, where: str) -> 
 
 
 def _digest_of(tag: bytes, rows: Tensor) -> bytes:
-    digest = blake2b(tag, digest_size=_DIGEST_BYTES)
+    digest = blake2b(tag, digest_size=DIGEST_BYTES)
     digest.update(f" {rows.dtype} {tuple(rows.shape)} ".encode())
     digest.update(rows.view(torch.uint8).numpy().data)
     return digest.digest()
@@ -274,19 +305,26 @@ def _term(part: Part, stored: Stored, dtype: torch.dtype, path: Path, targets: T
             targets.has_weights and _is_apart(part.own(stored.base), part.table.weight)
         ):
             raise CheckpointError(f"{where}: base_layer.weight is not the model's matrix")
-    b = stored.b.float() * stored.scale
+    b = stored.b
+    if stored.scale != 1.0 or stored.magnitude is not None:
+        b = b.float() * stored.scale
     if stored.is_rows:
         if stored.a.shape[1] != part.outputs or len(b) != part.inputs:
             raise _misshapen(part, stored, where)
-        return Term(0, stored.a.t().to(dtype).contiguous(), b.to(dtype))
+        return Term(0, stored.a.t().to(dtype).contiguous(), _rounded(b, dtype))
     a, b = _sides(part, stored, b, where)
     gain = None
     if stored.magnitude is not None:
         gain = part.of_b(stored.magnitude.float()[:, None])[:, 0]
         if targets.num_ranks > 1 or not targets.has_weights:
-            return Term(part.first, a.to(dtype).contiguous(), b.contiguous(), gain)
+            return Term(part.first, _rounded(a, dtype), b.contiguous(), gain)
         b, gain = folded(b, gain, part.squares(a, b))
-    return Term(part.first, a.to(dtype).contiguous(), b.to(dtype).contiguous(), gain)
+    return Term(part.first, _rounded(a, dtype), _rounded(b, dtype), gain)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of a dtype without gaps; itself if it is one."""
+    return x if x.dtype == dtype and x.is_contiguous() else x.to(dtype).contiguous()
 
 
 def _is_apart(base: Tensor, ours: Tensor) -> bool:
@@ -334,11 +372,6 @@ def check_range(terms: Mapping[str, list[Term]], dtype: torch.dtype, path: Path 
                         f"{path}: {place}: {name}, times the scaling, holds NaN, infinity or "
                         f"values beyond {str(dtype).removeprefix('torch.')}"
                     )
-
-
-def are_finite(x: Tensor) -> bool:
-    """Return whether all numbers are finite: their sum, which is found sooner, mostly says it."""
-    return bool(x.sum().isfinite()) or bool(x.isfinite().all())
 
 
 def joined(terms: list[Term]) -> tuple[Term, ...]:

@@ -1,9 +1,11 @@
 """The tensors of an adapter's file by module: `base_model.model.MODULE.lora_A.weight` and more."""
 
+import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,11 +14,13 @@ from slipstream_contract.errors import clip
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.models.adapters.blocks import DTYPES, Wanted, read_blocks
 from slipstream.models.adapters.config import MAX_RANK, LoraConfig, PromptConfig
 from slipstream.models.adapters.patterns import MAX_NAME
 from slipstream.models.entries import TensorEntry
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DIGEST_BYTES = 16
+PIECE = 8 << 20  # bytes of modules that are read together
 _KINDS = {
     "lora_A.weight": "a",
     "lora_B.weight": "b",
@@ -28,6 +32,8 @@ _KINDS = {
     "base_layer.weight": "base",
     "weight": "whole",
 }
+_HASHED = ("a", "rows_a", "b", "rows_b", "magnitude", "whole")  # what says what is computed
+_OF_B = ("b", "rows_b")
 _PROMPT = "prompt_embeddings"
 _NAME = re.compile(rf"base_model\.model\.(.+?)\.({'|'.join(map(re.escape, _KINDS))})")
 
@@ -38,7 +44,7 @@ class Stored:
 
     a, b: of its term, `[r, inputs]` and `[outputs, r]`; of an embedding's rows `[r, rows]` and
     `[width, r]`.
-    scale: of the term.
+    scale: what B is still to be multiplied by.
     magnitude: of each output, if the adapter has such (DoRA).
     base: the module's own matrix, which PEFT may write beside terms of head and embedding.
     whole: a matrix that takes the place of the module's; then there is no term.
@@ -52,48 +58,143 @@ class Stored:
     magnitude: Tensor | None = None
     base: Tensor | None = None
     whole: Tensor | None = None
+    digest: bytes = b""  # of what says what is computed
 
     @property
     def rank(self) -> int:
         """The term's; 0: there is none."""
         return 0 if self.a is None else len(self.a)
 
-    def tensors(self) -> list[Tensor]:
-        """Return those that say what is computed."""
-        return [x for x in (self.a, self.b, self.magnitude, self.whole) if x is not None]
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """The tensors of a module, by the ends of their names."""
+
+    name: str
+    entries: Mapping[str, TensorEntry]
+
+    @functools.cached_property
+    def kinds(self) -> dict[str, TensorEntry]:
+        """Tensors by their kinds; of two biases one."""
+        return {_KINDS[end]: entry for end, entry in self.entries.items()}
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether it is a term of an embedding's rows."""
+        return "rows_a" in self.kinds or "rows_b" in self.kinds
+
+    def kept(self) -> list[str]:
+        """Return the kinds of those that say what is computed, in the order of digests."""
+        return [kind for kind in _HASHED if kind in self.kinds]
 
 
-def stored_modules(
-    entries: Mapping[str, TensorEntry],
-    config: LoraConfig,
-    file: BinaryIO,
-    path: Path,
-    most: int = 1 << 62,
-) -> Iterator[Stored]:
-    """Yield what a file has of each module, by their names; raises `CheckpointError`.
+def modules_of(entries: Mapping[str, TensorEntry], path: Path, most: int = 1 << 62) -> list[Module]:
+    """Return what a file has of each module, by their names; raises `CheckpointError`.
 
     `most`: numbers of a tensor. What an entry says is checked before its bytes are read.
     """
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         match = _NAME.fullmatch(name)
         if match is None or len(match[1]) > MAX_NAME:
             raise CheckpointError(f"{path}: tensor {clip(name, 128)} is none of a LoRA's")
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in DTYPES:
             raise CheckpointError(f"{path}: tensor {name} is {entry.dtype}: not implemented")
-        if math.prod(entry.shape) > most:
+        if math.prod(max(1, count) for count in entry.shape) > most:
             raise CheckpointError(
                 f"{path}: tensor {name} is {clip(list(entry.shape))}, more than the {most} numbers "
                 f"that one of this model's has at most"
             )
-        found.setdefault(match[1], {})[match[2]] = name
-    for module, names in sorted(found.items()):
-        own: dict[str, Tensor] = {}
-        for kind, name in names.items():
-            own[_KINDS[kind]] = x = _tensor(file, entries[name])
-            if _KINDS[kind] == "bias" and x.count_nonzero():
-                raise CheckpointError(f"{path}: {module} has a bias (lora_bias): not implemented")
-        yield _stored(module, own, config, path)
+        found.setdefault(match[1], {})[match[2]] = entry
+    return [Module(*each) for each in sorted(found.items())]
+
+
+def pieces_of(modules: Sequence[Module]) -> Iterator[list[Module]]:
+    """Yield modules, in their order, in pieces that are read together."""
+    piece: list[Module] = []
+    size = 0
+    for module in modules:
+        piece.append(module)
+        size += sum(entry.end - entry.begin for entry in module.entries.values())
+        if size >= PIECE:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
+
+
+@dataclass(slots=True)
+class ReadPiece:
+    """Modules that were read, up to one with an error, if there is one."""
+
+    stored: list[Stored] = field(default_factory=list)
+    are_finite: bool = True  # all tensors that were rounded
+    error: CheckpointError | None = None
+
+
+def read_piece(
+    modules: Iterable[Module],
+    config: LoraConfig,
+    file: BinaryIO,
+    path: Path,
+    dtype: torch.dtype | None = None,
+) -> ReadPiece:
+    """Read modules; in any thread.
+
+    `dtype`: what tensors are rounded to, times the scaling; None: they stay as they are stored. So
+    do those beside magnitudes.
+    """
+    found, scales = ReadPiece(), dict[Module, float]()
+    wanted: dict[str, Wanted] = {}
+    wrong: tuple[Module, CheckpointError] | None = None
+    for module in modules:
+        try:
+            scale = scales[module] = _scale_of(module, config, path)
+        except CheckpointError as error:
+            wrong = module, error
+            break
+        is_raw = dtype is None or "magnitude" in module.kinds
+        for kind in module.kept():
+            own = scale if kind in _OF_B and not is_raw else 1.0
+            wanted[f"{module.name} {kind}"] = Wanted(module.kinds[kind], own, is_raw)
+    blocks = read_blocks(file, wanted)
+    data = {name: each for block in blocks for name, each in block.data.items()}
+    digests = {module: _digest(module, scale, data) for module, scale in scales.items()}
+    for block in blocks:
+        if dtype is not None and not block.is_raw:
+            found.are_finite &= block.finish(dtype)
+    tensors = dict(each for block in blocks for each in block.tensors())
+    try:
+        for module, scale in scales.items():
+            _refuse_bias(module, file, path)
+            is_raw = dtype is None or "magnitude" in module.kinds
+            stored = _stored(module, scale if is_raw else 1.0, tensors, digests[module])
+            if base := module.kinds.get("base"):
+                stored = replace(stored, base=_tensor(file, base))
+            found.stored.append(stored)
+        if wrong is not None:
+            _refuse_bias(wrong[0], file, path)
+            raise wrong[1]
+    except CheckpointError as error:
+        found.error = error
+    return found
+
+
+def _refuse_bias(module: Module, file: BinaryIO, path: Path) -> None:
+    for end, entry in module.entries.items():
+        if _KINDS[end] == "bias" and _tensor(file, entry).count_nonzero():
+            name = module.name
+            raise CheckpointError(f"{path}: {name} has a bias (lora_bias): not implemented")
+
+
+def _digest(module: Module, scale: float, data: Mapping[str, memoryview]) -> bytes:
+    """Hash what a module computes, most of the time without the interpreter's lock."""
+    digest = blake2b(f"{module.name} {scale!r}".encode(), digest_size=DIGEST_BYTES)
+    for kind in module.kept():
+        entry = module.kinds[kind]
+        digest.update(f" {DTYPES[entry.dtype]} {entry.shape} ".encode())
+        digest.update(data[f"{module.name} {kind}"])
+    return digest.digest()
 
 
 def stored_prompt(
@@ -108,7 +209,7 @@ def stored_prompt(
             else f"{path}: tensor {_PROMPT} is missing"
         )
     entry = entries[_PROMPT]
-    if entry.dtype not in _DTYPES:
+    if entry.dtype not in DTYPES:
         raise CheckpointError(f"{path}: tensor {_PROMPT} is {entry.dtype}: not implemented")
     if list(entry.shape) != [config.num_tokens, config.width]:
         raise CheckpointError(
@@ -119,47 +220,55 @@ def stored_prompt(
 
 
 def _tensor(file: BinaryIO, entry: TensorEntry) -> Tensor:
-    memory = torch.empty(entry.end - entry.begin, dtype=torch.uint8)
-    file.seek(entry.begin)
-    if file.readinto(memory.numpy().data) != len(memory):  # type: ignore[attr-defined]
-        raise CheckpointError(f"{entry.file}: it became shorter while it was read")
-    return memory.view(_DTYPES[entry.dtype]).view(entry.shape)
+    """Read a tensor alone."""
+    block = read_blocks(file, {"": Wanted(entry)})[0]
+    return dict(block.tensors())[""]
 
 
-def _stored(module: str, own: dict[str, Tensor], config: LoraConfig, path: Path) -> Stored:
-    is_rows = "rows_a" in own or "rows_b" in own
-    side_a, side_b = ("rows_a", "rows_b") if is_rows else ("a", "b")
-    if own.keys() == {"whole"}:
-        if module.rpartition(".")[2] not in config.whole:
+def _scale_of(module: Module, config: LoraConfig, path: Path) -> float:
+    """Return what B of a module is multiplied by. Raises `CheckpointError` if its tensors are not
+    those of a term, or of a whole matrix.
+    """
+    kinds, name = module.kinds, module.name
+    if kinds.keys() == {"whole"}:
+        if name.rpartition(".")[2] not in config.whole:
             raise CheckpointError(
-                f"{path}: tensor {module}.weight is a whole matrix, but modules_to_save of "
+                f"{path}: tensor {name}.weight is a whole matrix, but modules_to_save of "
                 f"adapter_config.json does not name it"
             )
-        return Stored(module, whole=own["whole"])
+        return 1.0
+    side_a, side_b = ("rows_a", "rows_b") if module.is_rows else ("a", "b")
     allowed = {side_a, side_b, "bias", "base", *(["magnitude"] if config.has_magnitudes else [])}
-    if extra := own.keys() - allowed:
-        raise CheckpointError(f"{path}: {module} has {sorted(extra)[0]} beside a term: no such is")
-    for key, name in ((side_a, "A"), (side_b, "B")):
-        if key not in own:
-            kind = f"lora_embedding_{name}" if is_rows else f"lora_{name}.weight"
-            raise CheckpointError(f"{path}: tensor {module}.{kind} is missing")
-    if config.has_magnitudes and "magnitude" not in own:
-        raise CheckpointError(f"{path}: tensor {module}.lora_magnitude_vector is missing")
-    a, b = own[side_a], own[side_b]
-    if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-        shapes = f"{list(a.shape)} and {list(b.shape)}"
-        raise CheckpointError(f"{path}: {module}: A and B are {shapes}: no rank fits both")
-    rank, wanted = len(a), config.rank_of(module)
+    if extra := kinds.keys() - allowed:
+        raise CheckpointError(f"{path}: {name} has {sorted(extra)[0]} beside a term: no such is")
+    for key, side in ((side_a, "A"), (side_b, "B")):
+        if key not in kinds:
+            kind = f"lora_embedding_{side}" if module.is_rows else f"lora_{side}.weight"
+            raise CheckpointError(f"{path}: tensor {name}.{kind} is missing")
+    if config.has_magnitudes and "magnitude" not in kinds:
+        raise CheckpointError(f"{path}: tensor {name}.lora_magnitude_vector is missing")
+    a, b = kinds[side_a].shape, kinds[side_b].shape
+    if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
+        shapes = f"{list(a)} and {list(b)}"
+        raise CheckpointError(f"{path}: {name}: A and B are {shapes}: no rank fits both")
+    rank, wanted = a[0], config.rank_of(name)
     if rank != wanted or not 1 <= rank <= MAX_RANK:
         raise CheckpointError(
-            f"{path}: {module} has rank {rank}, but adapter_config.json says {wanted} "
+            f"{path}: {name} has rank {rank}, but adapter_config.json says {wanted} "
             f"(1 to {MAX_RANK} are served)"
         )
-    magnitude = own.get("magnitude")
-    if magnitude is not None and magnitude.shape != b.shape[:1]:
+    magnitude = kinds.get("magnitude")
+    if magnitude is not None and magnitude.shape != b[:1]:
         raise CheckpointError(
-            f"{path}: {module}.lora_magnitude_vector is {list(magnitude.shape)}, not "
-            f"{list(b.shape[:1])}"
+            f"{path}: {name}.lora_magnitude_vector is {list(magnitude.shape)}, not {list(b[:1])}"
         )
-    scale = config.scale_of(module, rank)
-    return Stored(module, a, b, scale, is_rows, magnitude, own.get("base"))
+    return config.scale_of(name, rank)
+
+
+def _stored(module: Module, scale: float, tensors: Mapping[str, Tensor], digest: bytes) -> Stored:
+    own = {kind: tensors[f"{module.name} {kind}"] for kind in module.kept()}
+    if "whole" in own:
+        return Stored(module.name, whole=own["whole"], digest=digest)
+    a, b = (own[side] for side in (("rows_a", "rows_b") if module.is_rows else ("a", "b")))
+    magnitude = own.get("magnitude")
+    return Stored(module.name, a, b, scale, module.is_rows, magnitude, digest=digest)
