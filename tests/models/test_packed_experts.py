@@ -6,10 +6,19 @@ import pytest
 import torch
 from fixtures.models.checkpoints import Driver, Generation, make_runner, random_prompts
 from fixtures.models.experts_of_gpu import keep_as_on_hopper
+from fixtures.models.ranks import compare
 from fixtures.models.rearranged import REARRANGED, plain, quantise
+from slipstream.config import EngineConfig
 from slipstream.kernels.experts.grouped import ExpertMatrix
+from slipstream.kernels.runtime.registry import KNOWN
 from slipstream.layers.experts import Experts
+from slipstream.models.decoder import build
+from slipstream.models.hf import read_config
+from slipstream.models.source import Weights
+from slipstream.models.weights import FileSource
+from slipstream.runner.matrices import weight_parts
 from slipstream.runner.model_runner import ModelRunner
+from torch import Tensor
 
 OWN = REARRANGED["mixtral, awq"][2]
 CASES = {  # family, case of its matrices: how a GPU keeps them
@@ -66,3 +75,43 @@ def test_a_gpu_keeps_experts(
                 torch.testing.assert_close(found, expected, rtol=2**-23, atol=0.0)
     error = float((logits[0] - logits[1]).norm() / logits[1].norm())
     assert error < 1e-4
+
+
+@pytest.mark.parametrize("case", ["awq-gemm-32", "modelopt-mxfp4", "modelopt-int8"])
+def test_memory_is_counted_as_a_gpu_keeps_experts(case: str, tmp_path: Path) -> None:
+    """Before any weight is read."""
+    directory = tmp_path / "model"
+    plain("qwen3_moe", OWN, directory)
+    quantise("qwen3_moe", case, directory)
+    config = EngineConfig(checkpoint=str(directory), device="cuda", dtype="bfloat16")
+    model, hopper = read_config(directory), KNOWN["sm_90a"]
+    counted = weight_parts(config, model, torch.bfloat16, hopper)
+    source = FileSource(directory, torch.device("cpu"), model.tensors)
+    decoder = build(model, Weights(source, torch.device("cpu"), torch.bfloat16, target=hopper), 8)
+    tensors: list[Tensor | None] = []
+    for block in decoder.blocks:
+        for each in (block.mlp.gate_up, block.mlp.down):
+            assert each.groups is not None
+            tensors += [each.values, each.scales, each.groups.scales, each.groups.zeros]
+    found = sum(each.numel() * each.element_size() for each in tensors if each is not None)
+    assert counted.expert_bytes == found
+    assert counted.expert_bits == (8 if case == "modelopt-int8" else 4)
+    assert found < counted.expert_elements * (1.1 if case == "modelopt-int8" else 0.7)
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "stages"),
+    [
+        ("awq-gemm-32", 2, 1),
+        pytest.param("modelopt-mxfp4", 2, 1, marks=pytest.mark.rest),
+        pytest.param("modelopt-nvfp4", 1, 2, marks=pytest.mark.rest),
+    ],
+)
+def test_ranks_and_stages_have_parts_of_packed_experts(
+    case: str, size: int, stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "model"
+    plain("mixtral", OWN | {"num_key_value_heads": 2}, directory)
+    quantise("mixtral", case, directory)
+    keep_as_on_hopper(monkeypatch)
+    compare(directory, size, 100, stages)

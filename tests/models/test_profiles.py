@@ -105,6 +105,20 @@ def test_a_step_of_a_mixture_reads_the_experts_that_its_rows_choose(tmp_path, sh
         assert model.step_ms(int(count), context) == pytest.approx(float(ms), rel=0.15)
 
 
+@pytest.mark.parametrize(("quantization", "bits", "rate"), [("int4", 4.5, 0.55), ("int8", 8, 0.74)])
+def test_packed_experts_are_read_as_other_packed_matrices(tmp_path, quantization, bits, rate):
+    """Nothing of experts has been recorded yet."""
+    config = shape_of("mixtral-8x7b", tmp_path)
+    plain, packed = (
+        step_model(msgspec.structs.replace(config, quantization=scheme), CARDS["H200"])
+        for scheme in ("auto", quantization)
+    )
+    whole, experts = plain.read_bytes(32, 128)[1], packed.read_bytes(32, 128)[1]
+    assert experts == pytest.approx(whole * bits / 16, rel=0.02)
+    least = 1e3 * experts / (rate * CARDS["H200"].read)
+    assert 1.0 < packed.step_ms(32, 128) / least < 1.5
+
+
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8"])
 def test_a_step_of_fewer_bits_is_within_15_percent_of_the_recorded_one(
     recorded_shape, quantization

@@ -293,6 +293,9 @@ def test_ports_that_are_no_ports(tmp_path: Path) -> None:
 def test_repositories_that_cannot_be_served(tmp_path: Path) -> None:
     assert_one_line(run_to_end("--model-repository", str(tmp_path / "none")), "no such directory")
     assert_one_line(run_to_end("--model-repository", str(tmp_path)), "contains no model")
+    (tmp_path / "config.json").touch()
+    with pytest.raises(triton.ServeError, match="compose` makes a repository of a checkpoint"):
+        triton.check_repository(tmp_path)
     repository = write_model(tmp_path)
     shutil.rmtree(repository / "echo" / "1")
     assert_one_line(run_to_end("--model-repository", str(repository)), "version directory")
