@@ -183,6 +183,7 @@ class StepModel:
         self._launches_s = dims.num_layers * (_LAUNCH_S + more_s)
         self._launches_s += weights.num_expert_layers * _EXPERTS_S
         self._weights, self._chosen = weights, 0.0
+        self._experts_read = _PACKED_READ.get(weights.expert_bits, _EXPERTS_READ)
         if (experts := model.axes.experts) is not None:
             self._chosen = experts.routing.top_k / experts.routing.num_experts
         self.token_bytes = plan.block_bytes * plan.window.num_tables / plan.block_size
@@ -208,7 +209,7 @@ class StepModel:
         """Return the time of a step that gives `rows` sequences of `context` tokens one each."""
         card = self._card
         others, experts = self.read_bytes(rows, context)
-        read_s = (others - self._packed_bytes + experts / _EXPERTS_READ) / card.read
+        read_s = (others - self._packed_bytes + experts / self._experts_read) / card.read
         gemms_s = 2 * rows * (self._elements / self._rate + self._head / card.bf16)
         unhidden_s = self._launches_s + _UNHIDDEN * gemms_s + self.packed_s(rows)
         chosen = self._chosen * self._weights.expert_elements

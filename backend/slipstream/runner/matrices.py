@@ -122,6 +122,7 @@ class WeightParts:
     num_bytes: int
     expert_bytes: int = 0
     expert_elements: int = 0
+    expert_bits: int = 0  # that most of them are packed in; 0: they are not
     num_expert_layers: int = 0
     packed: tuple[PackedPart, ...] = ()
 
@@ -149,6 +150,7 @@ def weight_parts(
         _num_bytes(found),
         _num_bytes(_objects(matrices)),
         sum(len(each.values) * each.outputs * each.inputs for each in matrices),
+        max((each.groups.packing.bits for each in matrices if each.groups is not None), default=0),
         len(layers),
         tuple(
             PackedPart(
