@@ -125,7 +125,9 @@ def check_repository(repository: Path) -> list[str]:
         raise ServeError(f"{repository}: no such directory; make one with `slipstream compose`")
     models = sorted(path.parent.name for path in repository.glob("*/config.pbtxt"))
     if not models:
-        raise ServeError(f"{repository}: contains no model (no */config.pbtxt)")
+        is_checkpoint = (repository / "config.json").is_file()
+        hint = "; `slipstream compose` makes a repository of a checkpoint" if is_checkpoint else ""
+        raise ServeError(f"{repository}: contains no model (no */config.pbtxt){hint}")
     for name in models:
         if not any(path.name.isdigit() for path in (repository / name).iterdir()):
             raise ServeError(f"{repository / name}: has no version directory (1/)")
