@@ -90,17 +90,18 @@ def peer_command() -> list[str] | None:
     return [node, str(folder / "worker.mjs")]
 
 
-def workers(source: Path, bits: str, threads: int, peer: list[str] | None) -> list[Worker]:
-    """Start the engines that have the model in these bits."""
-    model = str(model_of(source, bits))
+def workers_of(
+    model: Path, threads: int, peer: list[str] | None, has_class: bool = False
+) -> list[Worker]:
+    """Start the engines that have the model; transformers' class has it in fp32 alone."""
     python = [sys.executable, str(HERE / "cpu_worker.py")]
     commands = {"ours": [*python, "ours"]}
     if peer is not None:
         commands[PEER] = peer
-    if bits == "fp32":
+    if has_class:
         commands["transformers"] = [*python, "transformers"]
     return [
-        Worker(engine, [*command, model, str(threads)], threads)
+        Worker(engine, [*command, str(model), str(threads)], threads)
         for engine, command in commands.items()
     ]
 
@@ -194,7 +195,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "bits": {},
     }
     for bits in args.bits:
-        running = workers(source, bits, args.threads, peer)
+        running = workers_of(model_of(source, bits), args.threads, peer, bits == "fp32")
         about = {each.engine: each.about for each in running}
         times = measure(running, args.rows, args.rounds)
         for each in running:

@@ -18,6 +18,7 @@ from fixtures.models.parity import GRID, check_against
 from slipstream.kernels.attention.scores import Scores
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cpu.native import library
+from slipstream.kernels.experts.route import Routed
 from slipstream.layers.decoder import Block
 from slipstream.runner.model_runner import ModelRunner
 from torch import Tensor
@@ -93,6 +94,51 @@ def test_weights_are_multiplied_as_they_are_stored(dtype: torch.dtype, tmp_path:
         for i, logits in enumerate(generation.logits):
             want = truth[len(generation.prompt) - 1 + i]
             assert (logits - want).abs().max() <= 1e-4 * want.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("mixtral", {}),
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
+    ],
+    ids=["mixtral", "qwen3 moe", "normalised"],
+)
+def test_mixtures_of_experts(family: str, own: dict[str, object], tmp_path: Path) -> None:
+    """Of transformers' logits, the last rows alone among them; terms of adapters are not there."""
+    model = make_model(family, **SIZES, moe_intermediate_size=48, **own)
+    whole = make_runner(save(model, tmp_path))
+    assert whole._model.whole is not None
+    generations = [Generation(prompt, 6) for prompt in random_prompts([37, 1, 90])]
+    with patch.object(Block, "__call__", side_effect=AssertionError("one by one")):
+        Driver(whole, keep_logits=True).finish(generations, chunk=20)
+    for generation in generations:
+        check_against(model, generation, 1e-4)
+
+    class Terms:
+        in_step = True
+
+        def __call__(self, x: Tensor, routed: Routed, products: Tensor) -> None:
+            products.zero_()
+
+    other = make_runner(tmp_path)
+    one_by_one(other)
+    for runner in (whole, other):
+        runner._model.blocks[1].mlp.adapt = Terms()
+    assert generate(whole) == generate(other)
+
+
+def test_mixtures_that_need_more_are_left_to_their_layers(tmp_path: Path) -> None:
+    """An expert of all rows, sizes that are no tiles, rows that may not depend on each other."""
+    sizes = SIZES | {"moe_intermediate_size": 48}
+    shared = save(make_model("qwen2_moe", **sizes), tmp_path / "shared")
+    assert make_runner(shared)._model.whole is None
+    odd = save(make_model("qwen3_moe", **sizes | {"moe_intermediate_size": 40}), tmp_path / "odd")
+    assert make_runner(odd)._model.whole is None
+    even = save(make_model("qwen3_moe", **sizes), tmp_path / "even")
+    assert make_runner(even)._model.whole is not None
+    assert make_runner(even, deterministic=True)._model.whole is None
 
 
 def test_a_sum_over_ranks_is_not_left_out(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from slipstream.kernels.cpu.native import library
 from slipstream.kernels.experts.combine import Shared, combine
 from slipstream.kernels.experts.grouped import ExpertMatrix, down, expert_matrix, gate_up
 from slipstream.kernels.experts.route import Routed, route
-from slipstream.kernels.experts.spec import Gate, Routing
+from slipstream.kernels.experts.spec import Gate, Routing, Score
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.quant.forms import make_numbers, make_tiles
 from slipstream.quant.matrix import Kind, QuantMatrix, dequantise, halves
@@ -187,12 +187,32 @@ def test_terms_are_added_in_the_order_of_ranks(rows: int, top_k: int, width: int
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 40), st.integers(1, 70), st.integers(1, 8), st.sampled_from([8, 16, 64]))
-def test_places_are_those_of_the_definition(
-    rows: int, count: int, top_k: int, tile_rows: int
+@given(
+    st.integers(0, 40),
+    st.integers(1, 70),
+    st.integers(1, 8),
+    st.sampled_from([8, 16, 64]),
+    st.sampled_from([Score.SOFTMAX, Score.SIGMOID]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_choice_and_places_are_those_of_the_definition(
+    rows: int, count: int, top_k: int, tile_rows: int, score: Score, corrected: bool, whole: bool
 ) -> None:
+    """Of equal scores the lower number is chosen."""
     made = torch.Generator().manual_seed(rows * 99 + count)
-    logits = torch.randn(rows, count, generator=made).round()
-    routing = Routing(count, min(top_k, count))
-    found = route(logits, routing, tile_rows)
-    assert all(map(torch.equal, found[:5], route.oracle(logits, routing, tile_rows)[:5]))
+    logits = torch.randn(rows, count + 3, generator=made)[:, :count]
+    logits = logits.round() if whole else logits
+    correction = torch.randn(count, generator=made).round() if corrected else None
+    routing = Routing(count, min(top_k, count), score, whole, 1.5)
+    found = route(logits, routing, tile_rows, correction)
+    want = route.oracle(logits, routing, tile_rows, correction)
+    torch.testing.assert_close(found.weights, want.weights)
+    if torch.equal(found.experts, want.experts):
+        assert all(map(torch.equal, found[2:5], want[2:5]))
+    else:  # scores that differ by their rounding alone
+        assert not whole
+        scores = torch.softmax(logits, -1) if score is Score.SOFTMAX else torch.sigmoid(logits)
+        by = scores + correction if corrected else scores
+        own, other = (by.gather(1, each.experts.long()) for each in (found, want))
+        torch.testing.assert_close(own, other)

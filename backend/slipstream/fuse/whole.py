@@ -16,6 +16,7 @@ from slipstream.kernels.attention.cpu import MOST_GROUP
 from slipstream.kernels.cpu.native import (
     Cache,
     Layer,
+    Mixture,
     Product,
     Rotation,
     Step,
@@ -24,20 +25,25 @@ from slipstream.kernels.cpu.native import (
     num_threads,
 )
 from slipstream.kernels.elementwise.rope_cpu import cache_struct
+from slipstream.kernels.experts.cpu import GATES, choice_of, experts_of
 from slipstream.kernels.gemm.cpu_packed import product_of
 from slipstream.kernels.gemm.cpu_packing import LAYOUT
 from slipstream.kernels.gemm.op import Around
 from slipstream.kernels.gemm.packing import TILE
+from slipstream.kernels.runtime.registry import CPU
 from slipstream.layers.adapted import AdaptedGatedLinear, AdaptedLinearAdd, AdaptedNormLinear, Delta
 from slipstream.layers.attention import Attention, AttentionInputs
 from slipstream.layers.decoder import AnyBlock, Block, Decoder
+from slipstream.layers.experts import Experts
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.mlp import GatedMLP
 from slipstream.layers.norm import Norm
+from slipstream.quant.forms import as_rows
 
 _ADAPTED = AdaptedNormLinear | AdaptedGatedLinear | AdaptedLinearAdd
 Place = NormLinear | GatedLinear | LinearAdd
 _PLACES = operator.attrgetter("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")
+_OF_ATTENTION = operator.attrgetter("attention.qkv", "attention.out")
 _RANKS = operator.attrgetter("ranks")
 _SLICED = SlicedNormLinear | SlicedGatedLinear | SlicedLinearAdd
 
@@ -47,9 +53,11 @@ class WholeBlocks:
 
     def __init__(self, blocks: Sequence[AnyBlock], layers: Sequence[Layer]) -> None:
         self._blocks = list(blocks)
+        self._made = list(layers)  # which keep what they point to
         self._layers = (Layer * len(layers))(*layers)
         self._places = _all_places(blocks)
         self._linears = [place.linear for place in self._places]
+        self._mixtures = [each.mlp for each in blocks if isinstance(each.mlp, Experts)]
         self._seen = self._places  # that stood there in the last step
         self._shared: list[int] = []  # of each layer the number of its step
         self._steps: ctypes.Array[Step] = (Step * 0)()
@@ -76,6 +84,8 @@ class WholeBlocks:
         if [*map(_RANKS, self._linears)].count(None) < len(self._linears):
             return None
         if {*map(type, inputs)} != {AttentionInputs}:
+            return None
+        if any(each.adapt is not None and each.adapt.in_step for each in self._mixtures):
             return None
         if not x.is_contiguous():
             return None
@@ -135,7 +145,11 @@ def _plain(place: object) -> object:
 
 def _all_places(blocks: Sequence[AnyBlock]) -> list[Place]:
     """Return the places of blocks that were taken, as they are now: others may stand there."""
-    return [place for block in blocks for place in _PLACES(block)]
+    return [
+        place
+        for block in blocks
+        for place in (_OF_ATTENTION if isinstance(block.mlp, Experts) else _PLACES)(block)
+    ]
 
 
 def _bare(place: Place, deltas: list[Delta]) -> Place:
@@ -152,19 +166,50 @@ def _layer(block: AnyBlock) -> Layer | None:
     if type(block) is not Block or not all(type(norm) is Norm for norm in norms):
         return None
     attention, mlp = block.attention, block.mlp
-    if type(attention) is not Attention or type(mlp) is not GatedMLP or not attention.is_plain:
+    if type(attention) is not Attention or not attention.is_plain:
         return None
-    places: list[Place] = [attention.qkv, attention.out, mlp.gate_up, mlp.down]
-    kinds = FusedNormLinear, FusedLinearAdd, FusedGatedLinear, FusedLinearAdd
+    mixture = None
+    places: list[Place] = [attention.qkv, attention.out]
+    kinds: tuple[type, ...] = FusedNormLinear, FusedLinearAdd, FusedGatedLinear, FusedLinearAdd
+    if type(mlp) is GatedMLP:
+        places += [mlp.gate_up, mlp.down]
+    elif type(mlp) is not Experts or (mixture := _mixture(mlp, block.mlp_norm)) is None:
+        return None
     plain = [_plain(place) for place in places]
-    if not all(type(place) is kind for place, kind in zip(plain, kinds, strict=True)):
+    if not all(type(place) is kind for place, kind in zip(plain, kinds, strict=False)):
         return None
-    return _of_linears(attention, [place.linear for place in places], norms)
+    return _of_linears(attention, [place.linear for place in places], norms, mixture)
+
+
+def _mixture(experts: Experts, norm: object) -> Mixture | None:
+    """Return the structure of a mixture; None if it is not taken.
+
+    In deterministic mode it is not, as the router's sums have another order here.
+    """
+    router, matrices = experts.router, (experts.gate_up, experts.down)
+    packings = [None if each.groups is None else each.groups.packing for each in matrices]
+    are_taken = all(each is not None and each.layout == LAYOUT for each in packings)
+    is_plain = experts.shared is None and experts.out_norm is None and not experts.is_fixed
+    choice = choice_of(experts.config.routing, experts.correction)
+    weights = None if router.matrix is None else as_rows(router.matrix.values, CPU)
+    if not are_taken or not is_plain or choice is None or weights is None:
+        return None
+    assert isinstance(norm, Norm), "blocks with others are not taken"
+    assert weights.groups is not None, "of rows"
+    around = Around(norm=norm.weight, eps=norm.eps, plus_one=norm.plus_one)
+    of_router = product_of(weights.values, weights.groups, around._replace(bias=router.bias))
+    top_k, gate = experts.config.routing.top_k, GATES[experts.config.gate]
+    first = experts_of(experts.gate_up, top_k, around._replace(gate=gate))
+    return Mixture(of_router.contents, first, experts_of(experts.down, top_k), choice)
 
 
 def _of_linears(
-    attention: Attention, linears: Sequence[Linear], norms: tuple[object, object]
+    attention: Attention,
+    linears: Sequence[Linear],
+    norms: tuple[object, object],
+    mixture: Mixture | None,
 ) -> Layer | None:
+    """Return the structure of a block; with a mixture only attention has linear layers."""
     q_width, kv_width, _ = attention.sizes
     heads = q_width // attention.head_size
     if attention.head_size % 2 or q_width > MOST_GROUP * kv_width:
@@ -172,7 +217,7 @@ def _of_linears(
     of = (norms[0], None, norms[1], None)
     products = [
         _product(linear, norm, gated=place == 2)
-        for place, (linear, norm) in enumerate(zip(linears, of, strict=True))
+        for place, (linear, norm) in enumerate(zip(linears, of, strict=False))
     ]
     found = [product for product in products if product is not None]
     if len(found) < len(products):
@@ -181,7 +226,9 @@ def _of_linears(
     where = *norms_of_heads, address(attention.factors), None, None
     how = attention.eps, attention.are_late
     rotation = Rotation(attention.cos_sin.data_ptr(), *where, *how)
-    return Layer(*found, rotation, Cache(), None, heads, attention.scale)
+    found += [Product()] * (len(of) - len(found))
+    pointer = None if mixture is None else ctypes.pointer(mixture)
+    return Layer(*found, rotation, Cache(), None, pointer, heads, attention.scale)
 
 
 def _product(linear: Linear, norm: object, gated: bool) -> Product | None:

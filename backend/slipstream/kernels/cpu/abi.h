@@ -61,9 +61,26 @@ struct Sum {
 // Pairs of rows and experts, and where their order goes; `tiles` are zeros.
 struct Places {
     const int32_t *chosen;  // [pairs]: the expert of each
-    int32_t *order, *offsets, *tiles;
+    int32_t *order, *offsets, *tiles;  // tiles may be null
     int64_t pairs, experts;
     int32_t tile_rows, unused;
+};
+
+enum Score { SOFTMAX = 0, SIGMOID = 1 };
+
+// How a router's logits choose experts (experts/spec.py), of one group.
+struct Choice {
+    const float *correction;  // [experts]: of what they are chosen by; null: none
+    int32_t experts, top_k, score, normalises;
+    float factor;
+    int32_t unused;
+};
+
+// A mixture of experts behind the norm of its router and experts; places are those of a step.
+struct Mixture {
+    Product router;
+    Experts gate_up, down;
+    Choice choice;
 };
 
 // Layout of the paged cache (cache/kv_format.py).
@@ -113,6 +130,7 @@ struct Layer {
     Rotation rotation;  // without positions and slots
     Cache cache;
     const Step *step;
+    const Mixture *mixture;  // in the place of gate_up and down; or null
     int32_t heads;
     float scale;  // of scores
 };

@@ -173,6 +173,31 @@ class Step(ctypes.Structure):
     )
 
 
+class Choice(ctypes.Structure):
+    """`struct Choice`."""
+
+    _fields_: ClassVar[Sequence[tuple[str, type]]] = (
+        ("correction", c_void_p),
+        ("experts", c_int32),
+        ("top_k", c_int32),
+        ("score", c_int32),
+        ("normalises", c_int32),
+        ("factor", c_float),
+        ("unused", c_int32),
+    )
+
+
+class Mixture(ctypes.Structure):
+    """`struct Mixture`."""
+
+    _fields_: ClassVar[Sequence[tuple[str, type]]] = (
+        ("router", Product),
+        ("gate_up", Experts),
+        ("down", Experts),
+        ("choice", Choice),
+    )
+
+
 class Layer(ctypes.Structure):
     """`struct Layer`."""
 
@@ -184,6 +209,7 @@ class Layer(ctypes.Structure):
         ("rotation", Rotation),
         ("cache", Cache),
         ("step", c_void_p),
+        ("mixture", POINTER(Mixture)),
         ("heads", c_int32),
         ("scale", c_float),
     )
@@ -287,6 +313,11 @@ class Library:
         self.combine.argtypes = (POINTER(Sum), c_int)
         self.place = library.slipstream_place
         self.place.restype, self.place.argtypes = None, (POINTER(Places),)
+        self.choose_experts = library.slipstream_choose_experts
+        self.choose_experts.restype = None
+        self.choose_experts.argtypes = (
+            *(POINTER(Choice), floats, numbers, numbers, c_void_p, c_void_p),
+        )
         self.start = library.slipstream_start
         self.start.restype, self.start.argtypes = None, (POINTER(Start),)
 

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <mutex>
 #include <vector>
@@ -36,9 +37,11 @@ bool may_use_tiles() {
 }
 
 struct Blocks {
-    std::vector<float> qkv, heads, inner, kept, queries;
+    std::vector<float> qkv, heads, inner, kept, queries, logits, weights, terms;
+    std::vector<int32_t> experts, order, offsets;
 
-    static float *room(std::vector<float> &memory, int64_t size) {
+    template <class T>
+    static T *room(std::vector<T> &memory, int64_t size) {
         if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
         return memory.data();
     }
@@ -48,6 +51,81 @@ void keep(const float *from, int64_t stride, int64_t width, const int64_t *rows,
           float *to) {
     for (int64_t i = 0; i < count; ++i)
         std::memcpy(to + i * width, from + rows[i] * stride, sizeof(float) * width);
+}
+
+// Puts pairs in the order of their experts, and lists tiles, as experts/route.py does.
+void place(const Places &of) {
+    int32_t *offsets = of.offsets;
+    std::fill_n(offsets, of.experts + 1, 0);
+    for (int64_t i = 0; i < of.pairs; ++i) ++offsets[of.chosen[i] + 1];
+    for (int64_t e = 0, tile = 0; e < of.experts; ++e) {
+        offsets[e + 1] += offsets[e];
+        for (int32_t at = offsets[e]; at < offsets[e + 1]; at += of.tile_rows, ++tile) {
+            const int32_t count = std::min(of.tile_rows, offsets[e + 1] - at);
+            const int32_t own[4] = {static_cast<int32_t>(e), at, count, 0};
+            if (of.tiles) std::memcpy(of.tiles + 4 * tile, own, sizeof own);
+        }
+    }
+    for (int64_t i = 0; i < of.pairs; ++i) of.order[offsets[of.chosen[i]]++] = i;
+    for (int64_t e = of.experts; e > 0; --e) offsets[e] = offsets[e - 1];
+    offsets[0] = 0;
+}
+
+// Chooses the experts of rows, of equal scores those of lower numbers; as experts/route.py has it.
+void choose_experts(const Choice &c, const float *logits, int64_t stride, int64_t n,
+                    int32_t *experts, float *weights) {
+    std::vector<float> scores(c.experts), by(c.experts);
+    std::vector<char> taken(c.experts);
+    for (int64_t row = 0; row < n; ++row, logits += stride) {
+        const float most = *std::max_element(logits, logits + c.experts);
+        float sum = 0.0f;
+        for (int e = 0; e < c.experts; ++e) {
+            const float x = logits[e];
+            scores[e] = c.score == SIGMOID ? 1.0f / (1.0f + std::exp(-x)) : std::exp(x - most);
+            sum += scores[e];
+        }
+        if (c.score == SOFTMAX)
+            for (float &score : scores) score /= sum;
+        for (int e = 0; e < c.experts; ++e) {
+            const float plain = c.score == SOFTMAX ? logits[e] : scores[e];
+            by[e] = c.correction ? scores[e] + c.correction[e] : plain;
+        }
+        float chosen = 0.0f;
+        std::fill(taken.begin(), taken.end(), 0);
+        for (int rank = 0; rank < c.top_k; ++rank) {
+            int best = -1;
+            for (int e = 0; e < c.experts; ++e)
+                if (!taken[e] && (best < 0 || by[e] > by[best])) best = e;
+            taken[best] = 1, experts[rank] = best;
+            chosen += weights[rank] = scores[best];
+        }
+        for (int rank = 0; rank < c.top_k; ++rank)
+            weights[rank] = (c.normalises ? weights[rank] / chosen : weights[rank]) * c.factor;
+        experts += c.top_k, weights += c.top_k;
+    }
+}
+
+// Adds the experts of the norm of `x [n, hidden]` to it.
+void run_experts(const Mixture &m, float *x, int64_t n, int64_t hidden, int threads,
+                 Blocks &memory) {
+    const int64_t width = m.router.weights.outputs, pairs = n * m.choice.top_k;
+    const int64_t inner_width = m.down.first.weights.inputs;
+    float *logits = Blocks::room(memory.logits, n * width);
+    chosen->product(m.router, x, hidden, n, logits, width, false, threads);
+    int32_t *experts = Blocks::room(memory.experts, pairs);
+    int32_t *order = Blocks::room(memory.order, pairs);
+    int32_t *offsets = Blocks::room(memory.offsets, m.choice.experts + 1);
+    float *weights = Blocks::room(memory.weights, pairs);
+    choose_experts(m.choice, logits, width, n, experts, weights);
+    place({experts, order, offsets, nullptr, pairs, m.choice.experts, 1 << 30, 0});
+    Experts up = m.gate_up, down = m.down;
+    up.order = down.order = order, up.offsets = down.offsets = offsets;
+    down.weights = weights;
+    float *inner = Blocks::room(memory.inner, pairs * inner_width);
+    chosen->experts(up, x, hidden, inner, inner_width, threads);
+    float *terms = Blocks::room(memory.terms, pairs * hidden);
+    chosen->experts(down, inner, inner_width, terms, hidden, threads);
+    chosen->combine({terms, nullptr, nullptr, x, hidden, 0, n, hidden, m.choice.top_k, 0}, threads);
 }
 
 // A block on `x [n, hidden]`; the rows that are left go to `out` if some are wanted.
@@ -76,6 +154,7 @@ void run_block(const Layer &l, float *x, int64_t n, float *out, int threads, Blo
                               step.count,  step.num_decodes,  step.window, l.scale};
     chosen->attend(sequences, l.cache, q, q_stride, n, l.heads, heads, threads);
     chosen->product(l.out, heads, q_width, n, x, hidden, true, threads);
+    if (l.mixture) return run_experts(*l.mixture, x, n, hidden, threads, memory);
     const int64_t inner_width = l.down.weights.inputs;
     float *inner = Blocks::room(memory.inner, n * inner_width);
     chosen->product(l.gate_up, x, hidden, n, inner, inner_width, false, threads);
@@ -153,22 +232,11 @@ void slipstream_combine(const Sum *of, int threads) {
     chosen->combine(*of, threads);
 }
 
-// Puts pairs in the order of their experts, and lists tiles, as experts/route.py does.
-void slipstream_place(const Places *of) {
-    int32_t *offsets = of->offsets;
-    std::fill_n(offsets, of->experts + 1, 0);
-    for (int64_t i = 0; i < of->pairs; ++i) ++offsets[of->chosen[i] + 1];
-    for (int64_t e = 0, tile = 0; e < of->experts; ++e) {
-        offsets[e + 1] += offsets[e];
-        for (int32_t at = offsets[e]; at < offsets[e + 1]; at += of->tile_rows, ++tile) {
-            const int32_t count = std::min(of->tile_rows, offsets[e + 1] - at);
-            const int32_t own[4] = {static_cast<int32_t>(e), at, count, 0};
-            std::memcpy(of->tiles + 4 * tile, own, sizeof own);
-        }
-    }
-    for (int64_t i = 0; i < of->pairs; ++i) of->order[offsets[of->chosen[i]]++] = i;
-    for (int64_t e = of->experts; e > 0; --e) offsets[e] = offsets[e - 1];
-    offsets[0] = 0;
+void slipstream_place(const Places *of) { place(*of); }
+
+void slipstream_choose_experts(const Choice *of, const float *logits, int64_t stride, int64_t n,
+                               int32_t *experts, float *weights) {
+    choose_experts(*of, logits, stride, n, experts, weights);
 }
 
 void slipstream_start(const Start *of) {

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.native import (
+    Choice,
     Experts,
     Places,
     Sum,
@@ -19,12 +20,12 @@ from slipstream.kernels.cpu.native import (
 from slipstream.kernels.experts.combine import Shared, combine
 from slipstream.kernels.experts.grouped import ExpertMatrix, ExpertSpec, down, gate_up
 from slipstream.kernels.experts.route import Routed, choose, most_tiles, route
-from slipstream.kernels.experts.spec import Gate, Routing
+from slipstream.kernels.experts.spec import Gate, Routing, Score
 from slipstream.kernels.gemm.cpu_packed import product_of
 from slipstream.kernels.gemm.cpu_packing import LAYOUT
-from slipstream.kernels.gemm.op import Around
+from slipstream.kernels.gemm.op import PLAIN, Around
 
-_GATES = {Gate.SILU: "silu", Gate.CLAMPED: "clamped"}
+GATES = {Gate.SILU: "silu", Gate.CLAMPED: "clamped"}
 
 
 def _takes(spec: ExpertSpec) -> str | None:
@@ -34,17 +35,29 @@ def _takes(spec: ExpertSpec) -> str | None:
 
 
 def experts_of(
-    matrix: ExpertMatrix, routed: Routed, gate: str = "", is_last: bool = False
+    matrix: ExpertMatrix, top_k: int, around: Around = PLAIN, routed: Routed | None = None
 ) -> Experts:
-    """Return the structure of a product; tensors must stay alive."""
+    """Return the structure of a product, without a choice or of the places of one.
+
+    Tensors must stay alive.
+    """
     values, groups = matrix.values, matrix.groups
     assert groups is not None, "weights are packed"
     own = values, groups.scales, groups.minimums
     strides = (0 if x is None else x.stride(0) * x.itemsize for x in own)
-    places = routed.order.data_ptr(), routed.offsets.data_ptr()
-    weights = routed.weights.data_ptr() if is_last else None
-    product = product_of(values, groups, Around(bias=matrix.bias, gate=gate)).contents
-    return Experts(product, *strides, *places, weights, len(values), routed.top_k)
+    places: tuple[int | None, int | None] = None, None
+    if routed is not None:
+        places = routed.order.data_ptr(), routed.offsets.data_ptr()
+    product = product_of(values, groups, around._replace(bias=matrix.bias)).contents
+    return Experts(product, *strides, *places, None, len(values), top_k)
+
+
+def choice_of(routing: Routing, correction: Tensor | None) -> Choice | None:
+    """Return the structure of a choice; None: the kernel has none such."""
+    if routing.score is Score.SPARSEMIXER or routing.groups > 1:
+        return None
+    how = routing.num_experts, routing.top_k, routing.score.value, routing.normalises
+    return Choice(address(correction), *how, routing.factor, 0)
 
 
 def _run(x: Tensor, experts: Experts, num_places: int, width: int) -> Tensor:
@@ -66,7 +79,7 @@ def _gate_up(
     gate: Gate,
     deterministic: bool = False,
 ) -> Tensor:
-    experts = experts_of(matrix, routed, _GATES[gate])
+    experts = experts_of(matrix, routed.top_k, Around(gate=GATES[gate]), routed)
     return _run(x, experts, len(routed.order), matrix.outputs // 2)
 
 
@@ -74,7 +87,9 @@ def _gate_up(
 def _down(
     x: Tensor, values: Tensor, matrix: ExpertMatrix, routed: Routed, deterministic: bool = False
 ) -> Tensor:
-    return _run(x, experts_of(matrix, routed, is_last=True), len(routed.order), matrix.outputs)
+    experts = experts_of(matrix, routed.top_k, routed=routed)
+    experts.weights = routed.weights.data_ptr()
+    return _run(x, experts, len(routed.order), matrix.outputs)
 
 
 def _takes_terms(spec: tuple[tuple[object, ...], ...]) -> str | None:
@@ -107,9 +122,17 @@ def _takes_choice(spec: object) -> str | None:
 def _route(
     logits: Tensor, routing: Routing, tile_rows: int, correction: Tensor | None = None
 ) -> Routed:
-    """Choose by torch, as the definition does; places are counted."""
-    chosen, weights = choose(logits.float(), routing, correction)
-    experts, pairs = chosen.int(), chosen.numel()
+    """Choose by the kernel, or by torch as the definition does; places are counted."""
+    choice = choice_of(routing, correction)
+    if choice is None or logits.dtype != torch.float32 or logits.stride(1) != 1:
+        chosen, weights = choose(logits.float(), routing, correction)
+        experts = chosen.int()
+    else:
+        shape = len(logits), routing.top_k
+        experts, weights = torch.empty(shape, dtype=torch.int32), torch.empty(shape)
+        sizes = logits.stride(0), len(logits), experts.data_ptr(), weights.data_ptr()
+        loaded().choose_experts(choice, logits.data_ptr(), *sizes)
+    pairs = experts.numel()
     order = torch.empty(pairs, dtype=torch.int32)
     offsets = torch.empty(routing.num_experts + 1, dtype=torch.int32)
     num_tiles = most_tiles(pairs, routing.num_experts, tile_rows)
