@@ -105,7 +105,9 @@ def test_a_step_of_a_mixture_reads_the_experts_that_its_rows_choose(tmp_path, sh
         assert model.step_ms(int(count), context) == pytest.approx(float(ms), rel=0.15)
 
 
-@pytest.mark.parametrize(("quantization", "bits", "rate"), [("int4", 4.5, 0.55), ("int8", 8, 0.74)])
+@pytest.mark.parametrize(
+    ("quantization", "bits", "rate"), [("int4", 4.375, 0.55), ("int8", 8, 0.74)]
+)
 def test_packed_experts_are_read_as_other_packed_matrices(tmp_path, quantization, bits, rate):
     """Nothing of experts has been recorded yet."""
     config = shape_of("mixtral-8x7b", tmp_path)
