@@ -16,6 +16,7 @@ from slipstream.kernels.experts.grouped import (
     TILE_ROWS,
     expert_matrix,
     gate_up,
+    gated,
     tile_rows,
 )
 from slipstream.kernels.experts.route import Routed, choose, most_tiles, route
@@ -306,3 +307,24 @@ def test_what_no_kernel_of_packed_experts_takes() -> None:
     ):
         with pytest.raises(KernelError, match=why):
             packed.check("down", rows, packing, streams)
+
+
+@pytest.mark.parametrize("gate", Gate)
+@pytest.mark.parametrize("width", [24, 720])
+def test_gated_values_do_not_depend_on_how_many_there_are(gate: Gate, width: int) -> None:
+    rows = torch.randn(40, 2 * width, generator=torch.Generator().manual_seed(width)) * 3
+    whole = gated(rows, gate)
+    for count in (1, 2, 3, 7, 39):
+        for first in range(40 - count):
+            assert torch.equal(
+                gated(rows[first : first + count].clone(), gate), whole[first : first + count]
+            )
+    gates, ups = rows.double().chunk(2, -1)
+    if gate is Gate.SILU:
+        wanted = torch.nn.functional.silu(gates) * ups
+    else:
+        gates = gates.clamp(max=7)
+        wanted = gates * torch.sigmoid(1.702 * gates) * (ups.clamp(-7, 7) + 1)
+    assert (whole - wanted).abs().max() < 1e-5
+    far = torch.tensor([[-1e4, 1e4, 2.0, 3.0]])
+    assert gated(far, gate).isfinite().all()

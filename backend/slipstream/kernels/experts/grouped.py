@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.elementwise.activation import silu_mul
 from slipstream.kernels.elementwise.fp8 import E4M3
 from slipstream.kernels.experts import packed
 from slipstream.kernels.experts.route import Routed
@@ -125,12 +124,16 @@ def tile_rows(
 
 
 def gated(gate_up: Tensor, gate: Gate) -> Tensor:
-    """Return the gated values of `[gate | up]`, in its dtype."""
+    """Return the gated values of `[gate | up]`, computed in fp32, in its dtype.
+
+    A value's bits do not depend on how many there are: torch's `silu` and `sigmoid` compute the
+    last ones of a tensor otherwise on a CPU, its `exp` does not.
+    """
+    gates, ups = gate_up.float().chunk(2, -1)
     if gate is Gate.SILU:
-        return silu_mul.oracle(gate_up)
-    gates, ups = gate_up.chunk(2, -1)
+        return (gates / (1 + torch.exp(-gates)) * ups).to(gate_up.dtype)
     gates, ups = gates.clamp(max=7.0), ups.clamp(-7.0, 7.0)
-    return gates * torch.sigmoid(1.702 * gates) * (ups + 1)
+    return (gates / (1 + torch.exp(-1.702 * gates)) * (ups + 1)).to(gate_up.dtype)
 
 
 def _each(
