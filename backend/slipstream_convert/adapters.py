@@ -54,6 +54,8 @@ def to_arrays(directory: Path, output: Path, checkpoint: Path) -> int:
         config = read_config(folder)
         if isinstance(config, PromptConfig):
             raise CheckpointError(f"{directory}: virtual tokens go into prompt_embedding_table")
+        if config.parameters:
+            raise CheckpointError(f"{directory}: the arrays have no place for target_parameters")
         modules = modules_of(header_entries(file, path), path)
         read = read_piece(modules, config, file, path)
         found = [_row(stored, targets, path) for stored in read.stored]

@@ -8,6 +8,12 @@ import pytest
 import torch
 from fixtures.models.adapters import draw_pairs, targets_of, write_adapter
 from fixtures.models.checkpoints import make_model, save
+from fixtures.models.fused_adapters import (
+    PARAMETERS,
+    SMALL,
+    draw_parameters,
+    write_parameters,
+)
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.adapters.legacy import read_task
 from slipstream.models.adapters.read import AdapterWeights, read_adapter
@@ -77,6 +83,14 @@ def test_modules_that_the_arrays_do_not_have_are_refused(checkpoint: Path, tmp_p
     with pytest.raises(CheckpointError, match=r"the arrays have terms of q, k, v, o"):
         convert.convert(source, tmp_path / "arrays", checkpoint)
     assert not (tmp_path / "arrays").exists()
+
+
+def test_parameters_of_experts_are_refused(tmp_path: Path) -> None:
+    model = make_model("mixtral", **SMALL["mixtral"])
+    sides = draw_parameters(model, PARAMETERS, 2)
+    source = write_parameters(tmp_path / "peft", sides, {}, 2)
+    with pytest.raises(CheckpointError, match="the arrays have no place for target_parameters"):
+        convert.convert(source, tmp_path / "arrays", save(model, tmp_path / "base"))
 
 
 @pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)

@@ -11,8 +11,6 @@ from fixtures.bridge.launching import wait_for
 from fixtures.engine.adapted import RANKS, House
 from fixtures.models.adapters import Pairs, draw_pairs, expert_pairs, targets_of, write_adapter
 from fixtures.models.checkpoints import (
-    Driver,
-    Generation,
     make_model,
     make_runner,
     random_prompts,
@@ -20,6 +18,7 @@ from fixtures.models.checkpoints import (
 )
 from fixtures.models.drawn_later import DRAWN
 from fixtures.models.quantised import model_of
+from fixtures.models.rank_adapters import check_same, compare, generated
 from fixtures.models.ranks import Group, ranks_of
 from fixtures.tiers import quick_of
 from safetensors.torch import load_file, save_file
@@ -75,53 +74,6 @@ def adapters_of(model: torch.nn.Module, folder: Path) -> list[Path]:
         found.append(write_adapter(folder / str(i), pairs, rank))
     with_ends(model, found[-1], 3, seed=9)
     return found
-
-
-def generated(runner: ModelRunner, directories: list[Path], by_tables: bool) -> list[Generation]:
-    """Sequences of all adapters and of none, in chunks and decodes of the same steps."""
-    numbers = [0]
-    for directory in directories:
-        numbers.append(runner.adapters.add(runner.adapters.read(str(directory))))
-    if by_tables:
-        active = runner.adapters.named(numbers[1:])
-        assert all(each.laid is not None for each in active.values())
-    numbers.append(0)
-    prompts = random_prompts([5 + 7 * i for i in range(len(numbers))], 200)
-    rows = [Generation(prompt, 3, adapter=n) for prompt, n in zip(prompts, numbers, strict=True)]
-    driver = Driver(runner, keep_logits=True)
-    while not all(row.is_finished for row in rows):
-        driver.step(rows, 11)
-    return rows
-
-
-def check_same(wanted: list[Generation], found: list[Generation]) -> None:
-    for one, other in zip(wanted, found, strict=True):
-        assert one.outputs == other.outputs
-        for a, b in zip(one.logits, other.logits, strict=True):
-            assert (a - b).abs().max() < TOLERANCE * max(1, a.abs().max())
-
-
-def compare(
-    base: Path,
-    directories: list[Path],
-    size: int,
-    by_tables: bool = False,
-    num_stages: int = 1,
-    **options: object,
-) -> None:
-    """Check that ranks give the tokens of one, and its logits within rounding."""
-    runner = make_runner(base, **options)
-    wanted = generated(runner, directories, by_tables=False)
-    group = Group(base, size, num_stages, **options)
-    wait_for(lambda: len(group.followers) == size * num_stages - 1)
-    for each in (group.leader, *group.followers):
-        each.adapters.by_tables = by_tables
-    found = generated(group.leader, directories, by_tables)
-    group.end()
-    assert group.errors == []
-    check_same(wanted, found)
-    plain = {tuple(row.outputs) for row in wanted}
-    assert len(plain) > len(directories) / 2, "adapters change what comes"
 
 
 @pytest.mark.parametrize("case", quick_of(CASES, {"llama, 4 ranks", "phi3, 2 ranks"}))

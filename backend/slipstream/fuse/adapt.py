@@ -48,13 +48,15 @@ class AdaptedPlace(NamedTuple):
     inputs: int
     linear: Linear | None = None  # None: the embedding, or matrices of heads
     table: Table | None = None  # of head or embedding
+    num_experts: int = 0  # of whose matrices these are
+    takes_turns: bool = False  # see `ExpertsConfig`
     key_refusal: str = ""  # why adapters cannot bring keys and values of the layer
 
 
 def adapt(decoder: Decoder, groups: StepGroups, vocab_size: int) -> list[AdaptedPlace]:
     """Wrap the places of a decoder's blocks, in place; what a step without groups computes is the
-    same. Routers, and experts that a checkpoint has in one tensor, are not among them.
-    `vocab_size` is the whole model's. Later stages of a pipeline have no ends.
+    same. Routers are not among them. `vocab_size` is the whole model's. Later stages of a pipeline
+    have no ends.
     """
     found: list[AdaptedPlace] = []
     apart: list[AdaptedPlace] = []  # that tables do not have
@@ -62,7 +64,7 @@ def adapt(decoder: Decoder, groups: StepGroups, vocab_size: int) -> list[Adapted
         is_last = number == len(decoder.blocks) - 1
         if isinstance(layer, LatentAttention):
             apart.append(_heads(layer, prefix, groups, is_last))
-        if isinstance(layer, Experts) and not layer.config.is_fused:
+        if isinstance(layer, Experts):
             apart += _experts(layer, prefix, groups, is_last)
         if isinstance(layer, Experts) and layer.shared is not None:
             layer, prefix = layer.shared, f"{prefix}.shared_expert"
@@ -123,6 +125,7 @@ def _experts(layer: Experts, prefix: str, groups: StepGroups, is_last: bool) -> 
     """Make routed experts ready."""
     layer.adapt = ExpertTerms(layer, prefix, groups, "kept" if is_last else "tokens")
     count, inner, hidden = len(layer.down.values), layer.down.inputs, layer.down.outputs
+    turns = layer.config.takes_turns
     found = []
     for end, names, outputs, inputs in (
         (GATE_UP, ("gate_proj", "up_proj"), inner, hidden),
@@ -130,7 +133,8 @@ def _experts(layer: Experts, prefix: str, groups: StepGroups, is_last: bool) -> 
     ):
         parts = tuple(f"{prefix}.experts.{i}.{name}" for i in range(count) for name in names)
         sizes = (outputs,) * len(parts)
-        found.append(AdaptedPlace(f"{prefix}.{end}", parts, sizes, inputs))
+        given = f"{prefix}.{end}", parts, sizes, inputs
+        found.append(AdaptedPlace(*given, num_experts=count, takes_turns=turns))
     return found
 
 

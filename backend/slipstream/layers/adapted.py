@@ -35,7 +35,8 @@ class Term(NamedTuple):
 
     With a `gain` the layer's own result is added so many times more (DoRA). Until magnitudes are
     folded (`magnitudes.py`) `gain` holds them, and `b` is f32. Without `a`, `b` is a whole matrix
-    that takes the place of the layer's (`modules_to_save`).
+    that takes the place of the layer's (`modules_to_save`). Of routed experts that follow each
+    other from `first` on, A and B may be `[e, r, inputs]` and `[e, outputs, r]`.
     """
 
     first: int  # output

@@ -1,13 +1,14 @@
-"""Terms that adapters add to routed experts: pairs of rows and experts that have one are made anew.
+"""Terms that adapters add to routed experts: to outputs of pairs of rows and experts that have one.
 
-All other pairs keep what the grouped GEMMs made.
+What the terms change is added to what the grouped GEMMs made, so pairs whose terms are zero keep
+their bits, as all others do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from slipstream.kernels.experts.grouped import ExpertMatrix, gated
+from slipstream.kernels.experts.grouped import gated
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.lora.add import times
 from slipstream.layers.adapted import Group, StepGroups, Term
@@ -53,31 +54,47 @@ class ExpertTerms:
                 continue
             chosen = routed.experts[group.rows]
             for expert in sorted(set(chosen.flatten().tolist())):
-                of_up = _terms_of(expert, ups, self._layer.gate_up)
-                of_down = _terms_of(expert, downs, self._layer.down)
+                of_up = _terms_of(expert, ups, self._layer.gate_up.outputs)
+                of_down = _terms_of(expert, downs, self._layer.down.outputs)
                 if not of_up and not of_down:
                     continue
                 own, column = (chosen == expert).nonzero(as_tuple=True)
                 rows = group.rows[own]
-                y = self._outputs(expert, x[rows], of_up, of_down)
-                weights = routed.weights[rows, column][:, None]
-                pairs[rows, column] = (y * weights).to(pairs.dtype)
+                change = self._change(expert, x[rows], of_up, of_down)
+                change *= routed.weights[rows, column][:, None]
+                own_pairs = pairs[rows, column]
+                pairs[rows, column] = (own_pairs.float() + change).to(pairs.dtype)
 
-    def _outputs(
+    def _change(
         self, expert: int, x: Tensor, of_up: Sequence[Term], of_down: Sequence[Term]
     ) -> Tensor:
-        """Return an expert's outputs of rows, in fp32."""
-        layer, fixed = self._layer, self._layer.is_fixed
-        inner = gated(_product(x, layer.gate_up, expert, of_up, fixed), layer.config.gate)
-        return _product(inner.to(x.dtype), layer.down, expert, of_down, fixed)
+        """Return what terms add to an expert's outputs of rows, in fp32."""
+        layer, fixed, gate = self._layer, self._layer.is_fixed, self._layer.config.gate
+        weight, bias = layer.gate_up.of(expert)
+        y = times(x, weight, fixed)
+        if bias is not None:
+            y += bias
+        before = inner = gated(y, gate).to(x.dtype)
+        change = y.new_zeros(len(x), layer.down.outputs)
+        if of_up:
+            _add(y, x, of_up, fixed)
+            inner = gated(y, gate).to(x.dtype)
+            change += times(inner.float() - before.float(), layer.down.of(expert)[0], fixed)
+        _add(change, inner, of_down, fixed)
+        return change
 
 
-def _terms_of(expert: int, terms: Sequence[Term], matrix: ExpertMatrix) -> list[Term]:
-    """Return what terms of all experts have of one, by its own outputs."""
-    count = matrix.outputs
+def _terms_of(expert: int, terms: Sequence[Term], count: int) -> list[Term]:
+    """Return what terms of all experts have of one, by its own `count` outputs."""
     begin, end = expert * count, (expert + 1) * count
     found = []
     for term in terms:
+        assert term.a is not None, "whole matrices are of head and embedding"
+        if term.a.ndim == 3:
+            place = expert - term.first // count
+            if 0 <= place < len(term.a):
+                found.append(Term(0, term.a[place], term.b[place]))
+            continue
         first, last = max(begin, term.first), min(end, term.first + len(term.b))
         if first < last:
             b = term.b[first - term.first : last - term.first]
@@ -85,16 +102,20 @@ def _terms_of(expert: int, terms: Sequence[Term], matrix: ExpertMatrix) -> list[
     return found
 
 
-def _product(
-    x: Tensor, matrix: ExpertMatrix, expert: int, terms: Sequence[Term], fixed: bool
-) -> Tensor:
-    """Return `x W^T + b` of an expert with terms, in fp32."""
-    weight, bias = matrix.of(expert)
-    y = times(x, weight, fixed)
-    if bias is not None:
-        y = y + bias
+def _add(y: Tensor, x: Tensor, terms: Sequence[Term], fixed: bool) -> None:
+    """Add an expert's terms of rows `x` to `y`, in fp32."""
     for term in terms:
         assert term.a is not None, "whole matrices are of head and embedding"
         here = slice(term.first, term.first + len(term.b))
         y[:, here] += times(times(x, term.a, fixed), term.b, fixed)
-    return y
+
+
+def divided(term: Term, most: int) -> Iterator[Term]:
+    """Divide a term of several experts by these into pieces of `most` bytes; others are one."""
+    if term.a is None or term.a.ndim < 3:
+        yield term
+        return
+    each = max(1, most * len(term.a) // term.num_bytes)
+    for begin in range(0, len(term.a), each):
+        first = term.first + begin * term.b.shape[1]
+        yield Term(first, term.a[begin : begin + each], term.b[begin : begin + each])

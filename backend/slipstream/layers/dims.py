@@ -78,8 +78,9 @@ class ExpertsConfig:
     shared_size: inner size of the expert of all rows; 0: there is none.
     shared_gated: whether a logistic gate of the row multiplies what it gives.
     corrected: whether the router has corrections of the scores by which experts are chosen.
-    is_fused: whether matrices of all experts are one tensor, `[e, inputs, outputs]`; gates and
-    ups are one, too, and take turns.
+    takes_turns: whether gates and ups take turns in the class of transformers, whose matrices of
+    all experts are `[e, inputs, outputs]`.
+    is_fused: whether the checkpoint has these matrices so, and not one by one.
     """
 
     routing: Routing
@@ -89,4 +90,5 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_gated: bool = False
     corrected: bool = False
+    takes_turns: bool = False
     is_fused: bool = False

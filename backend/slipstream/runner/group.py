@@ -20,6 +20,7 @@ from slipstream.kernels.comm.links import Links
 from slipstream.kernels.comm.ranks import Ranks
 from slipstream.kvcache.host import Direction
 from slipstream.layers.adapted import Term
+from slipstream.layers.adapted_experts import divided
 from slipstream.layers.decoder import StepDecoder
 from slipstream.models.adapters.read import AdapterWeights
 from slipstream.models.sharding import share
@@ -293,7 +294,7 @@ class Joined:
             self.give_all(number)
 
     def _pieces(self, number: int, weights: AdapterWeights) -> Iterator[AdapterPart]:
-        """Make the messages of an adapter, one for each term of each rank, and one that ends them.
+        """Make the messages of an adapter, for each term of each rank, and one that ends them.
 
         All ranks keep their parts when the last has come: to fold magnitudes they wait for each
         other, and read no message meanwhile.
@@ -306,7 +307,7 @@ class Joined:
 
         for rank, terms in enumerate(weights.others, start=1):
             for place, found in terms.items():
-                for term in found:
+                for term in (each for whole in found for each in divided(whole, _STEP_BYTES)):
                     yield piece(rank, [_sent(place, term)], True)
         yield piece(0, [], False)
 

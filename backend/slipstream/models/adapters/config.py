@@ -6,6 +6,7 @@ without effect on what an adapter computes. Any other key must ask for nothing. 
 
 import logging
 import math
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -24,6 +25,7 @@ _T = TypeVar("_T")
 FILE = "adapter_config.json"
 MAX_RANK = 512
 WHOLE = ("lm_head", "embed_tokens")
+PARAMETERS = ("gate_up_proj", "down_proj")  # of experts, in the order in which modules have them
 _MAX_BYTES = 4 << 20  # of the file
 _MAX_PATTERNS = 4096
 
@@ -36,8 +38,10 @@ _HARMLESS = words(
 )
 _READ = words(
     "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern fan_in_fan_out use_dora "
-    "modules_to_save"
+    "modules_to_save target_parameters"
 )
+# What PEFT refuses beside `target_parameters`.
+_NOT_OF_PARAMETERS = ("lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora")
 _PREFIX = "PREFIX_TUNING"
 _PROMPTS = ("PROMPT_TUNING", "P_TUNING", _PREFIX)
 _OF_PROMPTS = words(  # the encoders of P-tuning and prefix tuning are not in the file: outputs are
@@ -62,6 +66,8 @@ class LoraConfig:
     alphas: Sequence[tuple[Pattern, float]]
     has_magnitudes: bool = False  # DoRA (Liu et al., 2024)
     whole: tuple[str, ...] = ()  # modules that come as whole matrices
+    parameters: tuple[str, ...] = ()  # ends of names of parameters that have terms
+    peft: tuple[int, int] = (0, 0)  # the version that wrote it; zeros: one that does not say
 
     def rank_of(self, module: str) -> int:
         """Return the rank that a module must have."""
@@ -71,6 +77,10 @@ class LoraConfig:
         """Return the factor of a module's term."""
         alpha = _first(self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.by_root else rank)
+
+    def has_terms_of(self, parameter: str) -> bool:
+        """Return whether a parameter, by its whole name, has terms."""
+        return any(f".{parameter}".endswith(f".{end}") for end in self.parameters)
 
 
 def _first(patterns: Sequence[tuple[Pattern, _T]], module: str, default: _T) -> _T:
@@ -115,6 +125,8 @@ def read_config(folder: AdapterFolder) -> LoraConfig | PromptConfig:
         _patterns(config, "alpha_pattern"),
         config.flag("use_dora", default=False),
         _whole(config),
+        _parameters(config),
+        _version(config.get("peft_version")),
     )
 
 
@@ -143,6 +155,31 @@ def _whole(config: Reader) -> tuple[str, ...]:
     if not isinstance(names, list) or any(name not in WHOLE for name in names):
         raise config.refusal("modules_to_save", f"is not implemented; {' and '.join(WHOLE)} are")
     return tuple(names)
+
+
+def _parameters(config: Reader) -> tuple[str, ...]:
+    """Read the ends of names of parameters that have terms: those of experts may."""
+    names = config.get("target_parameters") or []
+    known = f"lists of names that end in {' or '.join(PARAMETERS)}, of experts, are"
+    if not isinstance(names, list) or not all(map(_is_of_experts, names)):
+        raise config.refusal("target_parameters", f"is not implemented; {known}")
+    if len(names) > _MAX_PATTERNS:
+        raise CheckpointError(
+            f"target_parameters has {len(names)} names, at most {_MAX_PATTERNS} are served"
+        )
+    for key in _NOT_OF_PARAMETERS if names else ():
+        if config.get(key) not in _NOTHING:
+            raise config.refusal(key, "is not implemented beside target_parameters, as in PEFT")
+    return tuple(names)
+
+
+def _is_of_experts(name: object) -> bool:
+    return isinstance(name, str) and name.rpartition(".")[2] in PARAMETERS
+
+
+def _version(text: object) -> tuple[int, int]:
+    found = re.match(r"(\d{1,9})\.(\d{1,9})", text) if isinstance(text, str) else None
+    return (0, 0) if found is None else (int(found[1]), int(found[2]))
 
 
 def _patterns(config: Reader, key: str) -> list[tuple[Pattern, float]]:

@@ -5,7 +5,7 @@ rows of B (q, k and v that lie in one matrix, pairs that rotate), or columns of 
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -23,6 +23,7 @@ from slipstream.layers.magnitudes import folded
 from slipstream.models.adapters.blocks import are_finite
 from slipstream.models.adapters.config import LoraConfig, PromptConfig, read_config
 from slipstream.models.adapters.folder import AdapterFolder
+from slipstream.models.adapters.fused import Parameter, of_ranks, parameters_of, term_of
 from slipstream.models.adapters.keys import key_terms
 from slipstream.models.adapters.stored import (
     DIGEST_BYTES,
@@ -90,12 +91,13 @@ class RankTerms:
         self._of_ranks: list[dict[str, list[Term]]] = [{} for _ in range(targets.num_ranks)]
         self._of_inputs: set[str] = set()
 
-    def add(self, part: Part, term: Term) -> None:
-        """Take a term of a part."""
+    def add(self, part: Part, term: Term, parameter: Parameter | None = None) -> None:
+        """Take a term of a part, or of a parameter of experts, whose first part that is."""
         if part.is_of_inputs:
             self._of_inputs.add(part.place)
         ranks = self._targets.ranks_of(part.place)
-        for rank, own in zip(ranks, part.of_ranks(term), strict=True):
+        found = part.of_ranks(term) if parameter is None else of_ranks(parameter, term)
+        for rank, own in zip(ranks, found, strict=True):
             self._of_ranks[rank].setdefault(part.place, []).append(own)
 
     def weights(self, digest: bytes, rank: int, has_magnitudes: bool = False) -> AdapterWeights:
@@ -123,7 +125,12 @@ def read_adapter(
                 if config.has_keys:
                     return of_keys(table, targets, dtype, str(path))
                 return of_table(table, targets, dtype, str(path))
-            modules = modules_of(entries, path, targets.most_elements)
+            lora = config
+
+            def find(modules: Collection[str]) -> Mapping[str, Parameter]:
+                return parameters_of(modules, lora, targets, path)
+
+            modules = modules_of(entries, path, targets.most_elements, find)
             return _of_modules(Source(modules, config, file, path), targets, dtype)
 
 
@@ -159,7 +166,7 @@ class Source(NamedTuple):
 def _of_modules(source: Source, targets: Targets, dtype: torch.dtype) -> AdapterWeights:
     """Read the modules of an adapter, in pieces, by several threads."""
     terms: dict[str, list[Term]] = {}
-    of_ranks = RankTerms(targets)
+    rank_terms = RankTerms(targets)
     given: dict[tuple[str, int], str] = {}
     digests: list[bytes] = []
     rank, has_magnitudes, are_finite = 0, False, True
@@ -182,7 +189,7 @@ def _of_modules(source: Source, targets: Targets, dtype: torch.dtype) -> Adapter
                     term = _term(part, stored, dtype, path, targets)
                 rank = max(rank, stored.rank)
                 terms.setdefault(part.place, []).append(term)
-                of_ranks.add(part, term)
+                rank_terms.add(part, term, stored.parameter)
             digests += found.digests
             if found.error is not None:
                 raise found.error
@@ -191,7 +198,7 @@ def _of_modules(source: Source, targets: Targets, dtype: torch.dtype) -> Adapter
     if not are_finite:
         check_range(terms, dtype, path)
     digest = blake2b(b"".join(digests), digest_size=DIGEST_BYTES).digest()
-    return of_ranks.weights(digest, rank, has_magnitudes)
+    return rank_terms.weights(digest, rank, has_magnitudes)
 
 
 class _Made(NamedTuple):
@@ -208,6 +215,12 @@ def _made(found: ReadPiece, targets: Targets, dtype: torch.dtype, path: Path) ->
     terms: list[tuple[Stored, Part, Term | CheckpointError | None]] = []
     are_finite, error = found.are_finite, found.error
     for stored in found.stored:
+        if (parameter := stored.parameter) is not None:
+            assert stored.a is not None
+            assert stored.b is not None
+            own = term_of(parameter, stored.a, stored.b)
+            terms.append((stored, parameter.parts[0], own))
+            continue
         try:
             parts = _parts(targets, stored, path)
         except CheckpointError as wrong:

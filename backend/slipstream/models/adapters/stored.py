@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.models.adapters.blocks import DTYPES, Wanted, read_blocks
 from slipstream.models.adapters.config import MAX_RANK, LoraConfig, PromptConfig
+from slipstream.models.adapters.fused import Parameter, check_sides
 from slipstream.models.adapters.patterns import MAX_NAME
 from slipstream.models.entries import TensorEntry
 
@@ -35,6 +36,7 @@ _KINDS = {
 _HASHED = ("a", "rows_a", "b", "rows_b", "magnitude", "whole")  # what says what is computed
 _OF_B = ("b", "rows_b")
 _PROMPT = "prompt_embeddings"
+Finder = Callable[[Collection[str]], Mapping[str, Parameter]]
 _NAME = re.compile(rf"base_model\.model\.(.+?)\.({'|'.join(map(re.escape, _KINDS))})")
 
 
@@ -48,6 +50,7 @@ class Stored:
     magnitude: of each output, if the adapter has such (DoRA).
     base: the module's own matrix, which PEFT may write beside terms of head and embedding.
     whole: a matrix that takes the place of the module's; then there is no term.
+    parameter: of all experts, whose terms lie in `a` and `b`; `module` is its name then.
     """
 
     module: str
@@ -59,19 +62,27 @@ class Stored:
     base: Tensor | None = None
     whole: Tensor | None = None
     digest: bytes = b""  # of what says what is computed
+    parameter: Parameter | None = None
 
     @property
     def rank(self) -> int:
         """The term's; 0: there is none."""
-        return 0 if self.a is None else len(self.a)
+        count = 1 if self.parameter is None else self.parameter.mixture.count
+        return 0 if self.a is None else len(self.a) // count
 
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """The tensors of a module, by the ends of their names."""
+    """The tensors of a module, or of a parameter of experts, by the ends of their names."""
 
     name: str
     entries: Mapping[str, TensorEntry]
+    parameter: Parameter | None = None
+
+    @property
+    def known_as(self) -> str:
+        """The name that patterns of the configuration know."""
+        return self.name if self.parameter is None else self.parameter.name
 
     @functools.cached_property
     def kinds(self) -> dict[str, TensorEntry]:
@@ -88,10 +99,16 @@ class Module:
         return [kind for kind in _HASHED if kind in self.kinds]
 
 
-def modules_of(entries: Mapping[str, TensorEntry], path: Path, most: int = 1 << 62) -> list[Module]:
+def modules_of(
+    entries: Mapping[str, TensorEntry],
+    path: Path,
+    most: int = 1 << 62,
+    find: Finder = lambda modules: {},
+) -> list[Module]:
     """Return what a file has of each module, by their names; raises `CheckpointError`.
 
-    `most`: numbers of a tensor. What an entry says is checked before its bytes are read.
+    `most`: numbers of a tensor. What an entry says is checked before its bytes are read. `find`
+    returns which modules are parameters of experts.
     """
     found: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
@@ -100,13 +117,22 @@ def modules_of(entries: Mapping[str, TensorEntry], path: Path, most: int = 1 << 
             raise CheckpointError(f"{path}: tensor {clip(name, 128)} is none of a LoRA's")
         if entry.dtype not in DTYPES:
             raise CheckpointError(f"{path}: tensor {name} is {entry.dtype}: not implemented")
-        if math.prod(max(1, count) for count in entry.shape) > most:
-            raise CheckpointError(
-                f"{path}: tensor {name} is {clip(list(entry.shape))}, more than the {most} numbers "
-                f"that one of this model's has at most"
-            )
         found.setdefault(match[1], {})[match[2]] = entry
-    return [Module(*each) for each in sorted(found.items())]
+    parameters = find(found)
+    modules = [Module(*each, parameters.get(each[0])) for each in sorted(found.items())]
+    for module in modules:
+        own = most if module.parameter is None else module.parameter.most_elements
+        for end, entry in module.entries.items():
+            _check_size(f"{module.name}.{end}", entry.shape, own, path)
+    return modules
+
+
+def _check_size(tensor: str, shape: Sequence[int], most: int, path: Path) -> None:
+    if math.prod(max(1, count) for count in shape) > most:
+        raise CheckpointError(
+            f"{path}: tensor {tensor} is {clip(list(shape))}, more than the {most} numbers that "
+            f"one of this model's has at most"
+        )
 
 
 def pieces_of(modules: Sequence[Module]) -> Iterator[list[Module]]:
@@ -189,7 +215,7 @@ def _refuse_bias(module: Module, file: BinaryIO, path: Path) -> None:
 
 def _digest(module: Module, scale: float, data: Mapping[str, memoryview]) -> bytes:
     """Hash what a module computes, most of the time without the interpreter's lock."""
-    digest = blake2b(f"{module.name} {scale!r}".encode(), digest_size=DIGEST_BYTES)
+    digest = blake2b(f"{module.known_as} {scale!r}".encode(), digest_size=DIGEST_BYTES)
     for kind in module.kept():
         entry = module.kinds[kind]
         digest.update(f" {DTYPES[entry.dtype]} {entry.shape} ".encode())
@@ -237,26 +263,21 @@ def _scale_of(module: Module, config: LoraConfig, path: Path) -> float:
                 f"adapter_config.json does not name it"
             )
         return 1.0
+    if module.parameter is not None:
+        return _scale_of_parameter(module, module.parameter, config, path)
     side_a, side_b = ("rows_a", "rows_b") if module.is_rows else ("a", "b")
     allowed = {side_a, side_b, "bias", "base", *(["magnitude"] if config.has_magnitudes else [])}
     if extra := kinds.keys() - allowed:
         raise CheckpointError(f"{path}: {name} has {sorted(extra)[0]} beside a term: no such is")
-    for key, side in ((side_a, "A"), (side_b, "B")):
-        if key not in kinds:
-            kind = f"lora_embedding_{side}" if module.is_rows else f"lora_{side}.weight"
-            raise CheckpointError(f"{path}: tensor {name}.{kind} is missing")
+    _check_sides_there(module, side_a, side_b, path)
     if config.has_magnitudes and "magnitude" not in kinds:
         raise CheckpointError(f"{path}: tensor {name}.lora_magnitude_vector is missing")
     a, b = kinds[side_a].shape, kinds[side_b].shape
     if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
         shapes = f"{list(a)} and {list(b)}"
         raise CheckpointError(f"{path}: {name}: A and B are {shapes}: no rank fits both")
-    rank, wanted = a[0], config.rank_of(name)
-    if rank != wanted or not 1 <= rank <= MAX_RANK:
-        raise CheckpointError(
-            f"{path}: {name} has rank {rank}, but adapter_config.json says {wanted} "
-            f"(1 to {MAX_RANK} are served)"
-        )
+    rank = a[0]
+    _check_rank(name, rank, config, path)
     magnitude = kinds.get("magnitude")
     if magnitude is not None and magnitude.shape != b[:1]:
         raise CheckpointError(
@@ -265,10 +286,41 @@ def _scale_of(module: Module, config: LoraConfig, path: Path) -> float:
     return config.scale_of(name, rank)
 
 
+def _scale_of_parameter(
+    module: Module, parameter: Parameter, config: LoraConfig, path: Path
+) -> float:
+    """Return what B of a parameter of experts is multiplied by; raises `CheckpointError`."""
+    kinds, name = module.kinds, parameter.name
+    if extra := kinds.keys() - {"a", "b", "bias"}:
+        raise CheckpointError(
+            f"{path}: {module.name} has {sorted(extra)[0]} beside a term: no such is"
+        )
+    _check_sides_there(module, "a", "b", path)
+    rank = check_sides(parameter, kinds["a"].shape, kinds["b"].shape, config, f"{path}: {name}")
+    _check_rank(name, rank, config, path)
+    return config.scale_of(name, rank)
+
+
+def _check_sides_there(module: Module, side_a: str, side_b: str, path: Path) -> None:
+    for key, side in ((side_a, "A"), (side_b, "B")):
+        if key not in module.kinds:
+            kind = f"lora_embedding_{side}" if key.startswith("rows") else f"lora_{side}.weight"
+            raise CheckpointError(f"{path}: tensor {module.name}.{kind} is missing")
+
+
+def _check_rank(name: str, rank: int, config: LoraConfig, path: Path) -> None:
+    wanted = config.rank_of(name)
+    if rank != wanted or not 1 <= rank <= MAX_RANK:
+        raise CheckpointError(
+            f"{path}: {name} has rank {rank}, but adapter_config.json says {wanted} "
+            f"(1 to {MAX_RANK} are served)"
+        )
+
+
 def _stored(module: Module, scale: float, tensors: Mapping[str, Tensor], digest: bytes) -> Stored:
     own = {kind: tensors[f"{module.name} {kind}"] for kind in module.kept()}
     if "whole" in own:
         return Stored(module.name, whole=own["whole"], digest=digest)
     a, b = (own[side] for side in (("rows_a", "rows_b") if module.is_rows else ("a", "b")))
-    magnitude = own.get("magnitude")
-    return Stored(module.name, a, b, scale, module.is_rows, magnitude, digest=digest)
+    given = module.known_as, a, b, scale, module.is_rows, own.get("magnitude")
+    return Stored(*given, digest=digest, parameter=module.parameter)

@@ -113,6 +113,31 @@ class RankCut:
         """Return the rank's columns of `[r, inputs]`."""
         return x if self.inputs is None else _taken(x, self.inputs)
 
+    def of_each(self) -> "RankCut":
+        """Return the same cut of a part of each of several experts, `[e, ...]`."""
+
+        def behind(cut: Cut | None) -> Cut | None:
+            return None if cut is None else replace(cut, dim=cut.dim + 1)
+
+        return RankCut(0, behind(self.outputs), behind(self.inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The experts of a layer.
+
+    gate, up, down: parts of the first of them.
+    count: of experts.
+    takes_turns: whether rows of gates and ups take turns where they lie in one tensor, which is
+    `[e, inputs, outputs]` then.
+    """
+
+    gate: Part
+    up: Part
+    down: Part
+    count: int
+    takes_turns: bool
+
 
 def _taken(x: Tensor, cut: Cut) -> Tensor:
     """Return the part of a tensor, with the zeros behind it."""
@@ -121,6 +146,11 @@ def _taken(x: Tensor, cut: Cut) -> Tensor:
     out = x.new_empty(shape)
     cut.fill(out, cut.part_of(x))
     return out
+
+
+def _module(names: TensorNames, name: str) -> str:
+    """Return the checkpoint's name of a matrix, by the decoder's."""
+    return names.stored(f"{name}.weight").removesuffix(".weight")
 
 
 def _whole(cut: Cut | None, outputs: int, inputs: int) -> tuple[int, int]:
@@ -183,11 +213,31 @@ class Targets:
                 own = (place.linear, place.table, Kind(dtype, device))
                 part = Part(place.name, first, outputs, inputs, cuts, name, names, *own)
                 begin += count
-                stored = names.stored(f"{name}.weight").removesuffix(".weight")
-                parts.setdefault(stored, []).append(part)
+                parts.setdefault(_module(names, name), []).append(part)
                 by_name[name] = part
                 first += outputs
         return parts, by_name
+
+    @functools.cached_property
+    def _mixtures(self) -> dict[str, Mixture]:
+        """All mixtures by the names of their experts, transformers' and the checkpoint's."""
+        places, names, *_ = self._given
+        found: dict[str, Mixture] = {}
+        for place in places:
+            first, kind = place.parts[0].rpartition(".")[::2]
+            if not place.num_experts or kind != "down_proj":
+                continue
+            gate, up = (self._by_name[f"{first}.{name}"] for name in ("gate_proj", "up_proj"))
+            down = self._by_name[place.parts[0]]
+            mixture = Mixture(gate, up, down, place.num_experts, place.takes_turns)
+            stored = _module(names, place.parts[0]).rpartition(".")[0]
+            found |= {name.removesuffix(".0"): mixture for name in (first, stored)}
+        return found
+
+    def mixture(self, module: str) -> Mixture | None:
+        """Return the experts that a module has, which need not be by its name in the checkpoint."""
+        names = (module, module.replace(_WRAPPED, "", 1), f"{self._optional}{module}")
+        return next((self._mixtures[name] for name in names if name in self._mixtures), None)
 
     @staticmethod
     def _cuts(

@@ -65,5 +65,5 @@ def gpt_oss(config: Reader) -> Axes:
         qkv_bias=bias,
         out_bias=bias,
         sink_scores=True,
-        experts=replace(experts, gate=Gate.CLAMPED, bias=True, is_fused=True),
+        experts=replace(experts, gate=Gate.CLAMPED, bias=True, takes_turns=True, is_fused=True),
     )
