@@ -13,6 +13,7 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
+from slipstream.runner.adapter_pages import LEAST_PAGE, PageCopies
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,3 +85,20 @@ def test_bits_of_a_sequence_do_not_depend_on_adapters_beside_it(
         alone = generated([i])[0]
         assert alone.outputs == row.outputs
         assert alone.log_probs == row.log_probs
+
+
+@pytest.mark.parametrize("num_pages", [0, 1, 32, 33, 100])
+def test_pages_come_to_the_device_as_they_are(num_pages: int) -> None:
+    """Through pinned memory for 32 of them at a time; and again, as it is used once more."""
+    device = torch.device("cuda")
+    copies = PageCopies(LEAST_PAGE, device)
+    for seed in range(2):
+        rng = torch.Generator().manual_seed(seed)
+        memory = torch.randint(0, 256, (max(1, num_pages), LEAST_PAGE), generator=rng)
+        memory = memory.to(torch.uint8)
+        pages = copies(memory.flatten(), num_pages)
+        torch.cuda.synchronize()
+        assert len(pages) == num_pages
+        for page, own in zip(pages, memory, strict=False):
+            assert page.device.type == device.type
+            assert torch.equal(page.cpu(), own)

@@ -169,7 +169,7 @@ def test_a_stage_keeps_its_layers_alone_and_pages_are_those_of_the_stage_with_mo
     wait_for(lambda: number in other._loaded or other._loads)
     other.settle(number)
     layers = [
-        sorted({int(part.place.split(".")[2]) for part in each._loaded[number].laid.parts})
+        sorted({int(part.place.split(".")[2]) for part in each._loaded[number].laid.parts()})
         for each in (adapters, other)
     ]
     assert layers == [[*range(1, begin)], [*range(end - begin)]]

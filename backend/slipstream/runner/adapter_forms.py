@@ -2,9 +2,17 @@
 
 from dataclasses import dataclass
 
+import torch
+
+from slipstream.kernels.cpu.native import library
 from slipstream.layers.adapted import Terms
 from slipstream.models.adapters.read import AdapterWeights
-from slipstream.runner.adapter_tables import Laid
+from slipstream.runner.adapter_tables import HostPages, Laid
+
+
+def has_kernels(dtype: torch.dtype) -> bool:
+    """Whether a CPU has kernels for terms of a dtype."""
+    return dtype == torch.float32 and library() is not None
 
 
 @dataclass(slots=True)
@@ -30,9 +38,10 @@ class Loaded:
 class ReadAdapter(AdapterWeights):
     """An adapter that has been read, and what is made of it in the thread that read it.
 
-    On a CPU it is laid out for the kernels then, so a load copies nothing, unless tiles that are
-    filled up would take more than twice its bytes.
+    It is laid out for the kernels then, unless tiles and pages that are filled up would take more
+    than twice its bytes: a load copies pages as they are, and on a CPU nothing.
     """
 
     num_pages: int = 0  # of the pool, on the stage where it takes most
-    laid: Laid | None = None  # None: each load lays it out
+    host: HostPages | None = None  # None: each load lays it out
+    laid: Laid | None = None  # on a CPU

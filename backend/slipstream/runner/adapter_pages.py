@@ -5,17 +5,19 @@ first; what no tile fits into is lost, and counted as the adapter's.
 """
 
 from bisect import bisect_left, insort
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.kernels.lora.terms import TILE, turned
+from slipstream.models.adapters.workers import in_threads
 
 LEAST_PAGE = 1 << 18  # bytes
+_PIECE = 8 << 20  # bytes that are copied together
 _ALIGNMENT = 256
 
 
@@ -69,23 +71,61 @@ def pack(sizes: Sequence[int], page_bytes: int) -> tuple[list[Spot], int]:
     return spots, num_pages
 
 
-def copy_pages(
-    tiles: Sequence[Tile], spots: Sequence[Spot], page_bytes: int, device: torch.device
-) -> list[Tensor]:
-    """Copy tiles into new pages of a device, on the current stream; return the pages.
+def filled(tiles: Sequence[Tile], spots: Sequence[Spot], num_pages: int, page_bytes: int) -> Tensor:
+    """Return pages in host memory, one behind another, with tiles where they belong.
 
-    On a GPU the bytes of each come from pinned memory, which torch uses again after the copy.
+    What no tile takes is undefined. Several threads copy, each many tiles by one operation: the
+    interpreter's lock, which steps need, is given away and awaited once for all of them.
     """
-    of_page: dict[int, list[tuple[Tile, int]]] = defaultdict(list)
+    memory = torch.from_numpy(np.empty(max(num_pages * page_bytes, _ALIGNMENT), np.uint8))
+    views = {dtype: memory.view(dtype) for dtype in {tile.values.dtype for tile in tiles}}
+    pieces: list[tuple[list[Tensor], list[Tensor]]] = []
+    left = 0
     for tile, (page, offset) in zip(tiles, spots, strict=True):
-        of_page[page].append((tile, offset))
-    pages: list[Tensor] = []
-    for number in range(len(of_page)):
-        made = torch.zeros(page_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        for tile, offset in of_page[number]:
-            _put(tile, at(made, offset, tile.shape, tile.values.dtype))
-        pages.append(made.to(device, non_blocking=True))
-    return pages
+        view, (rows, columns) = views[tile.values.dtype], tile.shape
+        first = (page * page_bytes + offset) // view.element_size()
+        if left <= 0:
+            pieces.append(([], []))
+            left = _PIECE
+        left -= tile.num_bytes
+        for target, values in _copies(tile, view.as_strided((rows, columns), (columns, 1), first)):
+            pieces[-1][0].append(target)
+            pieces[-1][1].append(values)
+    for _ in in_threads(lambda piece: torch._foreach_copy_(*piece), pieces):
+        pass
+    return memory
+
+
+class PageCopies:
+    """Copies pages to a GPU on the current stream, some at a time by turns through two pieces of
+    pinned memory, which are there from the start: to pin as much as an adapter has takes longer
+    than to copy it.
+
+    One thread may copy at a time.
+    """
+
+    def __init__(self, page_bytes: int, device: torch.device) -> None:
+        self._page_bytes, self._device = page_bytes, device
+        count = max(1, _PIECE // page_bytes)
+        self._pinned = [
+            torch.empty((count, page_bytes), dtype=torch.uint8, pin_memory=True) for _ in range(2)
+        ]
+        self._copied = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def __call__(self, memory: Tensor, num_pages: int) -> list[Tensor]:
+        """Start to copy pages that lie one behind another; return those on the device."""
+        size, device = self._page_bytes, self._device
+        pages = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(num_pages)]
+        source = memory[: num_pages * size].view(num_pages, size)
+        count = len(self._pinned[0])
+        for turn, first in enumerate(range(0, num_pages, count)):
+            own, copied = pages[first : first + count], self._copied[turn % 2]
+            copied.synchronize()
+            pinned = self._pinned[turn % 2][: len(own)]
+            pinned.copy_(source[first : first + count])
+            torch._foreach_copy_(own, list(pinned.unbind()), non_blocking=True)
+            copied.record()
+        return pages
 
 
 def in_a_row(sizes: Sequence[int]) -> tuple[list[Spot], int]:
@@ -94,16 +134,17 @@ def in_a_row(sizes: Sequence[int]) -> tuple[list[Spot], int]:
     return [Spot(0, end) for end in ends[:-1]], ends[-1]
 
 
-def _put(tile: Tile, to: Tensor) -> None:
-    """Copy a tile to where it is filled up, which is zeros."""
+def _copies(tile: Tile, to: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield what is to be copied where, of a tile and of the zeros that fill it up."""
     values = tile.values
-    if tile.is_turned and values.shape == tile.shape:
-        to.view(-1, TILE, TILE).copy_(values.reshape(-1, TILE, TILE).transpose(1, 2))
-        return
-    if tile.is_turned:
-        values = turned(values)
-    rows, columns = values.shape
-    to[:rows, :columns] = values
+    if values.shape != tile.shape:
+        to.zero_()
+        values = turned(values) if tile.is_turned else values
+        yield to[: len(values), : values.shape[1]], values
+    elif tile.is_turned:
+        yield to.view(-1, TILE, TILE), values.reshape(-1, TILE, TILE).transpose(1, 2)
+    else:
+        yield to, values
 
 
 def at(page: Tensor, offset: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 They lie where they lay before in every step of the same shape, so CUDA graphs can read them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,17 @@ from slipstream.kernels.lora.terms import TILE, Pair, Table
 from slipstream.kernels.lora.terms import tiles_of as cut
 from slipstream.layers.adapted import Term, Terms
 from slipstream.models.adapters.config import MAX_RANK
-from slipstream.runner.adapter_pages import Tile, at, copy_pages, in_a_row, pack, page_bytes_of
+from slipstream.runner.adapter_pages import (
+    PageCopies,
+    Spot,
+    Tile,
+    at,
+    bytes_of,
+    filled,
+    in_a_row,
+    pack,
+    page_bytes_of,
+)
 from slipstream.runner.staging import Staging
 from slipstream.runner.step_arrays import Array, Int32s, Int64s, StepShape
 
@@ -42,18 +52,48 @@ class InPages(NamedTuple):
         return Term(self.first, a, torch.cat(tiles, 1)[: self.outputs, : self.rank])
 
 
+class HostPages(NamedTuple):
+    """An adapter in pages of host memory, which are copied to the device as they are."""
+
+    memory: Tensor  # one page behind another
+    num_pages: int
+    page_bytes: int
+    spots: list[Spot]  # of tiles
+    shapes: list[tuple[int, int]]  # of tiles, filled up
+    ranks: list[list[int]]  # of each place those of its parts; 0: no term
+
+
 class Laid(NamedTuple):
     """Where the kernels find an adapter's terms."""
 
     words: Tensor  # see `describe`
     address: int  # of them
     width: int
-    parts: list[InPages]  # which keep the pages
+    pages: list[Tensor]
+    host: HostPages  # without its memory, where that is not the device's
+    layout: "TileLayout"
+
+    def parts(self) -> list[InPages]:
+        """Return the terms where they lie."""
+        host, layout, found = self.host, self.layout, list[InPages]()
+        tiles = (
+            at(self.pages[spot.page], spot.offset, shape, layout.dtype)
+            for spot, shape in zip(host.spots, host.shapes, strict=True)
+        )
+        for place, of_parts in zip(layout.places, host.ranks, strict=True):
+            first = 0
+            for size, rank in zip(place.sizes, of_parts, strict=True):
+                pairs = [(next(tiles), next(tiles)) for _ in range(-(-rank // TILE))]
+                if pairs:
+                    whole = InPages(place.name, first, rank, pairs, size, layout.is_turned)
+                    found.append(whole)
+                first += size
+        return found
 
     def terms(self) -> Terms:
         """Return copies of the terms, for steps in which torch adds all."""
         found: dict[str, list[Term]] = {}
-        for part in self.parts:
+        for part in self.parts():
             found.setdefault(part.place, []).append(part.whole())
         return found
 
@@ -76,7 +116,7 @@ class TileLayout:
 
     def __init__(self, places: Sequence[AdaptedPlace], is_turned: bool, dtype: torch.dtype) -> None:
         self.places = [each for each in places if each.linear is not None and each.name != HEAD]
-        self.is_turned = is_turned
+        self.is_turned, self.dtype = is_turned, dtype
         largest = max((max(each.inputs, *each.sizes) for each in self.places), default=1)
         largest = -(-largest // TILE) * TILE
         self.page_bytes = page_bytes_of(largest, dtype.itemsize)
@@ -88,17 +128,29 @@ class TileLayout:
         described = self.described(terms)
         if described is None:
             return None
-        sizes = [tile.num_bytes for tile in self.tiles(described)]
-        return pack(sizes, self.page_bytes)[1]
+        return pack(self.sizes(self.shapes(described)), self.page_bytes)[1]
+
+    def shapes(self, described: Sequence[Sequence[Pair | None]]) -> list[tuple[int, int]]:
+        """Return the shapes of the tiles of all pairs, filled up, in the order of `tiles`."""
+        found: list[tuple[int, int]] = []
+        for a, b in (pair for parts in described for pair in parts if pair is not None):
+            rows = -(-len(b) // TILE) * TILE if self.is_turned else len(b)
+            found += [(TILE, a.shape[1]), (rows, TILE)] * -(-len(a) // TILE)
+        return found
+
+    def sizes(self, shapes: Sequence[tuple[int, int]]) -> list[int]:
+        """Return the bytes of tiles of some shapes."""
+        return [bytes_of(rows, columns, self.dtype.itemsize) for rows, columns in shapes]
 
     def tiles(self, described: Sequence[Sequence[Pair | None]]) -> list[Tile]:
         """Return the tiles of all pairs, of each 16 ranks A's and then B's."""
-        found: list[Tile] = []
-        for pair in (pair for parts in described for pair in parts):
-            for a, b in () if pair is None else cut(pair):
-                rows = -(-len(b) // TILE) * TILE if self.is_turned else len(b)
-                found += Tile(a, (TILE, a.shape[1])), Tile(b, (rows, TILE), self.is_turned)
-        return found
+        pairs = (pair for parts in described for pair in parts if pair is not None)
+        halves = [half for pair in pairs for tile in cut(pair) for half in tile]
+        shapes = self.shapes(described)
+        return [
+            Tile(half, shape, self.is_turned and bool(number % 2))
+            for number, (half, shape) in enumerate(zip(halves, shapes, strict=True))
+        ]
 
     def described(self, terms: Terms) -> list[list[Pair | None]] | None:
         """Return the pairs of all parts of all places; None: the kernels do not take a term."""
@@ -130,53 +182,48 @@ class AdapterTables:
     ) -> None:
         self._layout, self._page_bytes, self._device = layout, page_bytes, device
         self.staging = Staging(device, _ROW_BYTES * max_tokens + 4096)
-        self._scratch = scratch_of(WIDEST, device) if device.type == "cuda" else None
+        is_gpu = device.type == "cuda"
+        self._scratch = scratch_of(WIDEST, device) if is_gpu else None
+        self._copies = PageCopies(page_bytes, device) if is_gpu else None
 
-    def lay_out(self, terms: Terms, most: int | None = None) -> Laid | None:
-        """Copy an adapter of host memory into pages; None: the kernels do not take it, or its tiles
-        have more bytes than `most`.
+    def lay_out(self, terms: Terms, most: int | None = None) -> HostPages | None:
+        """Copy an adapter into pages of host memory, in any thread; None: the kernels do not take
+        it, or its pages have more bytes than `most`.
         """
         described = self._layout.described(terms)
         if described is None:
             return None
-        tiles = self._layout.tiles(described)
-        sizes = [tile.num_bytes for tile in tiles]
-        if most is not None and sum(sizes) > most:
-            return None
-        spots, _ = pack(sizes, self._page_bytes)
+        shapes = self._layout.shapes(described)
+        sizes = self._layout.sizes(shapes)
         page_bytes = self._page_bytes
         if self._device.type == "cpu":  # whose memory has no pages to be handed out again
-            spots, page_bytes = in_a_row(sizes)
-        pages = copy_pages(tiles, spots, page_bytes, self._device)
-        addresses = iter([pages[spot.page].data_ptr() + spot.offset for spot in spots])
+            (spots, page_bytes), num_pages = in_a_row(sizes), 1
+        else:
+            spots, num_pages = pack(sizes, page_bytes)
+        if most is not None and num_pages * page_bytes > most:
+            return None
+        memory = filled(self._layout.tiles(described), spots, num_pages, page_bytes)
+        ranks = [[0 if pair is None else len(pair[0]) for pair in parts] for parts in described]
+        return HostPages(memory, num_pages, page_bytes, spots, shapes, ranks)
 
-        def of(pair: Pair | None) -> list[tuple[int, int]] | None:
-            if pair is None:
+    def place(self, host: HostPages) -> Laid:
+        """Copy an adapter to the device, on the current stream; on a CPU it is there."""
+        pages = [host.memory]
+        if self._copies is not None:
+            pages = self._copies(host.memory, host.num_pages)
+            host = host._replace(memory=host.memory[:0])
+        bases = [page.data_ptr() for page in pages]
+        addresses = iter([bases[spot.page] + spot.offset for spot in host.spots])
+
+        def of(rank: int) -> list[tuple[int, int]] | None:
+            if not rank:
                 return None
-            return [(next(addresses), next(addresses)) for _ in cut(pair)]
+            return [(next(addresses), next(addresses)) for _ in range(0, rank, TILE)]
 
-        found = [[of(pair) for pair in parts] for parts in described]
+        found = [[of(rank) for rank in ranks] for ranks in host.ranks]
         words, width = lora.describe(found, self._layout.is_turned)
         words = words.to(self._device)
-        ranks = [[0 if pair is None else len(pair[0]) for pair in parts] for parts in described]
-        placed = (
-            at(pages[spot.page], spot.offset, tile.shape, tile.values.dtype)
-            for tile, spot in zip(tiles, spots, strict=True)
-        )
-        return Laid(words, words.data_ptr(), width, self._views(ranks, placed))
-
-    def _views(self, ranks: Sequence[Sequence[int]], tiles: Iterator[Tensor]) -> list[InPages]:
-        """Return the terms of parts of these ranks, whose tiles follow each other."""
-        found: list[InPages] = []
-        is_turned = self._layout.is_turned
-        for place, of_parts in zip(self._layout.places, ranks, strict=True):
-            first = 0
-            for size, rank in zip(place.sizes, of_parts, strict=True):
-                pairs = [(next(tiles), next(tiles)) for _ in range(-(-rank // TILE))]
-                if pairs:
-                    found.append(InPages(place.name, first, rank, pairs, size, is_turned))
-                first += size
-        return found
+        return Laid(words, words.data_ptr(), width, pages, host, self._layout)
 
     def upload(
         self, tokens: Int64s, kept: Int64s | None, active: Mapping[int, Laid], shape: StepShape
@@ -227,7 +274,8 @@ def _put(term: Term, sizes: Sequence[int], parts: list[Pair | None]) -> bool:
             continue
         if begin < 0 or end > len(b) or parts[part] is not None:
             return False
-        parts[part] = a, b[begin:end]  # parts that PEFT had as one have the same A
+        # Parts that PEFT had as one have the same A.
+        parts[part] = a, b if len(b) == size else b[begin:end]
     return True
 
 

@@ -17,12 +17,10 @@ import numpy as np
 import torch
 from slipstream_contract.lora import LoraTask
 from slipstream_contract.prompt_table import PromptTable
-from torch import Tensor
 
 from slipstream.core.batch import Batch
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.fuse.adapt import AdaptedPlace, adapt
-from slipstream.kernels.cpu.native import library
 from slipstream.kernels.lora.terms import Table
 from slipstream.layers.adapted import Group as RowGroup
 from slipstream.layers.adapted import StepGroups, Terms
@@ -35,7 +33,7 @@ from slipstream.models.decoder import build_any
 from slipstream.models.fileless import SizeSource
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.source import Weights
-from slipstream.runner.adapter_forms import Loaded, ReadAdapter
+from slipstream.runner.adapter_forms import Loaded, ReadAdapter, has_kernels
 from slipstream.runner.adapter_magnitudes import Fold
 from slipstream.runner.adapter_pages import LEAST_PAGE
 from slipstream.runner.adapter_rows import Active
@@ -79,7 +77,7 @@ class Adapters:
         self._pages: dict[int, int] = {}  # of each adapter
         self._layers, self._ranks_of_stage = plan.model.tensors.layers, plan.config.tensor_parallel
         is_gpu = plan.device.type == "cuda"
-        self.by_tables = plan.dtype.itemsize == 2 if is_gpu else _has_kernels(plan.dtype)
+        self.by_tables = plan.dtype.itemsize == 2 if is_gpu else has_kernels(plan.dtype)
         if isinstance(model, Decoder):
             self._take_places(plan, adapt(model, self._groups, plan.model.dims.vocab_size))
             self._tables = AdapterTables(self._own, self.page_bytes, plan.device, max_tokens)
@@ -126,13 +124,18 @@ class Adapters:
 
     def prepared(self, weights: AdapterWeights) -> ReadAdapter:
         """Make of an adapter what can be made in any thread."""
-        laid = None
+        host = laid = None
         # Magnitudes are folded by all ranks together, those without any of its terms included.
-        if self.by_tables and self._device.type == "cpu" and not weights.has_magnitudes:
-            laid = self._tables.lay_out(weights.terms, _MOST_FILLED * bytes_of(weights.terms))
+        if self.by_tables and not weights.has_magnitudes:
+            host = self._tables.lay_out(weights.terms, _MOST_FILLED * bytes_of(weights.terms))
+        if host is not None and self._device.type == "cpu":
+            laid = self._tables.place(host)
         own = weights.terms, weights.digest, weights.rank, weights.others
         given = (*own, weights.has_magnitudes, weights.of_inputs)
-        return ReadAdapter(*given, self._pages_for(weights), laid)
+        pages = (
+            host.num_pages if host and not (laid or weights.others) else self._pages_for(weights)
+        )
+        return ReadAdapter(*given, pages, host, laid)
 
     def reserve(self, left: int) -> int:
         """Give the pool its pages, of `left` bytes of the device; return what is left for others.
@@ -183,7 +186,7 @@ class Adapters:
         """Keep what this rank has of an adapter in host memory, unless ranks find by magnitudes
         that it cannot be. Of one that is laid out nothing else is kept.
         """
-        if isinstance(weights, ReadAdapter) and weights.laid is not None:
+        if isinstance(weights, ReadAdapter) and weights.host is not None:
             self._stored[number] = replace(weights, terms={}, others=())
             return
         terms: PlaceTerms | None = weights.terms
@@ -296,9 +299,13 @@ class Adapters:
 
     def _copy(self, weights: AdapterWeights) -> Loaded:
         is_host = self._device.type == "cpu"
-        laid = weights.laid if isinstance(weights, ReadAdapter) else None
-        if laid is None and self.by_tables:
-            laid = self._tables.lay_out(weights.terms)
+        host = laid = None
+        if isinstance(weights, ReadAdapter):
+            host, laid = weights.host, weights.laid
+        if host is None and self.by_tables:
+            host = self._tables.lay_out(weights.terms)
+        if host is not None and laid is None:
+            laid = self._tables.place(host)
         if laid is not None:
             return Loaded({}, laid, is_host)
         own: Terms = {
@@ -424,15 +431,8 @@ class Adapters:
     def _grouped(self, numbers: Int64s, active: Active) -> list[RowGroup]:
         """Group rows by their adapters."""
         found = [(each.terms, (numbers == n).nonzero()[0]) for n, each in active.items()]
-        return [RowGroup(terms, self._on_device(rows)) for terms, rows in found if len(rows)]
-
-    def _on_device(self, rows: Int64s) -> Tensor:
-        return torch.from_numpy(rows).to(self._device)
-
-
-def _has_kernels(dtype: torch.dtype) -> bool:
-    """Whether a CPU has kernels for terms of a dtype."""
-    return dtype == torch.float32 and library() is not None
+        there = ((terms, torch.from_numpy(rows)) for terms, rows in found if len(rows))
+        return [RowGroup(terms, rows.to(self._device)) for terms, rows in there]
 
 
 def of_all_stages(
