@@ -4,7 +4,8 @@ Each layer has weights of its own, and a choice of its own that is uniform over 
 is what the distinct experts of the rows take to read. Of up to eight rows `choose` and `down_add`
 are kernels of their own, `few` a layer by them with its norm, `normed` by the others with its norm.
 `--tiles` times every size of tiles, by which `slipstream.kernels.experts.grouped` chooses, and
-`--both` each by the kernel of all GPUs and by Hopper's, in turn.
+`--both` each by the kernel of all GPUs and by Hopper's, in turn. Packed weights, by
+`--weights`, have one kernel; their limit is of the bytes that a GPU keeps.
 """
 
 import argparse
@@ -16,8 +17,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 from limits import rates_of
+from packed_weights import FORMS, packed_experts
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.experts import packed
 from slipstream.kernels.experts.combine import combine
 from slipstream.kernels.experts.down_add import MAX_ROWS, down_add
 from slipstream.kernels.experts.grouped import (
@@ -53,7 +56,9 @@ class Model:
 MODELS = (
     Model("Qwen3-30B-A3B", 2048, 128, 8, 768, 48),
     Model("Mixtral-8x7B", 4096, 8, 2, 14336, 32),
+    Model("gpt-oss-20b", 2880, 32, 4, 2880, 24),
 )
+KINDS = ("bf16", "e4m3", *FORMS)
 
 
 @dataclass
@@ -73,17 +78,19 @@ class Result:
 class Layer:
     """The experts of one layer, with their router."""
 
-    def __init__(self, model: Model, is_fp8: bool) -> None:
+    def __init__(self, model: Model, kind: str) -> None:
         self.model = model
         self.routing = Routing(model.experts, model.top_k, normalises=True)
         self.router = rows(model.experts, model.hidden).mul_(model.hidden**-0.5)
         self.norm = torch.ones_like(self.router[0])
-        self.gate_up = self._matrix(2 * model.inner, model.hidden, is_fp8)
-        self.down = self._matrix(model.hidden, model.inner, is_fp8)
+        self.gate_up = self._matrix(2 * model.inner, model.hidden, kind)
+        self.down = self._matrix(model.hidden, model.inner, kind)
 
-    def _matrix(self, outputs: int, inputs: int, is_fp8: bool) -> ExpertMatrix:
+    def _matrix(self, outputs: int, inputs: int, kind: str) -> ExpertMatrix:
+        if kind in FORMS:
+            return packed_experts(kind, self.model.experts, outputs, inputs, self.router.device)
         values = rows(self.model.experts, outputs, inputs).mul_(inputs**-0.5)
-        if not is_fp8:
+        if kind == "bf16":
             return ExpertMatrix(values)
         found = [fp8.quantize(each) for each in values]
         return ExpertMatrix(
@@ -124,9 +131,16 @@ class Layer:
         """Run the layer with its norm by the kernels of a few rows."""
         x, _, routed = self.choose(x, size)
         inner = self.up(x, routed)
-        if size == SKINNY_ROWS:
+        if size == SKINNY_ROWS and self.down.groups is None:
             return self.add(inner, residual, routed)
         return combine(residual, self.out(inner, routed))
+
+
+def num_bytes_of(matrix: ExpertMatrix) -> int:
+    """Count the bytes of all experts as they are kept."""
+    groups = matrix.groups
+    own = [matrix.values] if groups is None else [matrix.values, groups.scales, groups.zeros]
+    return sum(each.numel() * each.element_size() for each in own if each is not None)
 
 
 def timed(layers: list[Layer], n: int, size: int) -> dict[str, tuple[float, float]]:
@@ -140,7 +154,7 @@ def timed(layers: list[Layer], n: int, size: int) -> dict[str, tuple[float, floa
     products = [layer.out(*each) for layer, *each in zip(layers, inner, routed, strict=True)]
     active = sum(int(torch.unique(each.experts).numel()) for each in routed) / len(layers)
     num_bytes = [
-        active * matrix.values[0].numel() * matrix.values.element_size()
+        active / model.experts * num_bytes_of(matrix)
         for matrix in (layers[0].gate_up, layers[0].down)
     ]
     whole = sum(num_bytes) + layers[0].router.numel() * 2
@@ -159,7 +173,7 @@ def timed(layers: list[Layer], n: int, size: int) -> dict[str, tuple[float, floa
     }
     if n <= MAX_ROWS:
         found["choose"] = (each(Layer.choose, layers, x, sizes), 0)
-        if size == SKINNY_ROWS:
+        if size == SKINNY_ROWS and layers[0].down.groups is None:
             found["down_add"] = (each(Layer.add, layers, inner, residual, routed), num_bytes[1])
         found["normed"] = (each(Layer.normed, layers, x, residual, sizes), whole)
         found["few"] = (each(Layer.few, layers, x, residual, sizes), whole)
@@ -167,20 +181,23 @@ def timed(layers: list[Layer], n: int, size: int) -> dict[str, tuple[float, floa
 
 
 def measure(
-    model: Model, is_fp8: bool, counts: list[int], all_tiles: bool, kernels: list[bool]
+    model: Model, kind: str, counts: list[int], all_tiles: bool, kernels: list[bool]
 ) -> list[Result]:
     """Time a model's layer with every number of rows, by each of the kernels: Hopper's, or not."""
     rate = rates_of(torch.cuda.get_device_name(), {}).read
-    size = 3 * model.experts * model.inner * model.hidden * (1 if is_fp8 else 2)
-    layers = [Layer(model, is_fp8) for _ in range(max(2, min(8, math.ceil(12e9 / size))))]
-    kind, results = "e4m3" if is_fp8 else "bf16", []
-    for n, is_piped in itertools.product(counts, kernels):
+    size = 3 * model.experts * model.inner * model.hidden * (2 if kind == "bf16" else 1)
+    layers = [Layer(model, kind) for _ in range(max(2, min(8, math.ceil(12e9 / size))))]
+    results, device, is_fp8 = [], layers[0].router.device, kind == "e4m3"
+    own = [each.groups.packing for each in (layers[0].gate_up, layers[0].down) if each.groups]
+    for n, is_piped in itertools.product(counts, kernels[:1] if own else kernels):
         piped.runs_on = lambda *_, is_piped=is_piped: is_piped
-        chosen = tile_rows(n * model.top_k, model.experts, is_fp8, device=layers[0].router.device)
+        pairs = n * model.top_k
+        chosen = tile_rows(pairs, model.experts, is_fp8, device=device, packings=own)
         sizes = piped.TILE_ROWS if is_piped else (SKINNY_ROWS, *TILE_ROWS)
+        sizes = packed.tile_rows(own[0]) if own else sizes
         for tile in sizes if all_tiles else (chosen,):
             found = timed(layers, n, tile)
-            line = f"{model.name:14} {kind} {n:5} rows, {'piped' if is_piped else 'tiles'} of"
+            line = f"{model.name:14} {kind:10} {n:5} rows, {'piped' if is_piped else 'tiles'} of"
             line += f" {tile:3}{'*' * (tile == chosen):1}"
             for kernel, (seconds, num_bytes) in found.items():
                 share = num_bytes / rate / seconds if num_bytes else None
@@ -200,17 +217,16 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 128, 512])
     parser.add_argument("--tiles", action="store_true", help="every size of tiles")
     parser.add_argument("--both", action="store_true", help="by both kernels")
-    parser.add_argument("--weights", choices=["bf16", "e4m3"], help="default: both")
+    parser.add_argument("--weights", nargs="*", choices=KINDS, default=["bf16", "e4m3"])
     args = parser.parse_args()
     need_gpu()
     torch.manual_seed(0)
     results = []
     kernels = [False, True] if args.both else [jit.is_hopper(torch.device("cuda", 0))]
     for model in MODELS:
-        for kind in ("bf16", "e4m3"):
-            if args.weights in (None, kind):
-                results += measure(model, kind == "e4m3", args.rows, args.tiles, kernels)
-                torch.cuda.empty_cache()
+        for kind in args.weights:
+            results += measure(model, kind, args.rows, args.tiles, kernels)
+            torch.cuda.empty_cache()
     device = torch.cuda.get_device_name()
     print(json.dumps({"device": device, "results": [asdict(result) for result in results]}))
 

@@ -4,8 +4,12 @@ import re
 from typing import NamedTuple
 
 import torch
+from slipstream.kernels.experts.grouped import ExpertMatrix, expert_matrix
+from slipstream.kernels.gemm.op import Matrix
+from slipstream.kernels.runtime.registry import KNOWN
 from slipstream.models.cuts import Cuts
 from slipstream.models.fileless import RandomSource
+from slipstream.quant.forms import form_of_experts
 from slipstream.quant.matrix import E4M3, Kind, QuantMatrix
 from slipstream.runner import load_weights
 
@@ -53,6 +57,20 @@ class PackedSource(RandomSource):
         if kind is Kind.F8:
             codes = codes.masked_fill_(codes & 0x7F == 0x7F, 0).view(E4M3)
         return QuantMatrix(kind, codes, scales.to(dtype), group, inputs)
+
+
+def packed_experts(
+    name: str, count: int, outputs: int, inputs: int, device: torch.device
+) -> ExpertMatrix:
+    """Return the weights of experts in a form, as a GPU keeps them for rows of bfloat16."""
+    PackedSource.form = FORMS[name]
+    matrix = PackedSource(device).quantized("experts.0.up_proj", count * outputs, inputs)
+    assert matrix is not None, "it is an expert's"
+    form = form_of_experts(matrix, count, KNOWN["sm_90a"], torch.bfloat16)
+    assert form is not None, f"no kernel takes {matrix}"
+    made = form.make(matrix)
+    assert isinstance(made, Matrix), "of a GPU"
+    return expert_matrix(made, count, None)
 
 
 def use(name: str) -> None:

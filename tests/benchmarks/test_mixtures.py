@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from fixtures.scripts import scripts
 from slipstream.config import EngineConfig
 from slipstream.runner import load_weights
@@ -52,6 +53,17 @@ def test_bytes_of_all_experts_are_those_of_the_model(
     one = mixtures.bytes_of_step(name, scheme, 1, 0).experts
     share = experts.routing.top_k / experts.routing.num_experts
     assert one == pytest.approx(found.experts * share, rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("int4", 4.125), ("fp8-blocks", 8.25), ("mxfp4", 4.5)])
+def test_experts_as_a_gpu_keeps_them(bench, name: str, bits: float) -> None:
+    """Numbers of about 1 / sqrt(inputs), in the bits that a layer's benchmark counts."""
+    matrix = bench.packed_weights.packed_experts(name, 3, 64, 512, torch.device("cpu"))
+    assert (len(matrix.values), matrix.outputs, matrix.inputs) == (3, 64, 512)
+    values = torch.stack([matrix.of(expert)[0] for expert in range(3)])
+    assert 0.2 < float(values.std()) * 512**0.5 < 2
+    own = (matrix.values, matrix.groups.scales)
+    assert sum(x.numel() * x.element_size() for x in own) * 8 / values.numel() == bits
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def check(name: str, x: Tensor, packing: Packing, streams: int) -> None:
     """Raise `KernelError` unless the kernel multiplies rows `x` by packed weights of experts."""
     require, width = jit.require, x.shape[1]
     require(x.dtype in DTYPES, "{}: experts have kernels for 16 bits, not {}", name, x.dtype)
-    is_here = packing.layout == "fragments" and not packing.for_e4m3
+    is_here = packing.layout == "fragments" and not packing.for_e4m3 and not packing.record
     require(is_here, "{}: weights are {}", name, packing)
     fits = not packing.scales_numbers or packing.scale == x.dtype
     require(fits, "{}: scales of e2m1 are {}", name, packing.scale)
