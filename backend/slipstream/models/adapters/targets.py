@@ -4,6 +4,7 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -160,6 +161,13 @@ def _whole(cut: Cut | None, outputs: int, inputs: int) -> tuple[int, int]:
     return rows, columns
 
 
+class _Found(NamedTuple):
+    """Parts."""
+
+    parts: dict[str, list[Part]]  # by the checkpoint's names
+    by_name: dict[str, Part]  # by the decoder's
+
+
 class Targets:
     """All parts, by the names of modules.
 
@@ -188,20 +196,18 @@ class Targets:
         self.key_refusal = next((each.key_refusal for each in places if each.key_refusal), "")
         self._given = places, names, dtype, device
 
-    @property
-    def _parts(self) -> dict[str, list[Part]]:
-        return self._found[0]
-
-    @property
-    def _by_name(self) -> dict[str, Part]:
-        return self._found[1]
+    @functools.cached_property
+    def _found(self) -> _Found:
+        """All parts but those of routed experts."""
+        return self._made([place for place in self._given[0] if not place.num_experts])
 
     @functools.cached_property
-    def _found(self) -> tuple[dict[str, list[Part]], dict[str, Part]]:
-        """All parts by the checkpoint's names and by the decoder's: a mixture has many, so they
-        are made when they are first asked for.
-        """
-        places, names, dtype, device = self._given
+    def _of_experts(self) -> _Found:
+        """Parts of routed experts: many, and made when one of them is looked up by itself."""
+        return self._made([place for place in self._given[0] if place.num_experts])
+
+    def _made(self, places: Sequence[AdaptedPlace]) -> _Found:
+        _, names, dtype, device = self._given
         parts: dict[str, list[Part]] = {}
         by_name: dict[str, Part] = {}
         for place in places:
@@ -216,22 +222,25 @@ class Targets:
                 parts.setdefault(_module(names, name), []).append(part)
                 by_name[name] = part
                 first += outputs
-        return parts, by_name
+        return _Found(parts, by_name)
 
     @functools.cached_property
     def _mixtures(self) -> dict[str, Mixture]:
         """All mixtures by the names of their experts, transformers' and the checkpoint's."""
         places, names, *_ = self._given
-        found: dict[str, Mixture] = {}
-        for place in places:
-            first, kind = place.parts[0].rpartition(".")[::2]
-            if not place.num_experts or kind != "down_proj":
+        firsts = []  # of each place of experts, what it has of the first
+        for place in (each for each in places if each.num_experts):
+            count = len(place.parts) // place.num_experts
+            firsts.append(place._replace(parts=place.parts[:count], sizes=place.sizes[:count]))
+        by_name, found = self._made(firsts).by_name, dict[str, Mixture]()
+        for place in firsts:
+            if len(place.parts) > 1:
                 continue
-            gate, up = (self._by_name[f"{first}.{name}"] for name in ("gate_proj", "up_proj"))
-            down = self._by_name[place.parts[0]]
+            expert = place.parts[0].rpartition(".")[0]
+            gate, up, down = (by_name[f"{expert}.{x}_proj"] for x in ("gate", "up", "down"))
             mixture = Mixture(gate, up, down, place.num_experts, place.takes_turns)
             stored = _module(names, place.parts[0]).rpartition(".")[0]
-            found |= {name.removesuffix(".0"): mixture for name in (first, stored)}
+            found |= {name.removesuffix(".0"): mixture for name in (expert, stored)}
         return found
 
     def mixture(self, module: str) -> Mixture | None:
@@ -257,11 +266,14 @@ class Targets:
     def most_elements(self) -> int:
         """Numbers of the largest tensor that an adapter can have of a module."""
         found = 0
-        for parts in self._parts.values():
+        for parts in self._found.parts.values():
             outputs, inputs = sum(part.outputs for part in parts), parts[0].inputs
             is_whole = parts[0].table is not None
             size = outputs * inputs if is_whole else 0
             found = max(found, size, MAX_RANK * max(outputs, inputs))
+        for mixture in self._mixtures.values():
+            outputs = mixture.gate.outputs + mixture.up.outputs
+            found = max(found, MAX_RANK * max(outputs, mixture.gate.inputs))
         return found
 
     def ranks_of(self, place: str) -> range:
@@ -274,27 +286,29 @@ class Targets:
     @property
     def embedding_size(self) -> int:
         """Width of the rows of the embedding, which need not be that of the states."""
-        return self._by_name[EMBEDDING].inputs
+        return self._found.by_name[EMBEDDING].inputs
 
     def all(self) -> Iterator[Part]:
         """Yield all parts."""
-        yield from self._by_name.values()
+        yield from self._found.by_name.values()
+        yield from self._of_experts.by_name.values()
 
     def of_decoder(self, layer: int, name: str) -> Part | None:
         """Return the part that is a layer's matrix by the decoder's name; None: there is none."""
-        return self._by_name.get(f"model.layers.{layer}.{name}")
+        return self._found.by_name.get(f"model.layers.{layer}.{name}")
 
     @property
     def kinds(self) -> str:
         """The last parts of their names."""
-        return ", ".join(sorted({name.rpartition(".")[2] for name in self._parts}))
+        names = [*self._found.parts, *self._of_experts.parts]
+        return ", ".join(sorted({name.rpartition(".")[2] for name in names}))
 
     @property
     def num_layers(self) -> int:
         """How many layers have any."""
         found = {
             part.name.split(".layers.")[-1].split(".")[0]
-            for p in self._parts.values()
+            for p in self._found.parts.values()
             for part in p
             if ".layers." in part.name
         }
@@ -303,7 +317,9 @@ class Targets:
     def parts(self, module: str) -> list[Part]:
         """Return the parts of a module; none: adapters cannot change it."""
         for name in (module, module.replace(_WRAPPED, "", 1), f"{self._optional}{module}"):
-            if found := self._parts.get(name):
+            is_of_experts = name.rpartition(".")[0].rpartition(".")[0] in self._mixtures
+            parts = (self._of_experts if is_of_experts else self._found).parts
+            if found := parts.get(name):
                 return found
         # transformers 5 names the head so where files have another name (GPT-NeoX, `embed_out`).
-        return [self._by_name[HEAD]] if module == HEAD else []
+        return [self._found.by_name[HEAD]] if module == HEAD else []
