@@ -40,6 +40,7 @@ BITS = {
     "Q4_K": 5,
     "Q5_K": 9,
     "Q6_K": 9,
+    "MXFP4": 4.5,  # and a factor of each row
 }
 PACKED = "kept packed, multiplied with 16-bit rows"
 
@@ -90,13 +91,15 @@ def test_packed_weights_are_those_of_a_cpu(
             continue
         assert matrix.groups is not None, name
         weight = dense(matrix.values, matrix.groups)
+        weight = weight if matrix.scales is None else weight * matrix.scales[:, None]
         assert torch.equal(weight.bfloat16(), plain[name].values), name
     config, model = EngineConfig(checkpoint=str(directory)), read_config(directory)
     bytes_on = [weight_bytes(config, model, BF16, target) for target in (CPU, KNOWN["sm_90a"])]
     count = sum(each.values.numel() for name, each in plain.items() if not name.startswith("head"))
     rows = model.dims.vocab_size * model.dims.hidden_size  # that a CPU looks up in the file
     more = 2 - QUANTISED[kind].num_bytes / QUANTISED[kind].elements
-    assert bytes_on[0] - bytes_on[1] == (2 - BITS[kind] / 8) * count - more * rows
+    factors = 4 * sum(0 if each.scales is None else len(each.scales) for each in packed.values())
+    assert bytes_on[0] - bytes_on[1] == (2 - BITS[kind] / 8) * count - more * rows - factors
 
 
 @pytest.mark.parametrize("kind", KEPT)
