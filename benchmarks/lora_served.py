@@ -8,10 +8,13 @@ sockets. The last line is both as JSON.
 - `load`: the time from `POST /v1/load_lora_adapter`, with the files in the page cache, to the first
   token of a request with that adapter, and the time between tokens of streams that run meanwhile,
   beside the same streams and requests with an adapter that is there. `held` is the longest that
-  loads held the engine's thread between two steps, of its processor time.
+  loads held the engine's thread between two steps, of its processor time. The line below says where
+  the time goes, by medians: files are read and hashed, what was read is laid out, a step is awaited
+  before the engine takes it (`taken`) and starts its load (`started`), pages are copied to the
+  device, and the request waits for a step and runs in one.
 
-On a GPU: `--shape llama-3.1-8b --drawn 64`; 2,000 adapters of the 8B shape are 168 GB. Others have
-the weights of those that are drawn, and are adapters of their own to store and pool.
+Few adapters are drawn (`--drawn`): others have their weights, and are adapters of their own to
+store and pool. 2,000 of the 8B shape would be 168 GB. On a GPU: `--shape llama-3.1-8b`.
 """
 
 import argparse
@@ -22,8 +25,9 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lora import draw
 from safetensors.torch import save_file
@@ -34,6 +38,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream.models.adapters.read import AdapterWeights
 from slipstream.models.adapters.targets import Targets
+from slipstream.runner.adapters import Adapters
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve
 from slipstream.wire import Submit
@@ -41,6 +46,7 @@ from slipstream_contract.errors import ContractError
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
+SPLIT = ("queued", "read", "laid out", "taken", "started", "device", "first token")
 GOALS = {"storm": 0.85, "load_ms": 50.0, "between": 0.10}
 NAME = b"users"
 
@@ -103,6 +109,31 @@ class Bench:
         return counts, ended
 
 
+class Marks:
+    """When each part of a load ended, by the methods that do it."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        self.times: dict[str, tuple[float, float]] = {}  # start and end of the last call
+        for name in ("read", "prepared", "_load"):
+            setattr(adapters, name, self._timed(name, getattr(adapters, name)))
+
+    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*given: Any, **named: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return method(*given, **named)
+            finally:
+                self.times[name] = begin, time.perf_counter()
+
+        return timed
+
+    def split(self, begin: float, taken: float, end: float) -> list[float]:
+        """Return how long each part of `SPLIT` took, of a load from `begin` to `end`."""
+        read, laid, device = (self.times[name] for name in ("read", "prepared", "_load"))
+        ends = [begin, read[0], laid[0], laid[1], taken, *device, end]
+        return [after - before for before, after in pairwise(ends)]
+
+
 class Rate(NamedTuple):
     """Output tokens a second, and a second of processor time."""
 
@@ -130,6 +161,7 @@ def rate(bench: Bench, choose: Callable[[], str], num_requests: int) -> Rate:
 def storm(bench: Bench) -> dict[str, object]:
     """The row of many adapters, chosen by Zipf's law."""
     args = bench.args
+    begin = time.perf_counter()
     names = [f"a{number}" for number in range(args.adapters)]
     holder, room = bench.runner.adapters, bench.store.room
     drawn = [bench.draw(seed) for seed in range(min(args.drawn, len(names)))]
@@ -144,6 +176,7 @@ def storm(bench: Bench) -> dict[str, object]:
     def of_many() -> str:
         return rng.choices(names, weights)[0]
 
+    print(f"storm: adapters are there after {time.perf_counter() - begin:.1f} s", flush=True)
     found: dict[str, list[Rate]] = {"one": [], "many": []}
     rate(bench, of_many, 2 * args.users)  # warm
     before = room.num_loads, room.num_evictions
@@ -232,6 +265,8 @@ def load(bench: Bench, root: Path) -> dict[str, object]:
     gaps.clear()
     bench.held = 0.0
     times: list[float] = []
+    splits: list[list[float]] = []
+    marks = Marks(bench.runner.adapters)
     for number in range(args.loads):
         name = f"l{number}"
         write(bench, root / name, 10_000 + number)
@@ -240,8 +275,11 @@ def load(bench: Bench, root: Path) -> dict[str, object]:
         bench.store.start_load(name, name, refuse)
         while name not in bench.store._names:
             step()
+        taken = time.perf_counter()
         ask(name)
-        times.append(time.perf_counter() - begin)
+        end = time.perf_counter()
+        times.append(end - begin)
+        splits.append(marks.split(begin, taken, end))
         for _ in range(args.between):
             step()
         bench.store.unload(name)
@@ -250,7 +288,12 @@ def load(bench: Bench, root: Path) -> dict[str, object]:
     bench.engine.cancel_bridge(NAME)
     while bench.engine.has_work:
         bench.step()
-    return report(statistics.median(times), beside, alone, bench.held, args.streams)
+    row = report(statistics.median(times), beside, alone, bench.held, args.streams)
+    parts = [1e3 * statistics.median(part) for part in zip(*splits, strict=True)]
+    row["split_ms"] = dict(zip(SPLIT, parts, strict=True))
+    named = zip(SPLIT, parts, strict=True)
+    print("  of which " + ", ".join(f"{name} {ms:.1f}" for name, ms in named), flush=True)
+    return row
 
 
 def report(
@@ -281,7 +324,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-small")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=2000)
-    parser.add_argument("--drawn", type=int, default=2000, help="with weights of their own")
+    parser.add_argument("--drawn", type=int, default=64, help="with weights of their own")
     parser.add_argument("--pool", type=int, default=128, help="adapters that fit on the device")
     parser.add_argument("--users", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=64)
