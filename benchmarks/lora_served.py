@@ -288,18 +288,20 @@ def load(bench: Bench, root: Path) -> dict[str, object]:
     bench.engine.cancel_bridge(NAME)
     while bench.engine.has_work:
         bench.step()
-    row = report(statistics.median(times), beside, alone, bench.held, args.streams)
-    parts = [1e3 * statistics.median(part) for part in zip(*splits, strict=True)]
-    row["split_ms"] = dict(zip(SPLIT, parts, strict=True))
-    named = zip(SPLIT, parts, strict=True)
-    print("  of which " + ", ".join(f"{name} {ms:.1f}" for name, ms in named), flush=True)
-    return row
+    return report(times, splits, (beside, alone), bench.held, args.streams)
 
 
 def report(
-    seconds: float, beside: float, alone: float, held: float, num_streams: int
+    times: list[float],
+    splits: list[list[float]],
+    between: tuple[float, float],
+    held: float,
+    num_streams: int,
 ) -> dict[str, object]:
-    """Print the row of loads; both times between tokens are in milliseconds, `held` in seconds."""
+    """Print the row of loads; `between` tokens, with and without, in ms, all else in seconds."""
+    seconds, (beside, alone) = statistics.median(times), between
+    parts = [1e3 * statistics.median(part) for part in zip(*splits, strict=True)]
+    split = dict(zip(SPLIT, parts, strict=True))
     row = {
         "ms": 1e3 * seconds,
         "goal_ms": GOALS["load_ms"],
@@ -307,12 +309,14 @@ def report(
         "p99_alone_ms": alone,
         "held_ms": 1e3 * held,
         "goal_more": GOALS["between"],
+        "split_ms": split,
     }
     print(
         f"load: {row['ms']:.1f} ms from files to the first token (goal {GOALS['load_ms']:.0f}); "
         f"{num_streams} streams meanwhile: p99 between tokens {beside:.1f} ms, "
         f"without loads {alone:.1f} "
-        f"({beside / alone - 1:+.0%}; goal {GOALS['between']:+.0%}); held {1e3 * held:.2f} ms",
+        f"({beside / alone - 1:+.0%}; goal {GOALS['between']:+.0%}); held {1e3 * held:.2f} ms\n"
+        "  of which " + ", ".join(f"{name} {ms:.1f}" for name, ms in split.items()),
         flush=True,
     )
     return row
