@@ -53,7 +53,7 @@ def test_graphs_with_adapters_of_two_ranks_give_the_tokens_of_eager_steps(
     assert None not in adapted.values()
     plain = generated(leader, [0] * len(numbers))
     announce = leader._group.announce
-    monkeypatch.setattr(leader._group, "announce", lambda *given: announce(*given[:3]))
+    monkeypatch.setattr(leader._group, "announce", lambda *given: announce(*given[:4]))
     monkeypatch.setattr(leader, "_graph", lambda *_: None)
     wanted = generated(leader, numbers)
     ranks.end()

@@ -24,8 +24,7 @@ from slipstream.layers.adapted_experts import divided
 from slipstream.layers.decoder import StepDecoder
 from slipstream.models.adapters.read import AdapterWeights
 from slipstream.models.sharding import share
-from slipstream.runner.adapter_rows import adapters_of
-from slipstream.runner.step_arrays import StepArrays, StepShape
+from slipstream.runner.step_arrays import Int64s, StepArrays, StepShape
 from slipstream.runner.values import has_prompts, piece_rows, pieces_of
 
 
@@ -149,9 +148,17 @@ class Group(Protocol):
         """Return whether all ranks that share layers with this one can, of which each asks."""
 
     def announce(
-        self, batch: Batch, shape: StepShape, arrays: StepArrays, is_graph: bool = False
+        self,
+        batch: Batch,
+        shape: StepShape,
+        arrays: StepArrays,
+        tokens: Int64s,
+        is_graph: bool = False,
     ) -> None:
-        """Have the other ranks run this step, too, as a graph or eagerly."""
+        """Have the other ranks run this step, too, as a graph or eagerly.
+
+        `tokens`: the adapter of each token, by `adapters_of`; none: no row has any.
+        """
 
     def spread(self, token_ids: Tensor) -> None:
         """Take the tokens of a step from rank 0, where those lie that the last one sampled."""
@@ -191,7 +198,12 @@ class Alone:
         return can
 
     def announce(
-        self, batch: Batch, shape: StepShape, arrays: StepArrays, is_graph: bool = False
+        self,
+        batch: Batch,
+        shape: StepShape,
+        arrays: StepArrays,
+        tokens: Int64s,
+        is_graph: bool = False,
     ) -> None:
         """No other rank is there."""
 
@@ -266,7 +278,12 @@ class Joined:
         return can if self._ranks.size == 1 else bool(self._ranks.least(int(can)))
 
     def announce(
-        self, batch: Batch, shape: StepShape, arrays: StepArrays, is_graph: bool = False
+        self,
+        batch: Batch,
+        shape: StepShape,
+        arrays: StepArrays,
+        tokens: Int64s,
+        is_graph: bool = False,
     ) -> None:
         """Send the step, from rank 0, behind some of what adapters wait for."""
         self.give_some()
@@ -277,10 +294,7 @@ class Joined:
         num_edits, tables = len(arrays.edits), (len(arrays.tables), arrays.tables.shape[1])
         memory = arrays.memory.tobytes()
         ended = tuple(self.ended)
-        adapters = b""
-        if any(row.adapter for row in batch.rows):
-            adapters = adapters_of(batch, shape).tobytes()
-        given = shape, num_edits, tables, memory, batch.copies, pieces, ended, adapters
+        given = shape, num_edits, tables, memory, batch.copies, pieces, ended, tokens.tobytes()
         self.send(Frame(*given, is_graph))
         self.num_steps += 1
 

@@ -227,8 +227,9 @@ class ModelRunner:
         exact, active = self._builder.layout.shape_of(batch), self.adapters.of(batch)
         shape = self._graph_shape(exact, active) or exact
         arrays = self._builder.build(batch, shape, 0, 0)
-        self._group.announce(batch, shape, arrays)
-        with self.adapters.step(active, adapters_of(batch, shape), shape, arrays):
+        tokens = adapters_of(batch, shape) if active else NONE
+        self._group.announce(batch, shape, arrays, tokens)
+        with self.adapters.step(active, tokens, shape, arrays):
             return self._forward(shape, self._stage(arrays))[arrays.samples].float()
 
     # --- a step --------------------------------------------------------------------------------
@@ -248,7 +249,8 @@ class ModelRunner:
         found = None if has_prompts(batch) else self._graph_shape(shape, active)
         shape = found or shape
         arrays = self._builder.build(batch, shape, first, before)
-        self._group.announce(batch, shape, arrays, found is not None)
+        tokens = adapters_of(batch, shape) if active else NONE
+        self._group.announce(batch, shape, arrays, tokens, found is not None)
         captured = None if found is None else self._graph(shape, active)
         places = arrays.samples  # now: on a CPU the step itself marks rows that are late
         if masks is not None:
@@ -257,7 +259,7 @@ class ModelRunner:
         if history is not None:
             self._count(history)
         base = self._staging.copy(arrays.memory)
-        of_step = active, adapters_of(batch, shape) if active else NONE, shape, arrays
+        of_step = active, tokens, shape, arrays
         captured = self._placed(captured, base, of_step)
         if captured is not None:
             captured.graph.replay()

@@ -164,11 +164,11 @@ class StageLeader(_Stage, Leader):
         arrays = self._builder.build(batch, shape, first, 0)
         places = arrays.samples
         with self.fatal_once_announced():
-            self._group.announce(batch, shape, arrays, found is not None)
+            of_tokens = adapters_of(batch, shape) if active else NONE
+            self._group.announce(batch, shape, arrays, of_tokens, found is not None)
             if masks is not None:
                 masks.ask(arrays.rows, places)
             own = self._own_arrays(shape, arrays)
-            of_tokens = adapters_of(batch, shape) if active else NONE
             started = _Started(shape, own, keeps_all, active, of_tokens, found is not None)
             self._compute(started)
         return started, places
