@@ -7,7 +7,7 @@ import torch
 from fixtures.kernels.checking import same_bits
 from fixtures.kernels.emulation import emulate
 from fixtures.kernels.expert_cases import EXPERT_FORMS, Case, Sizes, make_case
-from fixtures.kernels.packed_cases import FLOATS, FORMS, Form
+from fixtures.kernels.packed_cases import FLOATS, FORMS, SHARED, WIDE, Form
 from fixtures.tiers import quick_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -71,7 +71,7 @@ def test_tiles(monkeypatch: pytest.MonkeyPatch, tile: tuple[Form, int]) -> None:
 @pytest.mark.rest
 @DRAWN
 @given(st.data(), st.integers(1, 70), st.integers(0, 2**31 - 1))
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[7], FLOATS[0]], ids=str)
+@pytest.mark.parametrize("form", [FORMS[0], FORMS[7], FLOATS[0], SHARED, WIDE], ids=str)
 def test_drawn_layers(
     monkeypatch: pytest.MonkeyPatch, form: Form, data: st.DataObject, num_rows: int, seed: int
 ) -> None:
@@ -86,7 +86,7 @@ def test_drawn_layers(
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("form", [FORMS[1], FLOATS[0]], ids=str)
+@pytest.mark.parametrize("form", [FORMS[1], FLOATS[0], WIDE], ids=str)
 def test_a_row_has_the_same_bits_in_tiles_of_all_sizes(
     monkeypatch: pytest.MonkeyPatch, form: Form
 ) -> None:

@@ -299,7 +299,6 @@ def test_what_no_kernel_of_packed_experts_takes() -> None:
         (x.float(), integers, 1, "16 bits, not torch.float32"),
         (x, integers._replace(for_e4m3=True), 1, "packed for e4m3"),
         (x, integers._replace(layout="tiles"), 1, "weights are 4 bits"),
-        (x, integers._replace(record="pair"), 1, "by 32 with minimums"),
         (x.half(), PACKED_E2M1, 1, "scales of e2m1 are torch.bfloat16"),
         (x[:, :56], integers, 1, "56 inputs, not 64"),
         (x[:, :60], integers._replace(inputs=60), 1, "60 is not a multiple of 8"),

@@ -343,7 +343,7 @@ FORMS = (
     Form("kept packed, rows quantised by token", _takes_packed_e4m3, make_packed_e4m3),
     Form("kept packed, rows of long prompts quantised by token", _takes_blocks, make_blocks),
     Form("kept packed, multiplied with 16-bit rows", _takes_packed, make_packed, True),
-    Form("kept packed, multiplied with 16-bit rows", takes_records, make_records),
+    Form("kept packed, multiplied with 16-bit rows", takes_records, make_records, True),
     *(
         Form(
             "kept packed, multiplied with 16-bit rows", takes, partial(make_floats, of=dtype), True

@@ -12,7 +12,7 @@
 //   Qwen3-30B-A3B, int4 by 128 (48 x) 0.0195    0.272    0.311    0.311 GB        0.0024   0.0097   0.155 TFLOP
 // So a step of 1, 32, 128 rows takes 0.27, 2.1 and 2.2 ms of gpt-oss, 0.20, 2.8 and 3.2 ms of Qwen3; a prompt of 2,048 takes
 // 12.4 and 9.4 ms.
-// -D ELEMENT, GATED (see task.cuh), BITS, CODES, SCALE, PARTS, ZEROS (gemm/codes.cuh), ROWS (8, 16, 32, of e2m1 64: of a tile), SPLIT
+// -D ELEMENT, GATED (see task.cuh), BITS, CODES, SCALE, PARTS, ZEROS, RECORD (gemm/codes.cuh), ROWS (8, 16, 32, of e2m1 64: of a tile), SPLIT
 // (1, 2, 4), SLOTS (of a ring)
 #include "experts/task.cuh"
 #include "gemm/codes.cuh"
@@ -29,11 +29,13 @@ constexpr int SLOT_BYTES = SPLIT * X_BYTES + WARPS * TILES * BLOCK_BYTES;
 
 // Of a multiprocessor, for which registers must do.
 #if __CUDA_ARCH__ >= 1000
-constexpr int CTAS = ROWS == 8 ? 4 : ROWS == 32 && !SCALES_NUMBERS ? 2 : 3;
+constexpr int CTAS_OF_16 = 3;
 #else
-constexpr int CTAS = ROWS <= 16 ? 4 : ROWS == 32 && !SCALES_NUMBERS ? 2 : 3;
+constexpr int CTAS_OF_16 = MINIMUMS ? 3 : 4;
 #endif
-static_assert(STEPS_A_SUM % 2 == 0, "two steps of x are read at a time");
+constexpr int CTAS = ROWS == 8 ? 4 : ROWS == 16 ? CTAS_OF_16 : ROWS == 32 && !SCALES_NUMBERS ? 2 : 3;
+constexpr int SUMS_AT_ONCE = STEPS_A_SUM == 1 ? 2 : 1;  // two steps of x are read at a time
+constexpr int STEPS_AT_ONCE = STEPS_A_SUM * SUMS_AT_ONCE;
 
 extern __shared__ __align__(128) u8 shared_bytes[];
 
@@ -103,7 +105,7 @@ struct Unit {
     const Block blocks[TILES] = {Block(codes(slot, 0)), Block(codes(slot, 1))};
     const u32 x = shared_address(slot + share * X_BYTES) + lane % 8 * X_PITCH + lane / 8 * 16;
 #pragma unroll
-    for (int part = 0; part < SUM_PARTS; ++part) add(sums, blocks, x, part);
+    for (int first = 0; first < STEPS; first += STEPS_AT_ONCE) add(sums, blocks, x, first);
   }
 
  private:
@@ -112,17 +114,19 @@ struct Unit {
   }
   DEVICE static const u8* codes(const u8* slot, int t) { return codes(const_cast<u8*>(slot), t); }
 
-  // The sums of a part of the blocks. Columns of x that do not exist give sums that nobody reads.
-  DEVICE static void add(Sums& sums, const Block (&blocks)[TILES], u32 x, int part) {
+  // The sums of some steps of the blocks. Columns of x that do not exist give sums that nobody reads.
+  DEVICE static void add(Sums& sums, const Block (&blocks)[TILES], u32 x, int begin) {
+    constexpr u32 ONES = IS_FP16<T> ? 0x3c003c00 : 0x3f803f80;
     Pack<u32, 4> quads[TILES];
-    Sums of_part = {};
+    Sums of_part[SUMS_AT_ONCE] = {};
+    float inputs[PIECES][4] = {};  // their sums: minimums multiply them
+    if (MINIMUMS) __syncwarp();    // or codes of the next steps become numbers early, which takes too many registers
 #pragma unroll
-    for (int i = 0; i < STEPS_A_SUM; i += 2) {
-      const int first = part * STEPS_A_SUM + i;
+    for (int first = begin; first < begin + STEPS_AT_ONCE; first += 2) {
       u32 a[TILES][2][4];
 #pragma unroll
       for (int t = 0; t < TILES; ++t) {
-        if (i == 0 || first % STEPS_A_QUAD == 0) quads[t] = blocks[t].quad(first / STEPS_A_QUAD);
+        if (first == begin || first % STEPS_A_QUAD == 0) quads[t] = blocks[t].quad(first / STEPS_A_QUAD);
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           const int step = first + k, of_operand = step / STEPS_A_PART;
@@ -135,21 +139,45 @@ struct Unit {
         u32 b[4];
         load_matrices(b, x + p * 8 * X_PITCH + first / 2 * 64);
 #pragma unroll
-        for (int t = 0; t < TILES; ++t) {
-          float(&into)[4] = SCALES_NUMBERS ? sums[t][p] : of_part[t][p];
+        for (int t = 0; t < TILES; ++t)
 #pragma unroll
-          for (int k = 0; k < 2; ++k) multiply_add(into, a[t][k], b[2 * k], b[2 * k + 1], T{});
+          for (int k = 0; k < 2; ++k) {
+            float(&into)[4] = SCALES_NUMBERS ? sums[t][p] : of_part[k % SUMS_AT_ONCE][t][p];
+            multiply_add(into, a[t][k], b[2 * k], b[2 * k + 1], T{});
+          }
+        if constexpr (MINIMUMS) {
+          const u32 ones[4] = {ONES, ONES, ONES, ONES};
+#pragma unroll
+          for (int k = 0; k < 2; ++k) multiply_add(inputs[p], ones, b[2 * k], b[2 * k + 1], T{});
         }
       }
     }
+    add_scaled(sums, of_part, inputs, blocks, begin);
+  }
+  DEVICE static void add_scaled(Sums& sums, const Sums (&of_part)[SUMS_AT_ONCE], const float (&inputs)[PIECES][4],
+                                const Block (&blocks)[TILES], int begin) {
     if constexpr (!SCALES_NUMBERS) {
 #pragma unroll
+      for (int i = 0; i < SUMS_AT_ONCE; ++i)
+#pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+          const int part = begin / STEPS_A_SUM + i;
+          const float scales[2] = {blocks[t].scale(part, 0), blocks[t].scale(part, 1)};
+#pragma unroll
+          for (int p = 0; p < PIECES; ++p)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) sums[t][p][j] = fmaf(scales[j / 2], of_part[i][t][p][j], sums[t][p][j]);
+        }
+    }
+    if constexpr (MINIMUMS) {
+#pragma unroll
       for (int t = 0; t < TILES; ++t) {
-        const float scales[2] = {blocks[t].scale(part, 0), blocks[t].scale(part, 1)};
+        const int part = begin / STEPS_A_PART;
+        const float minimums[2] = {blocks[t].minimum(part, 0), blocks[t].minimum(part, 1)};
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) sums[t][p][j] = fmaf(scales[j / 2], of_part[t][p][j], sums[t][p][j]);
+          for (int j = 0; j < 4; ++j) sums[t][p][j] = fmaf(minimums[j / 2], inputs[p][j % 2], sums[t][p][j]);
       }
     }
   }

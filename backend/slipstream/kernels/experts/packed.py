@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.experts.route import Routed
-from slipstream.kernels.gemm.packed import DTYPES, block_bytes, defines, packings
+from slipstream.kernels.gemm.packed import DTYPES, all_packings, block_bytes, defines
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
 from slipstream.kernels.runtime import jit
 
@@ -61,7 +61,7 @@ def variant(dtype: torch.dtype, packing: Packing, is_gated: bool, rows: int) -> 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     for dtype in DTYPES:
-        for packing, gated in itertools.product(packings(dtype), (False, True)):
+        for packing, gated in itertools.product(all_packings(dtype), (False, True)):
             for rows in tile_rows(packing):
                 yield variant(dtype, packing, gated, rows)
 
@@ -70,7 +70,7 @@ def check(name: str, x: Tensor, packing: Packing, streams: int) -> None:
     """Raise `KernelError` unless the kernel multiplies rows `x` by packed weights of experts."""
     require, width = jit.require, x.shape[1]
     require(x.dtype in DTYPES, "{}: experts have kernels for 16 bits, not {}", name, x.dtype)
-    is_here = packing.layout == "fragments" and not packing.for_e4m3 and not packing.record
+    is_here = packing.layout == "fragments" and not packing.for_e4m3
     require(is_here, "{}: weights are {}", name, packing)
     fits = not packing.scales_numbers or packing.scale == x.dtype
     require(fits, "{}: scales of e2m1 are {}", name, packing.scale)
