@@ -108,7 +108,7 @@ def test_a_schema_may_exclude_any_mark(mark: str):
         (guide("json_schema", '{"if": {"pattern": "a"}, "then": {}}'), "if"),
         (guide("json_schema", '{"type": "array", "uniqueItems": true}'), "uniqueItems"),
         (guide("json_schema", '{"oneOf": [{"minimum": 1}, {"multipleOf": 3}]}'), "oneOf"),
-        (guide("json_schema", '{"required": 3}'), ""),
+        (guide("json_schema", '{"required": 3}'), "Expected array for 'required', got 3"),
         (guide("structural_tag", "{}"), "either structures and triggers, or a format"),
         (guide("structural_tag", tag({"type": "dispatch"})), "'dispatch', not one of"),
         (guide("structural_tag", tag({"type": "sequence"})), "format.elements is None"),
