@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,25 @@ def test_few_pieces_are_read_ahead(
         runner.adapters.read(str(directory))
     wrong = seen.index("model.layers.0.self_attn.q_proj")
     assert len(seen) == wrong + 3, "two behind it"
+
+
+def test_reading_leaves_other_threads_their_number_of_torch_threads() -> None:
+    """Those too that have not computed yet, as the one that folds magnitudes of the adapter."""
+
+    def read_in_threads() -> tuple[list[int], int]:
+        return [*workers.in_threads(lambda _: torch.get_num_threads(), range(3))], own_number()
+
+    def own_number() -> int:
+        return torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+            assert first.submit(read_in_threads).result() == ([1, 1, 1], 3)
+            assert second.submit(own_number).result() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(
