@@ -202,9 +202,13 @@ def test_floats_whose_scales_are_no_numbers_of_16_bits_are_dequantised() -> None
     found = forms.form_of(matrix, cuda, torch.float16)
     assert found is not None
     assert found.name.startswith("kept packed")
-    large = replace(matrix, scales=matrix.scales * 2.0**12)
-    assert forms.form_of(large, cuda, torch.float16) is None
-    assert forms.form_of(large, cuda, torch.bfloat16) is not None
+    small = replace(matrix, scales=matrix.scales * 2.0**-30)
+    assert forms.form_of(small, cuda, torch.float16) is None
+    assert forms.form_of(small, cuda, torch.bfloat16) is not None
+    for power, dtypes in ((9, ()), (10, (torch.float16, torch.bfloat16))):  # 2^128 is above fp32
+        large = replace(matrix, scales=torch.full_like(matrix.scales, 2.0**power))
+        for dtype in (torch.float16, torch.bfloat16):
+            assert (forms.form_of(large, cuda, dtype) is None) == (dtype in dtypes)
     between = replace(matrix, scales=matrix.scales * 1.001)
     assert forms.form_of(between, cuda, torch.bfloat16) is None
     assert forms.form_of(matrix, CPU, torch.bfloat16) is None

@@ -4,13 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.models.checkpoints import Driver, Generation, make_runner, random_prompts
+from fixtures.models.checkpoints import Driver, Generation, make_runner, random_prompts, rewrite
 from fixtures.models.experts_of_gpu import keep_as_on_hopper
+from fixtures.models.quantised import Tensors
 from fixtures.models.ranks import compare
 from fixtures.models.rearranged import REARRANGED, plain, quantise
 from slipstream.config import EngineConfig
 from slipstream.kernels.experts.grouped import ExpertMatrix
-from slipstream.kernels.runtime.registry import KNOWN
+from slipstream.kernels.runtime.registry import CPU, KNOWN
 from slipstream.layers.experts import Experts
 from slipstream.models.decoder import build
 from slipstream.models.hf import read_config
@@ -77,12 +78,24 @@ def test_a_gpu_keeps_experts(
     assert error < 1e-4
 
 
-@pytest.mark.parametrize("case", ["awq-gemm-32", "modelopt-mxfp4", "modelopt-int8"])
+def zeros_of_one_are_8(tensors: Tensors) -> None:
+    """As of an expert that no row has ever chosen, whose weights are all alike."""
+    names = [name for name in tensors if ".experts.0.up_proj.qzeros" in name]
+    for name in names:
+        tensors[name].fill_(0x88888888 - (1 << 32))
+    assert len(names) == 2
+
+
+@pytest.mark.parametrize(
+    "case", ["awq-gemm-32", "awq-gemm-32, one expert", "modelopt-mxfp4", "modelopt-int8"]
+)
 def test_memory_is_counted_as_a_gpu_keeps_experts(case: str, tmp_path: Path) -> None:
     """Before any weight is read."""
     directory = tmp_path / "model"
     plain("qwen3_moe", OWN, directory)
-    quantise("qwen3_moe", case, directory)
+    quantise("qwen3_moe", case.partition(",")[0], directory)
+    if case.endswith("one expert"):
+        rewrite(directory, zeros_of_one_are_8)
     config = EngineConfig(checkpoint=str(directory), device="cuda", dtype="bfloat16")
     model, hopper = read_config(directory), KNOWN["sm_90a"]
     counted = weight_parts(config, model, torch.bfloat16, hopper)
@@ -97,6 +110,27 @@ def test_memory_is_counted_as_a_gpu_keeps_experts(case: str, tmp_path: Path) -> 
     assert counted.expert_bytes == found
     assert counted.expert_bits == (8 if case == "modelopt-int8" else 4)
     assert found < counted.expert_elements * (1.1 if case == "modelopt-int8" else 0.7)
+
+
+@pytest.mark.parametrize("case", ["awq-gemm-32", "modelopt-mxfp4"])
+def test_memory_is_counted_as_a_cpu_keeps_experts(case: str, tmp_path: Path) -> None:
+    """Zeros become minimums, which fp16 has no room for."""
+    directory = tmp_path / "model"
+    plain("qwen3_moe", OWN, directory)
+    quantise("qwen3_moe", case, directory)
+    counted = weight_parts(
+        EngineConfig(checkpoint=str(directory), device="cpu", dtype="float32"),
+        read_config(directory),
+        torch.float32,
+        CPU,
+    )
+    layers = [(each.gate_up, each.down) for each in experts_of(make_runner(directory))]
+    tensors: list[Tensor | None] = []
+    for each in (matrix for layer in layers for matrix in layer):
+        assert each.groups is not None
+        tensors += [each.values, each.groups.scales, each.groups.minimums]
+    found = [each for each in tensors if each is not None]
+    assert counted.expert_bytes == sum(each.numel() * each.element_size() for each in found)
 
 
 @pytest.mark.parametrize(

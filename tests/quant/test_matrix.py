@@ -113,12 +113,24 @@ def test_matrices_under_one_another_keep_their_scales(matrix: QuantMatrix, count
     assert torch.equal(out, want.bfloat16())
 
 
+@pytest.mark.parametrize("kind", [Kind.W4, Kind.W8])
+def test_zeros_that_need_no_saying_are_joined_to_others(kind: Kind) -> None:
+    """A matrix whose every zero is the usual one comes without."""
+    parts = [drawn(kind, 3, 70, 32, seed, frozenset({"zeros"})) for seed in (0, 1, 2)]
+    parts[0] = replace(parts[0], zeros=None)
+    for some in (parts, parts[::-1]):
+        whole = stack(some)
+        assert whole is not None
+        assert torch.equal(dequantise(whole), torch.cat([dequantise(each) for each in some]))
+    of_floats = drawn(Kind.F8, 3, 70, 32, 0)
+    assert stack([parts[1], of_floats]) is None
+
+
 def test_what_differs_is_not_joined() -> None:
     one = drawn(Kind.W4, 4, 64, 32, 0)
     others = {
         "kind": drawn(Kind.F4, 4, 64, 32, 0),
         "group": drawn(Kind.W4, 4, 64, 16, 0),
-        "zeros": drawn(Kind.W4, 4, 64, 32, 0, frozenset({"zeros"})),
         "order": drawn(Kind.W4, 4, 64, 32, 0, frozenset({"order"})),
         "factors": drawn(Kind.W4, 4, 64, 32, 0, frozenset({"factors"})),
         "scales": replace(one, scales=one.scales.half()),

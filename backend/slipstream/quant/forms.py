@@ -208,7 +208,10 @@ def _lifted(matrix: QuantMatrix, dtype: torch.dtype) -> Tensor | None:
     """Return scales of e2m1 as the kernels for a dtype have them; None where some cannot be had."""
     exact = matrix.scales.float() * packing.LIFTS[dtype]
     kept = exact.to(dtype)
-    return kept if kept.is_meta or torch.equal(kept.float(), exact) else None
+    if kept.is_meta:
+        return kept
+    # What fp32 has no room for is infinity on both sides.
+    return kept if torch.equal(kept.float(), exact) and bool(kept.isfinite().all()) else None
 
 
 def _takes_floats(matrix: QuantMatrix, target: Target, dtype: torch.dtype, of: torch.dtype) -> bool:
@@ -271,6 +274,8 @@ def make_tiles(matrix: QuantMatrix) -> Matrix:
     floats = matrix.kind is Kind.F4
     own = [each for each in (scales, minimums) if each is not None]
     halves = all(each.dtype == torch.float16 or floats for each in own) and matrix.outer is None
+    if scales.is_meta and matrix.zeros is not None:
+        halves = halves and minimums is not None  # else zeros times scales, rarely fp16
     scales = scales.float()
     zeros = cpu_packing.MIDDLE[bits] if matrix.zeros is None else matrix.zeros.float()
     if matrix.zeros is not None or minimums is not None:

@@ -29,6 +29,7 @@ class Kind(Enum):
 
 
 _HALVES = (Kind.W4, Kind.F4)
+_ZEROS = {Kind.W4: (MIDDLE, torch.uint8), Kind.W8: (0, torch.int8)}  # where there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +170,11 @@ def _bytes_of(values: Tensor) -> Tensor:
 
 def stack(parts: Sequence[QuantMatrix]) -> QuantMatrix | None:
     """Put matrices of the same inputs under one another; None where their forms differ."""
-    first = parts[0]
     if len(parts) == 1:
-        return first
+        return parts[0]
+    if any(each.zeros is not None for each in parts):
+        parts = [_with_zeros(each) for each in parts]
+    first = parts[0]
     if not all(_alike(first, each) for each in parts[1:]):
         return None
 
@@ -185,8 +188,16 @@ def stack(parts: Sequence[QuantMatrix]) -> QuantMatrix | None:
     return replace(first, **whole)
 
 
+def _with_zeros(matrix: QuantMatrix) -> QuantMatrix:
+    """Return integers with zeros, also where every one is that which needs no saying."""
+    if matrix.zeros is not None or matrix.kind not in _ZEROS:
+        return matrix
+    zero, dtype = _ZEROS[matrix.kind]
+    return replace(matrix, zeros=torch.full_like(matrix.scales, zero, dtype=dtype))
+
+
 def _alike(one: QuantMatrix, other: QuantMatrix) -> bool:
-    """Whether two can be one: zeros that only one has are another form."""
+    """Whether two can be one."""
     same = one.scales.dtype == other.scales.dtype
     for name in ("kind", "group", "inputs", "for_e4m3"):
         same = same and getattr(one, name) == getattr(other, name)
