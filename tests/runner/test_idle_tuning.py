@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(
     assert device.num_discarded == len(device.stale) > 0
     assert list(pieces(device, decoder)) == []  # another engine of the process has it
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert tuning.keep(MACHINE, [])
+    assert tuning.keep(MACHINE, []) is None
     assert len(warnings_of(caplog)) == 1
     assert not tuning._unsaved
     assert len(tuning.load(MACHINE)) == len(device.searched)
@@ -179,6 +179,18 @@ def test_nobody_waits_long_for_a_process_that_writes(
     (said,) = warnings_of(caplog)
     assert "kept in memory only" in said
     assert "another process writes it, for 0.1 s" in said
+    assert not tuning._unsaved
+    assert len(tuning.load(MACHINE)) == len(device.searched)
+
+
+def test_a_process_that_writes_at_the_end_is_waited_for(device: Device, decoder: Decoder) -> None:
+    work = pieces(device, decoder)
+    next(work)
+    with closing(Claims(tuning.path(MACHINE))) as stopped, stopped.writing(0.0):
+        assert next(wait_s for wait_s in work if wait_s is not None) > 0
+        assert tuning._unsaved
+        assert not tuning.path(MACHINE).exists()
+    assert list(work) == []
     assert not tuning._unsaved
     assert len(tuning.load(MACHINE)) == len(device.searched)
 

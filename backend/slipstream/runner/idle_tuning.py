@@ -125,7 +125,7 @@ class IdleTuning:
     ) -> Iterator[float | None]:
         """Measure all that is not on disk; each `next` is a piece of some milliseconds.
 
-        It returns for how long another engine is waited for, in s, or None.
+        It returns for how long another process is waited for, in s, or None.
 
         Args:
             recaptured: captures graphs whose shapes are stale anew, one by a `next`.
@@ -155,7 +155,9 @@ class IdleTuning:
                     tuning.choices(torch.cuda.current_device())  # read now, not by a step
                     yield None
                     yield from recaptured(stale(gained))
-        where = tuning.path(machine) if tuning.keep(machine, []) else "kept in memory"
+        while isinstance(error := tuning.keep(machine, []), TimeoutError):
+            yield _WAIT_S  # no later piece would save what is kept in memory
+        where = tuning.path(machine) if error is None else "kept in memory"
         _log.info("idle times: all GEMMs of the model are measured: %s", where)
 
     def _places(self, machine: Machine, target: Target) -> list[Place]:

@@ -182,23 +182,24 @@ def save(machine: Machine, measured: Sequence[Choice], patience_s: float = _PATI
         disk_cache.write_whole(file, msgspec.json.format(data, indent=1) + b"\n")
 
 
-def keep(machine: Machine, measured: Sequence[Choice]) -> bool:
-    """Save what was measured, and what could not be saved before; return whether it is on disk.
+def keep(machine: Machine, measured: Sequence[Choice]) -> OSError | None:
+    """Save what was measured, and what could not be saved before; return why it is not on disk.
 
+    None: it is. TimeoutError: another process writes the file, so a later call may save it.
     Where it cannot be written it is kept in memory, which the first of such calls logs.
     """
     if not measured and machine not in _unsaved:
-        return True
+        return None
     try:
         # A process that is stopped while it writes is waited for once.
         patience_s = 0.0 if machine in _unsaved else _BRIEF_S
         save(machine, [*_unsaved.get(machine, []), *measured], patience_s)
     except OSError as error:
         _keep_in_memory(machine, measured, error)
-        return False
+        return error
     if _unsaved.pop(machine, None) is not None:
         _log.info("%s: what was kept in memory is written", path(machine))
-    return True
+    return None
 
 
 def claims_of(machine: Machine) -> Claims:
