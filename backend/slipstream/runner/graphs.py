@@ -192,6 +192,15 @@ class Captured(NamedTuple):
     logits: Tensor
 
 
+def is_of_memory(error: RuntimeError) -> bool:
+    """Whether memory was too short: torch's own allocator says so by another type than CUDA does,
+    which makes instances of graphs.
+    """
+    is_cuda = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+    short = is_cuda and "out of memory" in str(error)
+    return short or isinstance(error, torch.OutOfMemoryError)
+
+
 class Capture:
     """Captures graphs, which share one pool of memory: they run one after the other, and keep
     nothing.
@@ -220,14 +229,16 @@ class Graphs:
     """Holds one graph for each shape of `buckets`, all made at start, and a second one for steps
     with adapters, made when the first such step comes. None is ever discarded.
 
-    A shape for which memory is too short has no graph. Ranks that share layers have the same
-    graphs: they make each at the same step, as it has sums over them, and those of a shape for
-    which one has no memory are on none.
+    A shape for which memory is too short, of its first run, its capture or its instance, has no
+    graph. Ranks that share layers have the same graphs: they make each at the same step, as it has
+    sums over them, and those of a shape for which one has no memory to capture it are on none. A
+    rank that is short of it in the first run fails: others wait in sums for its part.
 
     Args:
         buckets: the shapes, which are the same on all ranks.
         all_can: from whether this rank has a graph to whether all that share its layers have it.
         capture: from a step, which has run once, to its graph; None: the device's.
+        has_sums: whether other ranks wait for this one in a step.
     """
 
     def __init__(
@@ -235,8 +246,9 @@ class Graphs:
         buckets: Buckets,
         all_can: Callable[[bool], bool] = bool,
         capture: Callable[[Callable[[], Tensor], str], Captured] | None = None,
+        has_sums: bool = False,
     ) -> None:
-        self._buckets, self._all_can = buckets, all_can
+        self._buckets, self._all_can, self._has_sums = buckets, all_can, has_sums
         # None: memory was too short.
         self._graphs: dict[StepShape, Captured | None] = {}
         self._adapted: dict[StepShape, Captured | None] = {}
@@ -307,11 +319,14 @@ class Graphs:
 
     def _made(self, shape: StepShape, step: Callable[[], Tensor], mode: str) -> Captured | None:
         """Capture the graph of a step; None: memory is too short, on this rank or another."""
-        step()  # loads, and chooses, all its kernels
+        made, has_run = None, False
         try:
+            step()  # loads, and chooses, all its kernels
+            has_run = True
             made = self._capture(step, mode)
-        except torch.OutOfMemoryError:
-            made = None
+        except RuntimeError as error:
+            if not is_of_memory(error) or (self._has_sums and not has_run):
+                raise
         if self._all_can(made is not None):
             return made
         where = "" if made is None else " on another rank"

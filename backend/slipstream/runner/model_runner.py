@@ -95,7 +95,7 @@ class ModelRunner:
         laps.lap("host memory")
         has_graphs = plan.attention.has_graphs and plan.model.build is None  # classes have none yet
         if has_graphs and plan.config.cuda_graphs:
-            self._graphs = Graphs(buckets, group.all_can)
+            self._graphs = Graphs(buckets, group.all_can, None, plan.config.tensor_parallel > 1)
             self._graphs.capture(self.padding)
             laps.lap("graphs")
         laps.log(_log, "runner")
