@@ -60,7 +60,8 @@ FORMATS = [*PACKED, *COMPRESSED, *GGUF]
 
 @pytest.mark.parametrize("name", quick_of(FORMATS, {"gptq-v1-4-32", "gguf Q6_K"}))
 def test_a_checkpoint_that_comes_quantised(name: str, tmp_path: Path) -> None:
-    compare(quantised(name, tmp_path), 2, 256)
+    # Beside weights in fewer bits rows have 16 bits: one rank is up to 1.4e-4 from fp32 itself.
+    compare(quantised(name, tmp_path), 2, 256, rounding=2e-4)
 
 
 @pytest.fixture
