@@ -62,7 +62,7 @@ class Adapters:
     ) -> None:
         """Make the places of a model ready for adapters of steps of `max_tokens`; none is there."""
         self._dtype, self._device, self._ranks = plan.dtype, plan.device, group
-        self._asked = plan.config.adapter_memory
+        self.asked_bytes = plan.config.adapter_memory
         self._groups = StepGroups()
         self._stored: dict[int, AdapterWeights] = {}  # in host memory
         self._loaded: dict[int, Loaded] = {}  # on the device
@@ -77,7 +77,8 @@ class Adapters:
         self._pages: dict[int, int] = {}  # of each adapter
         self._layers, self._ranks_of_stage = plan.model.tensors.layers, plan.config.tensor_parallel
         is_gpu = plan.device.type == "cuda"
-        self.by_tables = plan.dtype.itemsize == 2 if is_gpu else has_kernels(plan.dtype)
+        can_add = plan.dtype.itemsize == 2 if is_gpu else has_kernels(plan.dtype)
+        self.by_tables = can_add and isinstance(model, Decoder)
         if isinstance(model, Decoder):
             self._take_places(plan, adapt(model, self._groups, plan.model.dims.vocab_size))
             self._tables = AdapterTables(self._own, self.page_bytes, plan.device, max_tokens)
@@ -142,7 +143,7 @@ class Adapters:
 
         Raises `ConfigError` if `adapter_memory` is more than that.
         """
-        asked = self._asked
+        asked = self.asked_bytes
         size = default_pool(left, self._device) if asked is None else asked
         if asked is not None and asked > left:
             raise ConfigError(

@@ -192,6 +192,18 @@ class Captured(NamedTuple):
     logits: Tensor
 
 
+def largest_shapes(plan: Plan, layout: Layout) -> tuple[StepShape, StepShape]:
+    """Return steps of the most rows: alone, and with all tokens that a step may have."""
+    budget = plan.max_num_batched_tokens
+    size = min(plan.max_num_seqs, budget)
+    count, num_decodes = layout.up(size), size if layout.has_decodes else 0
+    alone = StepShape(count, size, num_decodes, count, int(num_decodes == 0))
+    longest, beside = budget - size + 1, max(0, num_decodes - 1)
+    contexts = ((min(longest, 2048),) * 2,)  # so that kernels over unpacked blocks are loaded
+    mixed = StepShape(layout.up(budget), size, beside, count, longest, False, contexts)
+    return alone, mixed
+
+
 def is_of_memory(error: RuntimeError) -> bool:
     """Whether memory was too short: torch's own allocator says so by another type than CUDA does,
     which makes instances of graphs.

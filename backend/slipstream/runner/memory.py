@@ -4,7 +4,7 @@ A step allocates nothing that the largest one did not: torch keeps what that one
 once before the cache is made, and what the device has free afterwards is free for good.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -78,7 +78,7 @@ def within_share(share: float, total: int, taken: int, left: int) -> int:
 
 
 def left_on_gpu(
-    device: torch.device, largest: Callable[[], object], with_graphs: list[Callable[[], object]]
+    device: torch.device, largest: Callable[[], object], with_graphs: Sequence[Callable[[], object]]
 ) -> int:
     """Bytes of the device free after steps of the largest kinds, less what graphs will take.
 

@@ -23,7 +23,7 @@ from slipstream.runner.cache_dtype import log_scales
 from slipstream.runner.devices import available_on_host, free_on_gpu
 from slipstream.runner.draft_loading import load_drafter
 from slipstream.runner.drafting import Drafting
-from slipstream.runner.graphs import Buckets, Captured, Graphs, layout_of
+from slipstream.runner.graphs import Buckets, Captured, Graphs, largest_shapes, layout_of
 from slipstream.runner.group import ALONE, Group
 from slipstream.runner.launched import LaunchedStep
 from slipstream.runner.load_weights import load_weights
@@ -105,28 +105,28 @@ class ModelRunner:
         if plan.device.type == "cpu":
             return max(0, available_on_host() - self._mapped_bytes) // plan.config.num_ranks
         self._make_caches(plan, 1)
-        layout, budget = self._builder.layout, plan.max_num_batched_tokens
-        size = min(plan.max_num_seqs, budget)
-        count, num_decodes = layout.up(size), size if layout.has_decodes else 0
-        alone = StepShape(count, size, num_decodes, count, int(num_decodes == 0))
-        longest, beside = budget - size + 1, max(0, num_decodes - 1)
-        contexts = ((min(longest, 2048),) * 2,)  # so that kernels over unpacked blocks are loaded
-        mixed = StepShape(layout.up(budget), size, beside, count, longest, False, contexts)
+        alone, mixed = largest_shapes(plan, self._builder.layout)
         with jit.compile_ahead():
-            for shape in [*buckets.shapes, alone, mixed]:
+            for shape in [*buckets.shapes, alone]:
                 self.padding(shape)()
-            self._prepare_prompt()()
-            self._warm_drafts(mixed)
+            self._run_largest(mixed)
             self._copy_blocks(Batch((), 0, copies=((0, 0),)))
         laps.lap("compiling")
         largest = max(buckets.shapes, key=lambda shape: shape.num_tokens)
-        left = left_on_gpu(
-            plan.device,
-            lambda: [self.padding(mixed)(), self._prepare_prompt()(), self._warm_drafts(mixed)],
-            [lambda: self.padding(alone)(), lambda: self.padding(largest)()],
-        )
+        in_graphs = [lambda: self._run_padding(alone), lambda: self._run_padding(largest)]
+        left = left_on_gpu(plan.device, lambda: self._run_largest(mixed), in_graphs)
         laps.lap("largest step")
         return left
+
+    def _run_largest(self, mixed: StepShape) -> list[object]:
+        """Run what takes the most memory beside the cache; return what lives beside drafts."""
+        return [self._run_padding(mixed), self._prepare_prompt()(), self._warm_drafts(mixed)]
+
+    def _run_padding(self, shape: StepShape) -> Tensor:
+        """Run a step of nothing but padding, and one with adapters if there may be such."""
+        if self.adapters.by_tables and self.adapters.asked_bytes != 0:
+            self._prepare_adapted(shape)()
+        return self.padding(shape)()
 
     def _make_caches(self, plan: Plan, num_blocks: int) -> None:
         """Allocate a cache for each layer of a group, in one piece of memory."""

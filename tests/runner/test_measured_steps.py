@@ -1,0 +1,78 @@
+"""What is run to measure the memory of steps at start, over a real model without a GPU."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fixtures.models.checkpoints import make_model, make_runner, save
+from fixtures.models.repeated import Home
+from slipstream.config import EngineConfig
+from slipstream.core.laps import Laps
+from slipstream.layers.residual import Residual
+from slipstream.runner import model_runner
+from slipstream.runner.graphs import Buckets, largest_shapes, layout_of
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.plan import resolve
+from slipstream.runner.step_arrays import StepShape
+from slipstream.runner.step_inputs import StepInputs
+
+SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = make_model("llama", intermediate_size=192, num_hidden_layers=2)
+    return save(model, tmp_path_factory.mktemp("measured") / "base")
+
+
+def measured(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, **changes: object
+) -> list[tuple[StepShape, bool]]:
+    """Return the shapes of the steps that are measured, and which had tables of adapters."""
+    runner = make_runner(checkpoint, **SIZES, **changes)
+    runner._staging, runner.adapters._tables.staging = Home(), Home()
+    seen: list[tuple[StepShape, bool]] = []
+    hidden = runner._hidden
+
+    def noted(shape: StepShape, inputs: StepInputs, keeps_all: bool = False) -> Residual:
+        seen.append((shape, bool(runner.adapters._groups.tables)))
+        return hidden(shape, inputs, keeps_all)
+
+    def left(
+        device: torch.device, largest: Callable[[], object], others: list[Callable[[], object]]
+    ) -> int:
+        seen.clear()  # what came before only compiled
+        for step in (*others, largest):
+            step()
+        return 0
+
+    monkeypatch.setattr(runner, "_hidden", noted)
+    monkeypatch.setattr(runner, "_make_caches", lambda plan, count: None)
+    monkeypatch.setattr(model_runner, "left_on_gpu", left)
+    monkeypatch.setattr(model_runner.jit, "compile_ahead", nullcontext)
+    settings = {"checkpoint": str(checkpoint), "device": "cpu", "dtype": "float32"}
+    plan = resolve(EngineConfig(**settings, **SIZES, **changes))
+    layout = layout_of(plan)
+    buckets = Buckets(plan.max_num_seqs, plan.max_num_batched_tokens, layout)
+    with torch.inference_mode():
+        ModelRunner._measure(runner, replace(plan, device=torch.device("cuda")), buckets, Laps())
+    largest = max(buckets.shapes, key=lambda shape: shape.num_tokens)
+    assert {shape for shape, _ in seen} == {*largest_shapes(plan, layout), largest}
+    return seen
+
+
+def test_steps_are_measured_with_the_adapters_that_may_come(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = measured(checkpoint, monkeypatch)
+    assert {shape for shape, has in seen if has} == {shape for shape, has in seen if not has}
+
+
+def test_without_memory_for_adapters_none_is_measured(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = measured(checkpoint, monkeypatch, adapter_memory=0)
+    assert not any(has for _, has in seen)
