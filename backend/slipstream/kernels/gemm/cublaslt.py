@@ -31,6 +31,9 @@ _WITHOUT_E4M3 = ("sm_80", "sm_86", "sm_87")
 _ALIGNED = 16  # bytes; all that a kernel asks for
 _log = logging.getLogger(__name__)
 PLANS: list["functools._lru_cache_wrapper[Any]"] = []  # that rest on measured choices
+# Any number of rows of a budget of 8,192, of 8 matrices: 3.5 kB of the host each. A search for one
+# that was evicted delays a step.
+MOST_PLANS = 8192 * 8
 
 
 @op("x[n,k]:T, weight[m,k]:T")
@@ -130,7 +133,7 @@ def plan_of(x: Tensor, weight: Tensor, out: Tensor, accumulate: bool = False) ->
     )
 
 
-@functools.lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=MOST_PLANS)
 def _plan(
     x_shape: tuple[int, ...],
     outputs: int,

@@ -111,7 +111,7 @@ def _is_here(target: Target) -> bool:
     return target_of(torch.device("cuda", torch.cuda.current_device())) == target
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=cublaslt.MOST_PLANS // ROW_MULTIPLE)
 def plan_of(rows: int, inputs: int, outputs: int, device: int) -> MatmulPlan | None:
     """Return the plan of a GEMM, by the kernel that was measured, else without splitting sums
     wherever that is possible; None: there is no kernel.
