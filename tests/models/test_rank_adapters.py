@@ -207,6 +207,28 @@ def test_a_rank_keeps_its_part_alone(tmp_path: Path) -> None:
     assert group.errors == []
 
 
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2), (1, 1)])
+def test_what_others_have_of_an_adapter_keeps_no_memory(
+    size: int, num_stages: int, tmp_path: Path
+) -> None:
+    """Tensors lie among others when they were read; one rank alone folds magnitudes itself."""
+    model = make_model("llama", num_key_value_heads=4)
+    pairs = draw_pairs(model, ["q_proj", "o_proj"], 8)
+    if size * num_stages == 1:
+        directory = with_magnitudes(model, pairs, tmp_path / "a")
+        runner = make_runner(save(model, tmp_path / "base"))
+        terms = runner.adapters.read(str(directory)).terms
+    else:
+        directory = write_adapter(tmp_path / "a", pairs, 8)
+        group = Group(save(model, tmp_path / "base"), size, num_stages)
+        wait_for(lambda: len(group.followers) == size * num_stages - 1)
+        terms = group.leader.adapters.read(str(directory)).terms
+        group.end()
+    tensors = [x for (term,) in terms.values() for x in term[1:] if x is not None]
+    assert tensors
+    assert [x.untyped_storage().nbytes() for x in tensors] == [x.nbytes for x in tensors]
+
+
 def with_magnitudes(model: torch.nn.Module, pairs: Pairs, folder: Path) -> Path:
     """An adapter (DoRA) whose rows are half to twice as long as the base's."""
     rank = len(next(iter(pairs.values()))[0])

@@ -105,8 +105,22 @@ class RankTerms:
         own, *others = [
             {place: joined(terms) for place, terms in found.items()} for found in self._of_ranks
         ]
+        for place, terms in own.items():
+            own[place] = tuple(_alone(x) if others or x.gain is not None else x for x in terms)
         has = has_magnitudes, frozenset(self._of_inputs)
         return AdapterWeights(own, digest, rank, tuple(others), *has)
+
+
+def _alone(term: Term) -> Term:
+    """Return a term that keeps no memory but its own: a tensor that lies among others, as they were
+    read, would keep those of other ranks, and what magnitudes were folded into.
+    """
+
+    def alone(x: Tensor) -> Tensor:
+        return x if x.untyped_storage().nbytes() == x.nbytes else x.clone()
+
+    a, gain = (None if x is None else alone(x) for x in (term.a, term.gain))
+    return Term(term.first, a, alone(term.b), gain)
 
 
 def read_adapter(
