@@ -102,10 +102,10 @@ def descendants_of(pid: int) -> list[int]:
 
 
 def output_of(pids: Iterable[int]) -> object:
-    """Return what changes while one of these processes computes, reads or writes.
+    """Return what changes while one of these processes comes to memory, reads or writes.
 
-    That is what each has used and come to, as for `work_of`, and the bytes that it has read and
-    written. One that only sleeps and looks does nothing of that.
+    That is the pages that each came to, and the bytes that it has read and written. One that only
+    sleeps and looks does nothing of that; `computed_s_of` says what it computes.
     """
     done = []
     for pid in pids:
@@ -113,8 +113,18 @@ def output_of(pids: Iterable[int]) -> object:
             fields, moved = _fields(pid), b""
             with contextlib.suppress(OSError):  # it is of another user
                 moved = Path(f"/proc/{pid}/io").read_bytes()
-            done.append((pid, moved, *(fields[at] for at in _WORK)))
+            done.append((pid, moved, *(fields[at] for at in _WORK[:2])))
     return done
+
+
+def computed_s_of(pids: Iterable[int]) -> float:
+    """Return the processor time that these processes have used, in s."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields = _fields(pid)
+            ticks += sum(int(fields[at]) for at in _WORK[2:])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def in_group(leader: int) -> list[int]:

@@ -9,7 +9,9 @@ thing: for other ranks it sleeps shortly, for messages a second at most, and its
 rank that starts may wait longer, for a disk or a network, and other threads read weights meanwhile.
 
 Processes that a rank has started, as compilers, count while they compute, read or write: the rank
-may wait for them. One that sleeps, hangs or has ended says nothing of the rank.
+may wait for them. One that sleeps, hangs or has ended says nothing of the rank, and neither do some
+that look for something a thousand times a second: all together they compute less than a tenth of
+the time. A look that meets one as it runs starts the time anew.
 """
 
 import time
@@ -17,6 +19,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from slipstream_runtime.processes import (
+    computed_s_of,
     could_run,
     descendants_of,
     output_of,
@@ -28,6 +31,7 @@ from slipstream_runtime.ranks import RankMemory
 SERVING_S = 4.0  # without progress, a rank that serves hangs: noticed within 5 s
 _LOOK_S = 0.5
 _MAX_GAP_S = 2.0  # between two looks, that counts
+_LEAST_SHARE = 0.1  # of the time, that children compute for a rank which waits for them
 
 
 class Silence:
@@ -90,7 +94,7 @@ class Stalls:
     def __init__(self, memory: RankMemory, pid_of: Callable[[int], int], starting_s: float) -> None:
         self._memory, self._pid_of, self._starting_s = memory, pid_of, starting_s
         self._last: list[object] = [None] * memory.size
-        self._seconds = [0.0] * memory.size
+        self._seconds, self._computed_s = [0.0] * memory.size, [0.0] * memory.size
         self._looked_s = time.monotonic()
 
     def look(self) -> Stall | None:
@@ -108,8 +112,11 @@ class Stalls:
             children = descendants_of(pid)
             done = (serves, progress_of(pid, watched), output_of(children))
             before, self._last[rank] = self._last[rank], done
+            computed_s = computed_s_of(children) - self._computed_s[rank]
+            self._computed_s[rank] += computed_s
             is_still = done == before and not any(
                 [
+                    computed_s > _LEAST_SHARE * elapsed_s,
                     could_run(pid, threads),
                     *(could_run(child, threads_of(child)) for child in children),
                 ]

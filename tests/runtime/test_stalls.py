@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 from slipstream_runtime import stalls
-from slipstream_runtime.processes import descendants_of, output_of, progress_of, threads_of
+from slipstream_runtime.processes import (
+    computed_s_of,
+    descendants_of,
+    output_of,
+    progress_of,
+    threads_of,
+)
 from slipstream_runtime.stalls import SERVING_S, Stall, Stalls
 
 # `beat` sleeps shortly for ever, in a thread; each rank says which thread that is, and goes on.
@@ -173,11 +179,52 @@ def test_a_rank_that_waits_for_a_child_that_gets_on_is_left_alone(
         found = Stalls(Memory(beating, True), lambda rank: pid, 2)
 
         def get_on() -> None:
-            children = descendants_of(pid)
-            before = output_of(children)
-            wait_for(lambda: output_of(descendants_of(pid)) != before)
+            before = work_of_children(pid)
+            wait_for(lambda: work_of_children(pid) != before)
 
         assert not any(looks(found, clock, get_on))
+
+
+def work_of_children(pid: int) -> object:
+    children = descendants_of(pid)
+    return output_of(children), computed_s_of(children)
+
+
+def test_children_count_that_compute_for_a_tenth_of_the_time(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that computes shortly, and is not met at it, may only look for something."""
+    monkeypatch.setattr(stalls, "could_run", lambda pid, threads: False)
+    computed_s = [0.0]
+    monkeypatch.setattr(stalls, "computed_s_of", lambda pids: computed_s[0])
+    with rank(f"subprocess.Popen(['sleep', '600']); {HANGS}") as (pid, beating):
+        wait_for(lambda: descendants_of(pid))
+        found = Stalls(Memory(beating, True), lambda rank: pid, 2)
+
+        def is_found(share: float) -> bool:
+            computed_s[0] += share
+            clock[0] += 1.0
+            return found.look() is not None
+
+        assert not any(is_found(0.2) for _ in range(20))
+        wait_for(lambda: is_found(0.05))
+        assert not is_found(0.2)
+
+
+@pytest.mark.rest
+def test_a_child_that_polls_hides_no_rank_that_hangs(clock: list[float]) -> None:
+    script = "import time\nwhile True: time.sleep(0.00005)"
+    with rank(f"subprocess.Popen([sys.executable, '-c', {script!r}]); {HANGS}") as (pid, beating):
+        wait_for(lambda: descendants_of(pid))
+        found = Stalls(Memory(beating, True), lambda rank: pid, 9)
+
+        def is_found() -> bool:
+            before = computed_s_of(descendants_of(pid))
+            wait_for(lambda: computed_s_of(descendants_of(pid)) != before)
+            clock[0] += 1.0
+            return found.look() is not None
+
+        wait_for(is_found)
 
 
 @pytest.mark.parametrize("name", IDLE_CHILDREN)
