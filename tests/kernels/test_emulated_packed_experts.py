@@ -48,13 +48,16 @@ def check(case: Case, rows: int) -> None:
     inner, found = products(case, rows)
     expected = gate_up.oracle(case.x.float(), case.gate_up.values, case.gate_up, routed, case.gate)
     assert_near(inner, expected)
+    if not inner.isfinite().all():  # of infinity less infinity nothing is left to compare
+        return
     assert_near(found, down.oracle(inner.float(), case.down.values, case.down, routed))
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
     """Of sums whose terms are far larger, in another order, too, and too large for fp16."""
     expected = expected.to(found.dtype).float().where(expected.abs() > FP16_MAX, expected)
-    atol = max(1e-4, 1e-6 * float(expected[expected.isfinite()].abs().max()))
+    largest = expected.abs().where(expected.isfinite(), 0.0).max()
+    atol = max(1e-4, 1e-6 * float(largest))
     torch.testing.assert_close(found.float(), expected, rtol=ROUNDING[found.dtype], atol=atol)
 
 
