@@ -227,6 +227,11 @@ def test_truncated_file(keep: int, checkpoint: Path) -> None:
             b'"b":{"dtype":"F32","shape":[1],"data_offsets":[2,6]}}',
             "overlap",
         ),
+        (
+            b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},'
+            b'"a":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}}',
+            "'a' is there more than once",
+        ),
     ],
 )
 def test_damaged_headers(header: bytes, words: str, checkpoint: Path) -> None:

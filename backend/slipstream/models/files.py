@@ -9,6 +9,7 @@ import json
 import math
 import os
 import struct
+from collections import Counter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -109,6 +110,15 @@ def _read_header(path: Path) -> dict[str, TensorEntry]:
         return header_entries(file, path)
 
 
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return a JSON object; raises `ValueError` for a key that it has twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{clip(twice, 128)} is there more than once")
+    return found
+
+
 def header_entries(file: BinaryIO, path: Path, most: int = _MAX_HEADER) -> dict[str, TensorEntry]:
     """Return the tensors of an open safetensors file by name; raises `CheckpointError`.
 
@@ -125,7 +135,7 @@ def header_entries(file: BinaryIO, path: Path, most: int = _MAX_HEADER) -> dict[
         raise CheckpointError(f"{path}: its header has {length} bytes, at most {most} are read")
     text = file.read(length)
     try:
-        header = json.loads(text)
+        header = json.loads(text, object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: header is not valid JSON: {error}") from None
     if not isinstance(header, dict):
