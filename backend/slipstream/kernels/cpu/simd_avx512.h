@@ -61,20 +61,27 @@ inline F16 sums_of(const float (&p)[16][16]) {
 }
 inline F16 to_floats(I16 x) { return {_mm512_cvtepi32_ps(x.v)}; }
 
+// The sum of whole numbers, which wraps around: of those that came of NaN it is of no account.
+inline int32_t sum_of(__m512i x) {
+    const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(x), _mm512_extracti64x4_epi64(x, 1));
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
+}
 // Two vectors of whole numbers as 32 of 8 bits, or 16 bits; the sum of all of them.
 inline int32_t store_codes(int8_t *p, F16 x, F16 y) {
     const __m512i a = _mm512_cvtps_epi32(x.v), b = _mm512_cvtps_epi32(y.v);
     __m128i *q = reinterpret_cast<__m128i *>(p);
     _mm_storeu_si128(q, _mm512_cvtsepi32_epi8(a));
     _mm_storeu_si128(q + 1, _mm512_cvtsepi32_epi8(b));
-    return _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+    return sum_of(_mm512_add_epi32(a, b));
 }
 inline int32_t store_codes(int16_t *p, F16 x, F16 y) {
     const __m512i a = _mm512_cvtps_epi32(x.v), b = _mm512_cvtps_epi32(y.v);
     __m256i *q = reinterpret_cast<__m256i *>(p);
     _mm256_storeu_si256(q, _mm512_cvtsepi32_epi16(a));
     _mm256_storeu_si256(q + 1, _mm512_cvtsepi32_epi16(b));
-    return _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+    return sum_of(_mm512_add_epi32(a, b));
 }
 template <class Code>
 inline __m512i four_codes(const Code *p) {
