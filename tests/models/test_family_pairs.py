@@ -61,13 +61,12 @@ SERVING: dict[str, Options] = {  # what changes none
     "host": {"kv_cache_host_bytes": 1 << 20},
 }
 FORMATS = {"quantization", "kv_cache_dtype"}
-MIXTURES = ("phimoe", "gpt-oss", "qwen2 moe, dense layers", "olmoe")
 FEATURES = NUMBERS | SERVING
 OPTIONS = {"block_size": 16, "dtype": "float32", "kv_cache_tokens": 1024, "max_model_len": 96}
 DRAFTER = "gqa"
 IDS = {"vocab_size": 4096, "bos_token_id": 0, "eos_token_id": 0}  # of the tokenizer
 # Alone, where a family has not what it takes; the words of the refusal.
-TABLE, WINDOWS, EXPERTS = "has a table of positions", "has windows of its own", "experts of a"
+TABLE, WINDOWS = "has a table of positions", "has windows of its own"
 REFUSED = {
     ("gpt2", "endless"): TABLE,
     ("opt", "endless"): TABLE,
@@ -78,7 +77,6 @@ REFUSED = {
     ("gpt-oss", "endless"): "has sinks in the softmax",
     ("hunyuan", "endless"): "normalises rotated queries and keys",
     ("ministral 3", "endless"): "grow with their position",
-    **{(name, f"{kind} weights"): EXPERTS for name in MIXTURES for kind in ("int8", "int4")},
 }
 NEVER = [("endless", "draft"), ("endless", "own draft"), ("endless", "host")]
 QUICKLY = ("gpt2",)

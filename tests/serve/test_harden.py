@@ -1,6 +1,5 @@
 """`harden` changes a binary once, and only one that it knows. sixty.py asks the changed server."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -66,7 +65,7 @@ def test_code_that_is_not_known_is_left_alone(original: Path, place: int) -> Non
         harden.bound_nesting(bytes(data))
 
 
-@pytest.mark.parametrize("data", [b"", b"#!/bin/sh\n", Path(sys.executable).read_bytes()])
+@pytest.mark.parametrize("data", [b"", b"#!/bin/sh\n", Path("/bin/sh").read_bytes()])
 def test_what_is_no_tritonserver_is_left_alone(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "tritonserver"
     path.write_bytes(data)
