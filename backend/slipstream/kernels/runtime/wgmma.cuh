@@ -102,23 +102,11 @@ PRODUCTS(Half, "f16")
 PRODUCTS(BFloat16, "bf16")
 #undef PRODUCTS
 
-// Two elements in a register, the first in the lower half.
-DEVICE u32 pack_two(float first, float second, Half) {
-  u32 result;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
-  return result;
-}
-DEVICE u32 pack_two(float first, float second, BFloat16) {
-  u32 result;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(second), "f"(first));
-  return result;
-}
-
 // Sums of K columns become an A.
 template <int K, int N, int STEPS, class Element>
 DEVICE void pack_operand(u32 (&a)[STEPS][4], const float (&sums)[N], Element) {
 #pragma unroll
-  for (int i = 0; i < K / 4; ++i) a[i / 4][i % 4] = pack_two(sums[2 * i], sums[2 * i + 1], Element{});
+  for (int i = 0; i < K / 4; ++i) a[i / 4][i % 4] = round_pair(sums[2 * i], sums[2 * i + 1], Element{});
 }
 // sums += A B over the first K rows of B, which lies by columns.
 template <int K, int N, int STEPS, class Element>

@@ -188,7 +188,7 @@ class GroupRows {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float* pair = output + (i + j) * 4 + half * 2;
-          words.at[j] = pack_two(pair[0] * share, pair[1] * share, T{});
+          words.at[j] = round_pair(pair[0] * share, pair[1] * share, T{});
         }
         transpose(words.at);
         if (place[half] != NOWHERE)
