@@ -67,12 +67,13 @@ def measured(
 def test_steps_are_measured_with_the_adapters_that_may_come(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = measured(checkpoint, monkeypatch)
+    seen = measured(checkpoint, monkeypatch, adapter_memory=1 << 20)
     assert {shape for shape, has in seen if has} == {shape for shape, has in seen if not has}
 
 
-def test_without_memory_for_adapters_none_is_measured(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("memory", [0, None])
+def test_where_no_adapter_is_expected_none_is_measured(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, memory: int | None
 ) -> None:
-    seen = measured(checkpoint, monkeypatch, adapter_memory=0)
+    seen = measured(checkpoint, monkeypatch, adapter_memory=memory)
     assert not any(has for _, has in seen)

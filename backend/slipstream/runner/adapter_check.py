@@ -15,7 +15,7 @@ from slipstream.models.adapters.targets import Targets
 from slipstream.models.decoder import build_any
 from slipstream.models.fileless import SizeSource
 from slipstream.models.source import Weights
-from slipstream.runner.adapters import of_all_stages
+from slipstream.runner.adapter_places import of_all_stages
 from slipstream.runner.plan import Plan
 
 

@@ -29,13 +29,10 @@ from slipstream.layers.magnitudes import Kind
 from slipstream.models.adapters.legacy import read_table, read_task
 from slipstream.models.adapters.read import AdapterWeights, PlaceTerms, bytes_of, read_adapter
 from slipstream.models.adapters.targets import Targets
-from slipstream.models.decoder import build_any
-from slipstream.models.fileless import SizeSource
-from slipstream.models.model_config import ModelConfig
-from slipstream.models.source import Weights
 from slipstream.runner.adapter_forms import Loaded, ReadAdapter, has_kernels
 from slipstream.runner.adapter_magnitudes import Fold
 from slipstream.runner.adapter_pages import LEAST_PAGE
+from slipstream.runner.adapter_places import of_all_stages
 from slipstream.runner.adapter_rows import Active
 from slipstream.runner.adapter_tables import WIDEST, AdapterTables, TileLayout, Uploaded
 from slipstream.runner.group import ALONE, AdapterOrder, Group
@@ -53,6 +50,7 @@ class Adapters:
     A number is used once. A launched step keeps the tensors that it uses, so an adapter can be
     evicted at any time.
 
+    `are_expected`: whether options of the start name some, or memory for them.
     `by_tables`: whether kernels add the terms that they take, on a GPU in 16 bits, on a CPU in
     fp32; else torch adds all, one after another.
     """
@@ -62,7 +60,9 @@ class Adapters:
     ) -> None:
         """Make the places of a model ready for adapters of steps of `max_tokens`; none is there."""
         self._dtype, self._device, self._ranks = plan.dtype, plan.device, group
-        self.asked_bytes = plan.config.adapter_memory
+        self._asked = plan.config.adapter_memory
+        named = plan.config.adapters, plan.config.adapter_dir, plan.config.adapter_root
+        self.are_expected = self._asked != 0 and any([*named, self._asked])
         self._groups = StepGroups()
         self._stored: dict[int, AdapterWeights] = {}  # in host memory
         self._loaded: dict[int, Loaded] = {}  # on the device
@@ -143,7 +143,7 @@ class Adapters:
 
         Raises `ConfigError` if `adapter_memory` is more than that.
         """
-        asked = self.asked_bytes
+        asked = self._asked
         size = default_pool(left, self._device) if asked is None else asked
         if asked is not None and asked > left:
             raise ConfigError(
@@ -434,17 +434,3 @@ class Adapters:
         found = [(each.terms, (numbers == n).nonzero()[0]) for n, each in active.items()]
         there = ((terms, torch.from_numpy(rows)) for terms, rows in found if len(rows))
         return [RowGroup(terms, rows.to(self._device)) for terms, rows in there]
-
-
-def of_all_stages(
-    model: ModelConfig, dtype: torch.dtype, places: Sequence[AdaptedPlace]
-) -> Sequence[AdaptedPlace]:
-    """Return the places of all stages, those of others without weights, of the first one's."""
-    if model.whole is None:
-        return places
-    weights = Weights(SizeSource(), torch.device("meta"), dtype)
-    decoder = build_any(model.whole, weights, max_model_len=1)
-    assert isinstance(decoder, Decoder), "classes of transformers have no stages"
-    own = {each.name: each for each in places}
-    found = adapt(decoder, StepGroups(), model.dims.vocab_size)
-    return [own.get(each.name, each) for each in found]

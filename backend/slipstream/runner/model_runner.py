@@ -123,8 +123,8 @@ class ModelRunner:
         return [self._run_padding(mixed), self._prepare_prompt()(), self._warm_drafts(mixed)]
 
     def _run_padding(self, shape: StepShape) -> Tensor:
-        """Run a step of nothing but padding, and one with adapters if there may be such."""
-        if self.adapters.by_tables and self.adapters.asked_bytes != 0:
+        """Run a step of nothing but padding, and one with adapters if such are expected."""
+        if self.adapters.by_tables and self.adapters.are_expected:
             self._prepare_adapted(shape)()
         return self.padding(shape)()
 
