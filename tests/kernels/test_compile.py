@@ -112,6 +112,7 @@ def is_everyday(wanted: Variant) -> bool:
         is_usual = kind in PACKED_KINDS
         if "RECORD" in defines:
             is_usual = (defines["BITS"], defines["RECORD"]) in RECORDED_KINDS
+            shape = shape if shape != ("32", "3") else ("32", "4")  # the widest with minimums
         if defines.get("FP8") == "1":  # fewer registers than rows of 16 bits
             return is_usual and shape == ("128", "1")
         widest = WIDEST_OF_SOURCE.get(wanted.source, WIDEST_PACKED)

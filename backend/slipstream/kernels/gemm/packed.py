@@ -27,6 +27,7 @@ MAX_ROWS = 128
 COLUMNS = (8, 16, 32)  # rows of x that a launch takes
 TILES = (1, 2, 3, 4, 6, 8)
 _MOST_TILES = {8: 8, 16: 4, 32: 4}  # at a time: what registers hold
+_MOST_WITH_MINIMUMS = _MOST_TILES | {32: 3}  # beside sums of inputs
 _WARPS = {8: (16, 8), 16: (8, 4), 32: (8, 4)}  # the first of which has room
 _FEWEST_SLOTS, _MOST_SLOTS = 2, 6
 _ROW_PITCH, _X_PITCH = 20 * 4, BLOCK * 2 + 16  # bytes: of 16 sums, of a row of x in a slot
@@ -59,6 +60,10 @@ def _bytes(packing: Packing, size: tuple[int, int], tiles: int, slots: int, rows
     return warps // 2 * tiles * columns * _ROW_PITCH + 16 + warps * ring
 
 
+def _most_tiles(packing: Packing) -> dict[int, int]:
+    return _MOST_WITH_MINIMUMS if packing.record in records.HAS_MINIMUMS else _MOST_TILES
+
+
 @functools.cache
 def tiling(
     num_rows: int, packing: Packing, gated: bool, multiprocessors: int, memory: int
@@ -71,7 +76,7 @@ def tiling(
         size = (columns, warps)
         if _bytes(packing, size, a_unit, _FEWEST_SLOTS, columns) <= memory:
             break
-    for most in range(_MOST_TILES[columns], a_unit - 1, -1):
+    for most in range(_most_tiles(packing)[columns], a_unit - 1, -1):
         if most not in TILES or most % a_unit:
             continue
         passes = -(-share * a_unit // most)
@@ -181,7 +186,7 @@ def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     kinds = ((dtype, packing) for dtype in DTYPES for packing in all_packings(dtype))
     for (dtype, packing), columns in itertools.product(kinds, COLUMNS):
-        fitting = (t for t in TILES if t <= _MOST_TILES[columns])
+        fitting = (t for t in TILES if t <= _most_tiles(packing)[columns])
         for tiles, warps in itertools.product(fitting, _WARPS[columns]):
             yield _variant(dtype, packing, Tiling(columns, warps, tiles, 1, 4, 0))
 
