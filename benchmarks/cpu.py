@@ -197,13 +197,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for bits in args.bits:
         running = workers_of(model_of(source, bits), args.threads, peer, bits == "fp32")
         about = {each.engine: each.about for each in running}
-        times = measure(running, args.rows, args.rounds)
-        for each in running:
-            each.end()
-        rows = {
-            name: {engine: figures(name, found) for engine, found in engines.items()}
-            for name, engines in times.items()
-        }
+        rows = figures_of(running, args.rows, args.rounds)
         result["bits"][bits] = {"type": TYPES[bits], "about": about, "rows": rows}
         print(f"\n{bits} ({TYPES[bits]}), {args.threads} threads\n{table(rows)}", flush=True)
     result["copy_bytes_s"] = round(copy_bandwidth(args.threads))
@@ -217,6 +211,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"bytes that a copy reads and writes, {result['copy_bytes_s'] / 1e9:.1f} GB/s"
         )
     return result
+
+
+def figures_of(
+    running: list[Worker], names: list[str], rounds: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Measure rows with workers by turns, and end these; return figures by row and engine."""
+    times = measure(running, names, rounds)
+    for each in running:
+        each.end()
+    return {
+        name: {engine: figures(name, found) for engine, found in engines.items()}
+        for name, engines in times.items()
+    }
 
 
 def main() -> int:

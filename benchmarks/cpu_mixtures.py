@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from cpu import HOME, copy_bandwidth, figures, measure, peer_command, table, workers_of
+from cpu import HOME, copy_bandwidth, figures_of, peer_command, table, workers_of
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from report import commit
@@ -180,13 +180,7 @@ def main() -> int:
     for name in args.models:
         path = file_of(name, source)
         running = workers_of(path, args.threads, peer)
-        times = measure(running, args.rows, args.rounds)
-        for each in running:
-            each.end()
-        rows = {
-            row: {engine: figures(row, found) for engine, found in engines.items()}
-            for row, engines in times.items()
-        }
+        rows = figures_of(running, args.rows, args.rounds)
         limit = bytes_of_step(MODELS[name], path) / rate
         about = {each.engine: each.about for each in running}
         result[name] = {"about": about, "rows": rows, "limit_ms": round(limit * 1e3, 3)}

@@ -32,7 +32,7 @@ from slipstream.kernels.gemm import cublaslt_groups, packing, records
 from slipstream.kernels.gemm.cublaslt_groups import matmul_by_groups
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Matrix, gemm, spec_of
-from slipstream.kernels.gemm.packing import BLOCK, TILE, Codes, Groups, Packing
+from slipstream.kernels.gemm.packing import BLOCK, TILE, CodeType, Groups, Packing
 from slipstream.kernels.gemm.search import describe
 from slipstream.kernels.gemm.unpacked_e4m3 import unpacked_e4m3
 from slipstream.kernels.runtime import jit
@@ -52,7 +52,7 @@ def random_packed(made: Packing) -> Matrix:
     """Return weights of random codes, in the order of the kernels as they are."""
     words = made.blocks * BLOCK * TILE * made.bits // 32
     values = torch.randint(-(1 << 31), 1 << 31, (made.tiles, words), device="cuda")
-    if made.codes == "e4m3":
+    if made.code_type == "e4m3":
         values &= ~0x08080808  # no NaN
     if made.record:
         return Matrix(values.to(torch.int32), groups=Groups(made, random_records(made)))
@@ -237,9 +237,9 @@ def packings_of(options: argparse.Namespace, inputs: int, outputs: int) -> list[
         bits, record = TYPES[options.type]
         sizes = (bits, records.INPUTS, outputs, inputs, torch.float16, False)
         return [Packing(*sizes, record=record)]
-    codes: Codes = "e4m3" if options.e4m3 else "integers"
+    code_type: CodeType = "e4m3" if options.e4m3 else "integers"
     sizes = (options.bits, options.group or inputs, outputs, inputs)
-    made = Packing(*sizes, getattr(torch, options.scale), options.zeros, codes)
+    made = Packing(*sizes, getattr(torch, options.scale), options.zeros, code_type)
     if options.e4m3:
         return [made, made._replace(can_round_rows=True)]
     return [made, made._replace(for_e4m3=True)] if made.bits == 4 and not made.has_zeros else [made]

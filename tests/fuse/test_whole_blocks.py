@@ -61,6 +61,15 @@ def test_blocks_in_one_are_those_one_by_one(
     assert torch.equal(kv_format.read(whole._cache), kv_format.read(parts._cache))
 
 
+def check_blocks_in_one(runner: ModelRunner, model: torch.nn.Module) -> None:
+    """Compare logits with those of transformers; no block may be computed by itself."""
+    generations = [Generation(prompt, 6) for prompt in random_prompts([37, 1, 90])]
+    with patch.object(Block, "__call__", side_effect=AssertionError("one by one")):
+        Driver(runner, keep_logits=True).finish(generations, chunk=20)
+    for generation in generations:
+        check_against(model, generation, 1e-4)
+
+
 @pytest.mark.parametrize("name", ["hunyuan", "ministral 3"])
 def test_what_comes_behind_the_rotation(name: str, tmp_path: Path) -> None:
     """Norms, and factors by position, which blocks in one have as transformers does."""
@@ -68,11 +77,7 @@ def test_what_comes_behind_the_rotation(name: str, tmp_path: Path) -> None:
     model = make_model(family, **(own | SIZES))
     runner = make_runner(save(model, tmp_path))
     assert runner._model.whole is not None
-    generations = [Generation(prompt, 6) for prompt in random_prompts([37, 1, 90])]
-    with patch.object(Block, "__call__", side_effect=AssertionError("one by one")):
-        Driver(runner, keep_logits=True).finish(generations, chunk=20)
-    for generation in generations:
-        check_against(model, generation, 1e-4)
+    check_blocks_in_one(runner, model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -106,15 +111,11 @@ def test_weights_are_multiplied_as_they_are_stored(dtype: torch.dtype, tmp_path:
     ids=["mixtral", "qwen3 moe", "normalised"],
 )
 def test_mixtures_of_experts(family: str, own: dict[str, object], tmp_path: Path) -> None:
-    """Of transformers' logits, the last rows alone among them; terms of adapters are not there."""
+    """Logits are those of transformers; steps with terms of adapters are apart."""
     model = make_model(family, **SIZES, moe_intermediate_size=48, **own)
     whole = make_runner(save(model, tmp_path))
     assert whole._model.whole is not None
-    generations = [Generation(prompt, 6) for prompt in random_prompts([37, 1, 90])]
-    with patch.object(Block, "__call__", side_effect=AssertionError("one by one")):
-        Driver(whole, keep_logits=True).finish(generations, chunk=20)
-    for generation in generations:
-        check_against(model, generation, 1e-4)
+    check_blocks_in_one(whole, model)
 
     class Terms:
         in_step = True

@@ -107,7 +107,7 @@ def is_everyday(wanted: Variant) -> bool:
         return False
     is_one = skinny == ("128", "BFloat16") and not is_smaller
     if "PARTS" in defines:  # packed weights
-        kind = tuple(defines[name] for name in ("BITS", "CODES", "SCALE", "PARTS", "ZEROS"))
+        kind = tuple(defines[name] for name in ("BITS", "CODE_TYPE", "SCALE", "PARTS", "ZEROS"))
         shape = (defines.get("COLUMNS", "8"), defines.get("TILES", "8"))
         is_usual = kind in PACKED_KINDS
         if "RECORD" in defines:

@@ -126,7 +126,7 @@ def close(found: Tensor, want: Tensor, share: float) -> None:
 def test_products_are_those_of_each_expert(
     kind: str, drawn: tuple[Any, ...], threads: int, form: str, other: str
 ) -> None:
-    """Of the dequantised weights; bits depend neither on threads nor on the instruction set."""
+    """The weights are dequantised there. Neither threads nor the instruction set change bits."""
     case = Case(kind, *drawn)
     torch.set_num_threads(threads)
     with within(form):
@@ -199,7 +199,7 @@ def test_terms_are_added_in_the_order_of_ranks(rows: int, top_k: int, width: int
 def test_choice_and_places_are_those_of_the_definition(
     rows: int, count: int, top_k: int, tile_rows: int, score: Score, corrected: bool, whole: bool
 ) -> None:
-    """Of equal scores the lower number is chosen."""
+    """The lower number is chosen where scores are equal."""
     made = torch.Generator().manual_seed(rows * 99 + count)
     logits = torch.randn(rows, count + 3, generator=made)[:, :count]
     logits = logits.round() if whole else logits

@@ -54,7 +54,7 @@ def check(case: Case, rows: int) -> None:
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
-    """Of sums whose terms are far larger, in another order, too, and too large for fp16."""
+    """Compare within a rounding, though terms are larger than sums and some too large for fp16."""
     expected = expected.to(found.dtype).float().where(expected.abs() > FP16_MAX, expected)
     largest = expected.abs().where(expected.isfinite(), 0.0).max()
     atol = max(1e-4, 1e-6 * float(largest))

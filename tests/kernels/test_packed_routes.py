@@ -141,10 +141,10 @@ STREAMS = frozenset(packed_stream.variants())
 def test_groups_of_a_piece_fit_its_slot(blocks: int, group: int) -> None:
     """The scales that `copy_piece` of packed_stream.cu copies are those that its warps read."""
     inputs = blocks * BLOCK
-    codes: packing.Codes = "e2m1" if group == 16 else "integers"
-    size = packing.group_of(group, inputs, codes)
+    code_type: packing.CodeType = "e2m1" if group == 16 else "integers"
+    size = packing.group_of(group, inputs, code_type)
     assert size is not None
-    made = Packing(4, size, TILE, inputs, torch.float16, False, codes)
+    made = Packing(4, size, TILE, inputs, torch.float16, False, code_type)
     for first in range(0, blocks, packed_stream.WARPS):
         of_piece = range(first, min(first + packed_stream.WARPS, blocks))
         parts = [block * made.parts + part for block in of_piece for part in range(made.parts)]

@@ -95,10 +95,10 @@ def as_threads_read(values: Tensor, groups: Groups, dtype: torch.dtype) -> Tenso
                     if groups.zeros is not None:
                         zero = groups.zeros[tile, group, row].float()[:, None]
                     scale = groups.scales[tile, group, row].float()
-                    if made.codes == "e2m1":
+                    if made.code_type == "e2m1":
                         pair = decoded_floats(words, scale[:, None], dtype, register)
                         scale = torch.ones(32)
-                    elif made.codes == "e4m3":
+                    elif made.code_type == "e4m3":
                         pair = decoded_e4m3(words, dtype, register)
                     else:
                         pair = decoded(words, zero, made.bits, dtype, register)

@@ -124,7 +124,7 @@ input()
 
 
 def test_every_descriptor_is_counted_by_its_kind(load):
-    """Of a process where nothing else opens any."""
+    """The process is one where nothing else opens any."""
     before, then = load.soak_watch.Process(), load.soak_watch.Process()
     command, pipe = [sys.executable, "-c", OPENS], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe) as process:

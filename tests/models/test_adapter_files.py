@@ -204,7 +204,7 @@ def test_few_pieces_are_read_ahead(
 
 
 def test_reading_leaves_other_threads_their_number_of_torch_threads() -> None:
-    """Those too that have not computed yet, as the one that folds magnitudes of the adapter."""
+    """Threads that have not computed yet keep it, too: one of them folds the magnitudes."""
 
     def read_in_threads() -> tuple[list[int], int]:
         return [*workers.in_threads(lambda _: torch.get_num_threads(), range(3))], own_number()
@@ -228,7 +228,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of equal sizes, so that the header that was read is right. One that is replaced is whole."""
+    """Both have one size, so the header stays right. A file that is replaced is read whole."""
     pairs = draw_pairs(base, targets_of(base), 2), draw_pairs(base, targets_of(base), 2, seed=1)
     path, other = (write_adapter(tmp_path / str(i), pairs[i], 2) / TENSORS for i in range(2))
     os.utime(path, (1, 1))  # long ago: the clock of files is coarse

@@ -16,7 +16,7 @@ from slipstream.kernels.cpu.native import library
 from slipstream.kernels.elementwise import fp8
 from slipstream.kernels.gemm import cpu_packing, packing, records
 from slipstream.kernels.gemm.op import Matrix
-from slipstream.kernels.gemm.packing import Codes, Groups, Packing
+from slipstream.kernels.gemm.packing import CodeType, Groups, Packing
 from slipstream.kernels.runtime.registry import Target
 from slipstream.quant.matrix import Kind, QuantMatrix, codes_of, multiplied
 from slipstream.quant.scheme import MatrixSource
@@ -24,7 +24,7 @@ from slipstream.quant.scheme import MatrixSource
 _GROUPS = (32, 64, 128, 256)  # of torch's product with 4 bits
 _TILE = 32  # outputs of the same
 _BITS = {Kind.W4: 4, Kind.W8: 8}
-_CODES: dict[Kind, Codes] = {Kind.W4: "integers", Kind.W8: "integers", Kind.F8: "e4m3"}
+_CODE_TYPES: dict[Kind, CodeType] = {Kind.W4: "integers", Kind.W8: "integers", Kind.F8: "e4m3"}
 _TILE_BITS = _BITS | {Kind.F4: 4}  # of codes in tiles
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _PIECE = 8  # inputs that a kernel copies at a time
@@ -102,7 +102,7 @@ def _make_fp8(matrix: QuantMatrix) -> Matrix:
 
 
 def _takes_packed(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
-    if matrix.kind not in _CODES or target.device != "cuda" or dtype not in fp8.DTYPES:
+    if matrix.kind not in _CODE_TYPES or target.device != "cuda" or dtype not in fp8.DTYPES:
         return False
     if matrix.kind is Kind.F8 and matrix.zeros is not None:
         return False
@@ -149,7 +149,7 @@ def _make_packed(matrix: QuantMatrix, for_e4m3: bool) -> Matrix:
     assert group is not None, "the form was asked"
     zeros, scales = matrix.zeros, matrix.scales
     sizes = (matrix.outputs, matrix.inputs, scales.dtype, zeros is not None)
-    made = Packing(bits, group, *sizes, _CODES[matrix.kind], for_e4m3)
+    made = Packing(bits, group, *sizes, _CODE_TYPES[matrix.kind], for_e4m3)
     unsigned = _unsigned(codes_of(matrix), matrix.kind)
     values = packing.pack(unsigned, bits, made.middle, for_e4m3)
     if zeros is not None:

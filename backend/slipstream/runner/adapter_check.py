@@ -7,15 +7,9 @@ from slipstream_contract.errors import ContractError
 
 from slipstream.core.adapter import check_name, parse_adapters
 from slipstream.errors import CheckpointError, ConfigError
-from slipstream.fuse.adapt import adapt
-from slipstream.layers.adapted import StepGroups
-from slipstream.layers.decoder import Decoder
 from slipstream.models.adapters.read import read_adapter
 from slipstream.models.adapters.targets import Targets
-from slipstream.models.decoder import build_any
-from slipstream.models.fileless import SizeSource
-from slipstream.models.source import Weights
-from slipstream.runner.adapter_places import of_all_stages
+from slipstream.runner.adapter_places import of_all_stages, places_of
 from slipstream.runner.plan import Plan
 
 
@@ -43,11 +37,7 @@ def check_adapters(plan: Plan) -> None:
 
 def _targets(plan: Plan) -> Targets:
     """Return what adapters can change of a model, whose matrices have sizes alone."""
-    meta = torch.device("meta")
-    decoder = build_any(plan.model, Weights(SizeSource(), meta, plan.dtype), max_model_len=1)
-    if not isinstance(decoder, Decoder):
-        raise ConfigError("backend_model = 'transformers' serves no adapters")
-    places = adapt(decoder, StepGroups(), plan.model.dims.vocab_size)
-    places = list(of_all_stages(plan.model, plan.dtype, places))
-    whole = plan.model.whole or plan.model
-    return Targets(places, whole.tensors, plan.dtype, meta, plan.model.stage_bounds)
+    model, dtype = plan.model, plan.dtype
+    places = of_all_stages(model, dtype, places_of(model, dtype))
+    tensors = (model.whole or model).tensors
+    return Targets(list(places), tensors, dtype, torch.device("meta"), model.stage_bounds)

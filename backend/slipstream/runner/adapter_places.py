@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from slipstream.errors import ConfigError
 from slipstream.fuse.adapt import AdaptedPlace, adapt
 from slipstream.layers.adapted import StepGroups
 from slipstream.layers.decoder import Decoder
@@ -12,6 +13,17 @@ from slipstream.models.fileless import SizeSource
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.source import Weights
 
+REFUSAL = "backend_model = 'transformers' serves no adapters"
+
+
+def places_of(model: ModelConfig, dtype: torch.dtype) -> Sequence[AdaptedPlace]:
+    """Return the places of a model whose matrices have sizes alone. Raises `ConfigError`."""
+    weights = Weights(SizeSource(), torch.device("meta"), dtype)
+    decoder = build_any(model, weights, max_model_len=1)
+    if not isinstance(decoder, Decoder):
+        raise ConfigError(REFUSAL)
+    return adapt(decoder, StepGroups(), model.dims.vocab_size)
+
 
 def of_all_stages(
     model: ModelConfig, dtype: torch.dtype, places: Sequence[AdaptedPlace]
@@ -19,9 +31,5 @@ def of_all_stages(
     """Return the places of all stages, those of others without weights, of the first one's."""
     if model.whole is None:
         return places
-    weights = Weights(SizeSource(), torch.device("meta"), dtype)
-    decoder = build_any(model.whole, weights, max_model_len=1)
-    assert isinstance(decoder, Decoder), "classes of transformers have no stages"
     own = {each.name: each for each in places}
-    found = adapt(decoder, StepGroups(), model.dims.vocab_size)
-    return [own.get(each.name, each) for each in found]
+    return [own.get(each.name, each) for each in places_of(model.whole, dtype)]

@@ -32,7 +32,7 @@ from slipstream.models.adapters.targets import Targets
 from slipstream.runner.adapter_forms import Loaded, ReadAdapter, has_kernels
 from slipstream.runner.adapter_magnitudes import Fold
 from slipstream.runner.adapter_pages import LEAST_PAGE
-from slipstream.runner.adapter_places import of_all_stages
+from slipstream.runner.adapter_places import REFUSAL, of_all_stages
 from slipstream.runner.adapter_rows import Active
 from slipstream.runner.adapter_tables import WIDEST, AdapterTables, TileLayout, Uploaded
 from slipstream.runner.group import ALONE, AdapterOrder, Group
@@ -72,7 +72,7 @@ class Adapters:
         self.page_bytes, self.num_pages = LEAST_PAGE, 0
         self._numbers = itertools.count(1)
         self.targets: Targets | None = None
-        self._refusal = "backend_model = 'transformers' serves no adapters"
+        self._refusal = REFUSAL
         self._is_last = plan.model.stage == plan.model.num_stages - 1
         self._pages: dict[int, int] = {}  # of each adapter
         self._layers, self._ranks_of_stage = plan.model.tensors.layers, plan.config.tensor_parallel

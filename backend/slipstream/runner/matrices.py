@@ -51,7 +51,7 @@ class Weight:
     def spec(self, rows: int, target: Target) -> Spec:
         """Say what the product with so many rows is to a GEMM; rows are aligned."""
         packing = self.packing
-        is_e2m1 = packing is not None and packing.codes == "e2m1" and packing.layout != LAYOUT
+        is_e2m1 = packing is not None and packing.code_type == "e2m1" and packing.layout != LAYOUT
         return Spec(
             rows=rows,
             inputs=self.inputs,

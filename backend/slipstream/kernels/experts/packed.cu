@@ -12,7 +12,7 @@
 //   Qwen3-30B-A3B, int4 by 128 (48 x) 0.0195    0.272    0.311    0.311 GB        0.0024   0.0097   0.155 TFLOP
 // So a step of 1, 32, 128 rows takes 0.27, 2.1 and 2.2 ms of gpt-oss, 0.20, 2.8 and 3.2 ms of Qwen3; a prompt of 2,048 takes
 // 12.4 and 9.4 ms.
-// -D ELEMENT, GATED (see task.cuh), BITS, CODES, SCALE, PARTS, ZEROS, RECORD (gemm/codes.cuh), ROWS (8, 16, 32, of e2m1 64: of a tile), SPLIT
+// -D ELEMENT, GATED (see task.cuh), BITS, CODE_TYPE, SCALE, PARTS, ZEROS, RECORD (gemm/codes.cuh), ROWS (8, 16, 32, of e2m1 64: of a tile), SPLIT
 // (1, 2, 4), SLOTS (of a ring)
 #include "experts/task.cuh"
 #include "gemm/codes.cuh"

@@ -1,6 +1,6 @@
 // Weights in fewer bits, as GEMMs read them: blocks of 16 rows of the weights and 128 inputs, whose codes lie in the
 // order of A fragments of m16n8k16 (runtime/mma.cuh); `packing.py` says where each code is.
-// -D ELEMENT (T: Half or BFloat16), BITS (4, 8), CODES (INTEGERS; E2M1 of 4 bits, E4M3 of 8), SCALE (float, Half, BFloat16; T
+// -D ELEMENT (T: Half or BFloat16), BITS (4, 8), CODE_TYPE (INTEGERS; E2M1 of 4 bits, E4M3 of 8), SCALE (float, Half, BFloat16; T
 // of e2m1), PARTS (1, 2, 4, 8: pieces of a block's inputs that have a scale each), ZEROS (0, 1: of integers), SCALED (0, 1:
 // scales, which are T, multiply integers or e4m3, each rounded once, rather than sums; of records, scales and minimums of
 // fp32), RECORD (of integers: what a part has in place of a scale, by `NUMBERS` of records.py; 0: a scale)
@@ -16,16 +16,16 @@
 using Scale = SCALE;
 
 constexpr int INTEGERS = 0, E2M1 = 1, E4M3 = 2;
-static_assert(CODES == INTEGERS || (BITS == (CODES == E2M1 ? 4 : 8) && !ZEROS), "floats have one size, and no zeros");
+static_assert(CODE_TYPE == INTEGERS || (BITS == (CODE_TYPE == E2M1 ? 4 : 8) && !ZEROS), "floats have one size, and no zeros");
 constexpr int BLOCK_INPUTS = 128;
 constexpr int STEPS = BLOCK_INPUTS / 16;  // k-steps of fragments
 constexpr int STEPS_A_PART = STEPS / PARTS;
 // Sums of integers and of e4m3 are scaled; e2m1 times its scale is a number of 16 bits, so all sums of a block are one.
-constexpr bool SCALES_NUMBERS = CODES == E2M1 || SCALED;
+constexpr bool SCALES_NUMBERS = CODE_TYPE == E2M1 || SCALED;
 constexpr int PAIR = 1, SHARED_UNITS = 2, HALVES = 3, WIDE = 4;  // records
 constexpr bool MINIMUMS = RECORD == PAIR || RECORD == SHARED_UNITS || RECORD == WIDE;
 constexpr int SCALES_A_PART = RECORD == HALVES || RECORD == WIDE ? 2 : 1;
-static_assert(RECORD == 0 || (CODES == INTEGERS && PARTS == 4 && !ZEROS), "a record is of 32 inputs");
+static_assert(RECORD == 0 || (CODE_TYPE == INTEGERS && PARTS == 4 && !ZEROS), "a record is of 32 inputs");
 constexpr int SUM_PARTS = SCALES_NUMBERS ? 1 : PARTS * SCALES_A_PART;
 constexpr int STEPS_A_SUM = STEPS / SUM_PARTS;
 constexpr int QUADS = BITS / 2;  // accesses of 16 bytes by which a lane gets its codes
@@ -90,9 +90,9 @@ DEVICE void decode(u32 (&a)[4], const u32* words, u32 low, u32 high) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const u32 zero = i % 2 ? high : low;
-    if constexpr (CODES == E2M1) {
+    if constexpr (CODE_TYPE == E2M1) {
       a[i] = scaled_floats(words[0], i, zero);
-    } else if constexpr (CODES == E4M3) {
+    } else if constexpr (CODE_TYPE == E4M3) {
       a[i] = from_e4m3(words[i / 2], i % 2 != 0);
     } else if constexpr (BITS == 4) {
       constexpr u32 MAGIC = IS_FP16<T> ? 0x64006400 : 0x43004300;
@@ -217,7 +217,7 @@ struct Block {
   DEVICE u32 zero(int part, int high) const { return zeros[of_part[part] * 16 + g + 8 * high]; }
   DEVICE u32 scale_pair(int part, int high) const { return bits_of(stored_scale(part, high)) * 0x10001u; }
   DEVICE u32 operand(int part, int high) const {
-    if constexpr (CODES == E2M1) return scale_pair(part, high);
+    if constexpr (CODE_TYPE == E2M1) return scale_pair(part, high);
     if constexpr (!ZEROS) return minus_zero(BITS == 8 ? 128 : MINIMUMS ? 0 : 8);
     return minus_zero(zero(part, high));
   }

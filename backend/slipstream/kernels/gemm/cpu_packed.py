@@ -46,7 +46,7 @@ def _product(
 ) -> "ctypes._Pointer[Product]":
     """Return a GEMM of what lies at these addresses: codes, scales, minimums; norm, bias."""
     zero = 0.0 if packing.has_zeros else -float(MIDDLE.get(packing.bits, 0))
-    is_e2m1 = packing.codes == "e2m1"
+    is_e2m1 = packing.code_type == "e2m1"
     if is_e2m1:
         zero = -FLOAT_MIDDLE
     halves = packing.scale == torch.float16

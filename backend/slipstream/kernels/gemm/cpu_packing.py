@@ -12,7 +12,7 @@ also stay as a checkpoint has them, row by row: what is mapped is not copied the
 import torch
 from torch import Tensor
 
-from slipstream.kernels.gemm.packing import TILE, Codes, Groups, Packing, e2m1_table
+from slipstream.kernels.gemm.packing import TILE, CodeType, Groups, Packing, e2m1_table
 
 BLOCK = 32
 LAYOUT, ROWS = "tiles", "rows"  # of a `Packing`
@@ -28,13 +28,13 @@ def packing_of(
     inputs: int,
     halves: bool,
     mins: bool,
-    codes: Codes = "integers",
+    code_type: CodeType = "integers",
 ) -> Packing:
     """Describe weights; a group of all inputs is one of as many blocks as they fill."""
     if group >= inputs:
         group = -(-inputs // BLOCK) * BLOCK
     scale = torch.float16 if halves else torch.float32
-    return Packing(bits, group, outputs, inputs, scale, mins, codes, layout=LAYOUT)
+    return Packing(bits, group, outputs, inputs, scale, mins, code_type, layout=LAYOUT)
 
 
 def packing_of_numbers(weight: Tensor) -> Packing:
@@ -115,7 +115,7 @@ def dense(values: Tensor, groups: Groups) -> Tensor:
         tiles = values.view(len(values), packing.inputs, TILE).transpose(1, 2)
         return tiles.reshape(-1, packing.inputs)[: packing.outputs].float()
     codes = unpack(values, packing)
-    if packing.codes == "e2m1":
+    if packing.code_type == "e2m1":
         return 2 * e2m1_table(values.device)[codes.long()] * by_row(groups.scales, packing)
     numbers = (codes.view(torch.int8) if packing.bits == 8 else codes).float()
     scales = by_row(groups.scales, packing)

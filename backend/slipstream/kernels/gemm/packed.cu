@@ -3,7 +3,7 @@
 // streams its own blocks of all tiles through a ring that no other warp reads, and what it needs of x beside them. At
 // the end the warps' sums are added up, always in the same order. Weights are copied from before the previous kernel's
 // end on.
-// -D ELEMENT (T), BITS, CODES, SCALE, PARTS, ZEROS, RECORD (codes.cuh), COLUMNS (8, 16, 32), TILES (at a time), WARPS, SLOTS (of
+// -D ELEMENT (T), BITS, CODE_TYPE, SCALE, PARTS, ZEROS, RECORD (codes.cuh), COLUMNS (8, 16, 32), TILES (at a time), WARPS, SLOTS (of
 // a ring)
 #include "gemm/packed_rows.cuh"
 

@@ -145,7 +145,7 @@ def defines(packing: Packing) -> dict[str, int | str]:
     """Return the macros of `codes.cuh`."""
     return {
         "BITS": packing.bits,
-        "CODES": packing.codes.upper(),
+        "CODE_TYPE": packing.code_type.upper(),
         "SCALE": jit.type_name(packing.scale),
         "PARTS": packing.parts,
         "ZEROS": int(packing.has_zeros),

@@ -25,7 +25,7 @@ from torch.nn import functional
 from slipstream.kernels.gemm import records
 
 TILE, BLOCK = 16, 128  # rows of the weights, inputs
-Codes = Literal["integers", "e2m1", "e4m3"]
+CodeType = Literal["integers", "e2m1", "e4m3"]
 MIDDLE = {4: 8, 8: 128}  # the zero of integers where there are no zeros
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SHRUNK = 2.0**-8
@@ -47,7 +47,7 @@ class Packing(NamedTuple):
     inputs: int
     scale: torch.dtype
     has_zeros: bool
-    codes: Codes = "integers"  # e2m1 have 4 bits, e4m3 8
+    code_type: CodeType = "integers"  # e2m1 have 4 bits, e4m3 8
     for_e4m3: bool = False  # rows are e4m3; integers of 4 bits without zeros
     layout: str = "fragments"  # "tiles": as `cpu_packing.py` has it
     can_round_rows: bool = False  # codes are e4m3; many rows may be e4m3, too
@@ -58,13 +58,13 @@ class Packing(NamedTuple):
         size = "16" if self.record in records.BY_HALVES else size
         size += " with minimums" if self.record in records.HAS_MINIMUMS else ""
         rows = " for e4m3" if self.for_e4m3 else ""
-        name = f"{self.bits} bits" if self.codes == "integers" else self.codes
+        name = f"{self.bits} bits" if self.code_type == "integers" else self.code_type
         return f"{name} by {size}, packed{rows}"
 
     @property
     def scales_numbers(self) -> bool:
         """Whether scales multiply numbers of 16 bits, exactly; else they multiply sums in fp32."""
-        return self.codes == "e2m1"
+        return self.code_type == "e2m1"
 
     @property
     def takes_e4m3(self) -> bool:
@@ -79,7 +79,7 @@ class Packing(NamedTuple):
     @property
     def middle(self) -> int:
         """Return the code of 0 where there are no zeros."""
-        if self.codes != "integers" or (self.bits == 4 and self.record in records.HAS_MINIMUMS):
+        if self.code_type != "integers" or (self.bits == 4 and self.record in records.HAS_MINIMUMS):
             return 0
         return MIDDLE[self.bits]
 
@@ -125,11 +125,11 @@ class Groups(NamedTuple):
         return self.order is None and self.factors is None
 
 
-def group_of(group: int, inputs: int, codes: Codes = "integers") -> int | None:
+def group_of(group: int, inputs: int, code_type: CodeType = "integers") -> int | None:
     """Return the inputs of a group as a packing has them, of a whole row too; None: it has none."""
     if group >= inputs:
         return -(-inputs // BLOCK) * BLOCK
-    is_part = group in (_PARTS if codes == "e2m1" else _PARTS[1:])
+    is_part = group in (_PARTS if code_type == "e2m1" else _PARTS[1:])
     return group if is_part or group % _PARTS[2] == 0 else None
 
 
@@ -221,10 +221,10 @@ def dense(values: Tensor, groups: Groups) -> Tensor:
     of rows are left out.
     """
     packing = groups.packing
-    if packing.codes == "e4m3":
+    if packing.code_type == "e4m3":
         numbers = unpack(values, packing).view(torch.float8_e4m3fn).float()
         return numbers * by_row(groups.scales, packing).float()
-    if packing.codes == "e2m1":
+    if packing.code_type == "e2m1":
         table = e2m1_table(values.device)
         scales = by_row(groups.scales, packing).float() / LIFTS[packing.scale] * SHRUNK
         return table[unpack(values, packing).long()] * scales

@@ -1,5 +1,5 @@
 // Weights in fewer bits become a matrix of 16 bits again: a warp a block at a time, each number rounded once.
-// -D ELEMENT (T), BITS, CODES, SCALE, PARTS, ZEROS, RECORD (codes.cuh)
+// -D ELEMENT (T), BITS, CODE_TYPE, SCALE, PARTS, ZEROS, RECORD (codes.cuh)
 #include "gemm/codes.cuh"
 
 constexpr int WARPS = 4;

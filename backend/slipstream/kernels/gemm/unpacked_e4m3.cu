@@ -1,9 +1,9 @@
 // Codes of e4m3, or of 4 bits for rows of e4m3 (packing.py), become a matrix of e4m3, row by row, and the scales of their
 // groups f32, of each 128 inputs those of all outputs side by side: a warp a block at a time, every number exactly.
-// -D ELEMENT (T, of no account), BITS, CODES, SCALE, PARTS, ZEROS (codes.cuh)
+// -D ELEMENT (T, of no account), BITS, CODE_TYPE, SCALE, PARTS, ZEROS (codes.cuh)
 #include "gemm/codes.cuh"
 
-static_assert(CODES == E4M3 || (BITS == 4 && CODES == INTEGERS && !ZEROS), "integers up to 16 are e4m3");
+static_assert(CODE_TYPE == E4M3 || (BITS == 4 && CODE_TYPE == INTEGERS && !ZEROS), "integers up to 16 are e4m3");
 static_assert(PARTS == 1, "a block has one scale a row");
 constexpr int WARPS = 4;
 constexpr int PITCH = BLOCK_INPUTS / 4 + 4;  // words of a row in shared memory: 8 rows are in banks of their own
@@ -14,7 +14,7 @@ DEVICE void place(u32* rows, const Pack<u32, 4> (&quads)[QUADS]) {
 #pragma unroll
   for (int step = 0; step < STEPS; ++step) {
     const u32* words = quads[step / STEPS_A_QUAD].at + step % STEPS_A_QUAD * (BITS / 4);
-    if constexpr (CODES == E4M3) {
+    if constexpr (CODE_TYPE == E4M3) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {  // of row g the first byte of each half, of row g + 8 the second
         const u32 pairs = permute(words[i], 0, 0x3120);

@@ -32,7 +32,9 @@ def unpacked_e4m3(values: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """
     packing = groups.packing
     codes = unpack(values, packing)
-    numbers = codes.view(E4M3) if packing.codes == "e4m3" else (codes.float() - MIDDLE[4]).to(E4M3)
+    numbers = (
+        codes.view(E4M3) if packing.code_type == "e4m3" else (codes.float() - MIDDLE[4]).to(E4M3)
+    )
     wide = packing._replace(inputs=packing.blocks * GROUP)
     scales = by_row(groups.scales, wide)[:, ::GROUP].T.float().contiguous()
     return numbers, scales

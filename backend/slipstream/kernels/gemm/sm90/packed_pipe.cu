@@ -10,7 +10,7 @@
 // then (packing.py), and become e4m3 exactly by 90 instructions of the integer pipe.
 // Of records, which are built SCALED, each number is a scale times a code and a minimum, rounded once, by two instructions
 // more a number: so a minimum takes neither sums of x nor registers, and scales of 16 inputs cost what others do.
-// -D ELEMENT (T: of `out`), BITS, CODES, SCALE, PARTS, ZEROS, SCALED, RECORD (codes.cuh), FP8 (0, 1), COLUMNS (16, 32, 64,
+// -D ELEMENT (T: of `out`), BITS, CODE_TYPE, SCALE, PARTS, ZEROS, SCALED, RECORD (codes.cuh), FP8 (0, 1), COLUMNS (16, 32, 64,
 // 128, 256), TILES (1, 2), ADAPTS (whether rows have terms of adapters: then no CTAs share out inputs)
 #ifndef FP8
 #define FP8 0
@@ -35,7 +35,7 @@ constexpr int TURNS = TILES * SUM_PARTS;   // of a block, a product each
 
 #if FP8
 using Input = E4m3;
-static_assert(BITS == 4 && CODES == INTEGERS && !ZEROS && !SCALED, "e4m3 has all integers up to 16");
+static_assert(BITS == 4 && CODE_TYPE == INTEGERS && !ZEROS && !SCALED, "e4m3 has all integers up to 16");
 #else
 using Input = T;
 #endif

@@ -5,7 +5,7 @@
 // the same order.
 // Every block takes a warp about 60 instructions of the integer pipe, which starts one every second cycle, and 60 others:
 // half of the time that memory takes to bring four blocks, one for each scheduler.
-// -D ELEMENT (T), BITS, CODES, SCALE, PARTS, ZEROS, RECORD (codes.cuh), COLUMNS (8, 16), TILES, ADAPTS (whether rows have
+// -D ELEMENT (T), BITS, CODE_TYPE, SCALE, PARTS, ZEROS, RECORD (codes.cuh), COLUMNS (8, 16), TILES, ADAPTS (whether rows have
 // terms of adapters)
 #define WARPS 16
 #ifndef ADAPTS

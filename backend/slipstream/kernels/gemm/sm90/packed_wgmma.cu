@@ -3,7 +3,7 @@
 // inputs. Each warp streams the codes of its own rows through a ring that no other warp reads, from before the previous
 // kernel's end on; one thread copies x for all of them. Where several CTAs share out the inputs, they leave their sums to
 // `packed_sum`, which adds them up in order.
-// -D ELEMENT (T), BITS, CODES, SCALE, PARTS, ZEROS (codes.cuh), COLUMNS (16, 32, 64, 128), TILES (1, 2), SLOTS (of a
+// -D ELEMENT (T), BITS, CODE_TYPE, SCALE, PARTS, ZEROS (codes.cuh), COLUMNS (16, 32, 64, 128), TILES (1, 2), SLOTS (of a
 // warp's ring), X_SLOTS
 #include "gemm/codes.cuh"
 #include "runtime/tma.cuh"
