@@ -5,9 +5,12 @@ import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
+from fixtures.client.triton import HEALTH, Triton
 from hypothesis import given
 from hypothesis import strategies as st
+from slipstream.wire import ReplicaState
 from slipstream_client.cli import main
 from slipstream_client.commands import chat, common
 from slipstream_client.results import Chunk
@@ -138,3 +141,38 @@ def test_no_server_is_one_line_and_not_zero(command, capsys, free_port):
     else:
         assert "no server answers at 127.0.0.1" in captured.err
         assert captured.err.count("\n") == 1
+
+
+@pytest.fixture
+def idle_port(served, monkeypatch) -> str:
+    """The port of a server whose engine is idle."""
+    state = {"running": 0, "waiting": 0, "about": {"device": "cpu", "memory_share": None}}
+    for key, value in state.items():
+        monkeypatch.setitem(HEALTH, key, value)
+
+    def answer(self, request, inputs, context, prompt):
+        return self.say(request, inputs, context, "say yes")
+
+    monkeypatch.setattr(Triton, "a", answer, raising=False)  # the prompt of a probe
+    return served[1].rpartition(":")[2]
+
+
+def test_health_has_a_line_for_each_fact_and_for_each_replica(idle_port, monkeypatch, capsys):
+    states = [
+        ReplicaState(0, 4711, True, 12, 0, 3, 40, 512, 1),
+        ReplicaState(1, 0, False, num_requests=7),
+    ]
+    monkeypatch.setitem(HEALTH, "replicas", msgspec.to_builtins(states))
+    assert main(["health", "--grpc-port", idle_port]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    facts = dict(line.split(maxsplit=1) for line in lines[:-3])
+    assert facts["device"] == "cpu"
+    assert facts["memory_share"] == "-"
+    assert facts["ok"] == "True"
+    heads = "replica engine_pid up running waiting kv_blocks_free kv_blocks_total requests restarts"
+    assert lines[-3].split() == heads.split()
+    assert lines[-2].split() == ["0", "4711", "yes", "12", "0", "3", "40", "512", "1"]
+    assert lines[-1].split() == ["1", "0", "no", "0", "0", "0", "0", "7", "0"]
+    assert len({len(line) for line in lines[-3:]}) == 1
+    assert main(["health", "--json", "--grpc-port", idle_port]) == 0
+    assert json.loads(capsys.readouterr().out)["replicas"][1]["num_requests"] == 7

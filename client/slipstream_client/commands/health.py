@@ -45,6 +45,17 @@ _WIRE_VALUES: dict[str, tuple[list[int], bytes]] = {
     "SEQUENCE_LENGTH": ([1, 1], b"\x01\x00\x00\x00"),
 }
 """The smallest request for a stage: shape and bytes of each required tensor."""
+_OF_REPLICA = {
+    "engine_pid": "engine_pid",
+    "is_up": "up",
+    "running": "running",
+    "waiting": "waiting",
+    "kv_blocks_free": "kv_blocks_free",
+    "kv_blocks_total": "kv_blocks_total",
+    "num_requests": "requests",
+    "num_restarts": "restarts",
+}
+"""What is printed of a replica, and the heads of the columns."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -70,11 +81,32 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report))
         return 0 if report["ok"] else EXIT_UNHEALTHY
     error = report.pop("error", None)
-    for name, value in (report.pop("about", {}) | report).items():
-        print(f"{name:18} {value}")
+    for line in lines_of(report):
+        print(line)
     if error is not None:
         print(f"slipstream: {error}", file=sys.stderr)
     return 0 if report["ok"] else EXIT_UNHEALTHY
+
+
+def lines_of(report: dict[str, Any]) -> list[str]:
+    """Return a report as lines for people: a fact each, and a table of the replicas, if any."""
+    facts = report.get("about", {}) | {k: x for k, x in report.items() if k != "about"}
+    replicas = facts.pop("replicas", [])
+    width = max(map(len, facts), default=0)
+    lines = [f"{name:{width}} {'-' if value is None else value}" for name, value in facts.items()]
+    return lines + _table(replicas)
+
+
+def _table(replicas: list[dict[str, Any]]) -> list[str]:
+    """Return replicas as a table, a line each below the names of their facts."""
+    if not replicas:
+        return []
+    rows = [["replica", *_OF_REPLICA.values()]]
+    for each in replicas:
+        cells = each | {"is_up": "yes" if each.get("is_up") else "no"}
+        rows.append([str(cells.get(key, "-")) for key in ("number", *_OF_REPLICA)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in rows]
 
 
 def health_report(
