@@ -130,7 +130,8 @@ def _by_class(checkpoint: Path, source: Path, known: TokenizerClass) -> Any:
         tokenizer, bos = tokenizer_of_pieces(proto), proto.trainer_spec.bos_piece
         _probe(tokenizer, source)
     else:
-        tokenizer, bos = tokenizer_of_ranks(read_ranks(source), known.pattern), ""
+        tokenizer = tokenizer_of_ranks(read_ranks(source), known.pattern, known.composes)
+        bos = ""
     special = known.special
     if known.special_if_named and known.special_if_named[0] in json.dumps(config):
         special += known.special_if_named

@@ -5,7 +5,7 @@ import binascii
 from pathlib import Path
 
 from slipstream_contract.decoder import BYTE_CHARACTERS
-from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 
@@ -28,13 +28,18 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def tokenizer_of_ranks(ranks: dict[bytes, int], pattern: str) -> Tokenizer:
-    """Return the tokenizer, which adds nothing to a text; `pattern` cuts texts before merges."""
+def tokenizer_of_ranks(ranks: dict[bytes, int], pattern: str, composes: bool) -> Tokenizer:
+    """Return the tokenizer, which adds nothing to a text; `pattern` cuts texts before merges.
+
+    If it `composes`, letters and their accents become one character first (NFC).
+    """
     vocabulary = {_written(token): rank for token, rank in ranks.items()}
     pairs = (_halves(token, rank, ranks) for token, rank in ranks.items() if len(token) > 1)
     merges = sorted((rank, _written(a), _written(b)) for rank, a, b in filter(None, pairs))
     model = BPE(vocabulary, [(a, b) for _, a, b in merges], ignore_merges=True)
     tokenizer = Tokenizer(model)
+    if composes:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(pattern), behavior="isolated"),

@@ -18,6 +18,7 @@ class TokenizerClass:
     Attributes:
         file: the vocabulary; tiktoken's ranks if there is a pattern, else SentencePiece's model.
         pattern: by which texts are cut before merges.
+        composes: whether texts are brought into Unicode's composed form (NFC) before that.
         special: tokens behind the vocabulary, with the next ids.
         special_if_named: more of them, if tokenizer_config.json has the first.
         prefix: tokens before every text.
@@ -28,6 +29,7 @@ class TokenizerClass:
 
     file: str = "tokenizer.model"
     pattern: str | None = None
+    composes: bool = False
     special: tuple[str, ...] = ()
     special_if_named: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
@@ -73,6 +75,7 @@ CLASSES = {
     "QWenTokenizer": TokenizerClass(
         "qwen.tiktoken",
         pattern=_WORDS + r"|\p{N}" + _REST,
+        composes=True,
         special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", *_QWEN_EXTRA),
         template=_CHATML,
     ),

@@ -3,9 +3,12 @@
 import base64
 import json
 import random
+import shutil
+import unicodedata
 from pathlib import Path
 
 import pytest
+from fixtures.stages.qwen_ranks import QwenRanks, fetch
 from fixtures.stages.zoo import CORPUS
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from slipstream_compose.compose import ComposeError
@@ -19,6 +22,8 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 NUM_TEXTS = 1000
+ROOT = Path(__file__).parents[2]
+COMPOSED = {"QWenTokenizer"}  # bring texts into Unicode's composed form first
 _UNLIKE = {"\u2581", "\0"}  # characters that vocabularies have another use for
 
 
@@ -142,8 +147,29 @@ def test_ranks_encode_as_the_original(name: str, tmp_path: Path) -> None:
     assert None not in prefix
     for text in texts(seed=1):
         ids = ours.encode(text).ids
+        text = unicodedata.normalize("NFC", text) if name in COMPOSED else text
         assert ids == prefix + original.encode(text).ids, text
         assert streamed(table, ids[len(prefix) :], rng) == text
+
+
+@pytest.mark.rest
+def test_qwens_own_vocabulary(tmp_path: Path) -> None:
+    """As published: 151,643 ranks, of which texts use many."""
+    path = folder(tmp_path / "model", "QWenTokenizer")
+    original = QwenRanks(fetch(ROOT / ".slipstream" / "vocabularies"))
+    shutil.copy(ROOT / ".slipstream/vocabularies/qwen.tiktoken", path)
+    convert_tokenizer(path)
+    ours, table, rng = load_tokenizer(path), TokenBytes.load(path), random.Random(1)
+    assert ours.token_to_id("<|endoftext|>") == len(original.ranks) == 151643
+    pages = [page.read_text() for page in sorted(ROOT.glob("docs/*.md"))]
+    pages = [page.replace("<|", "< |") for page in pages]  # which name special tokens
+    seen: set[int] = set()
+    for text in texts(seed=3) + pages:
+        ids = ours.encode(text).ids
+        assert ids == original.encode(text), text
+        assert streamed(table, ids, rng) == unicodedata.normalize("NFC", text)
+        seen.update(ids)
+    assert len(seen) > 8000
 
 
 def test_special_tokens_have_the_published_ids(tmp_path: Path) -> None:
