@@ -166,7 +166,7 @@ def test_a_replay_has_the_bits_of_the_padded_eager_step(
             cache[slots // BLOCK_SIZE, :, :, slots % BLOCK_SIZE] = float("nan")
         for tensor in (*runner._results.mirrors, runner._results.token_ids):
             tensor.fill_(1)
-        runner._tables.fill_(runner.num_blocks - 1)
+        runner._layers._tables.fill_(runner.num_blocks - 1)
         runner._run(batch, 0, runner._half, None, {})
         if results(runner, batch) != want:
             failures.append(f"results of {Layout().shape_of(batch)}, {found}")

@@ -111,7 +111,7 @@ def batch_of(rows: list[Row], num_decodes: int = 0, **more: object) -> Batch:
 
 def hold(runner: ModelRunner) -> None:
     """Keep the device from the next step for 0.1 s: on a loaded machine, masks take their time."""
-    if runner._tables.device.type == "cuda":
+    if runner._device.type == "cuda":
         torch.cuda._sleep(200_000_000)
 
 

@@ -12,9 +12,7 @@ from slipstream.core.laps import Laps
 from slipstream.kernels.cache.copy_blocks import copy_blocks
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.staging.stage import start_step
-from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.residual import Residual
-from slipstream.layers.streaming import Streaming
 from slipstream.models.decoder import build_any
 from slipstream.runner import idle_tuning
 from slipstream.runner.adapter_rows import NONE, Active, OfStep, adapters_of
@@ -26,6 +24,7 @@ from slipstream.runner.drafting import Drafting
 from slipstream.runner.graphs import Buckets, Captured, Graphs, largest_shapes, layout_of
 from slipstream.runner.group import ALONE, Group
 from slipstream.runner.launched import LaunchedStep
+from slipstream.runner.layer_inputs import LayerInputs
 from slipstream.runner.load_weights import load_weights
 from slipstream.runner.log_probs import Ask, Tops
 from slipstream.runner.masks import MaskPlaces, StepMasks
@@ -62,24 +61,17 @@ class ModelRunner:
         self.max_in_flight = plan.max_in_flight
         self.window = window = plan.window
         self.attention_doubles_at = plan.attention_doubles_at
-        self._attention = plan.attention
+        self._device = plan.device
         self._dtype, self._is_sliced = plan.dtype, plan.config.deterministic
         self._hidden_size = plan.model.dims.hidden_size
         before = free_on_gpu(plan.device)
-        places = plan.groups.places
-        # Of each layer its table and window, and its place in the cache.
-        self._layers = [(each[0], w) for each, w in zip(places, plan.model.windows, strict=True)]
-        self._kinds = sorted(set(self._layers))
-        self._places = [place for _, place in places]
+        self._places = [place for _, place in plan.groups.places]  # of each layer, in the cache
         num_positions = window.size if window.has_gaps else plan.max_model_len
         weights = load_weights(plan)
         self._model = build_any(plan.model, weights, num_positions)
         self._mapped_bytes = weights.mapped_bytes
         self._group.share(self._model, self.vocab_size)
         log_scales(plan.cache_dtype, self._model)
-        self._streaming = None
-        if window.has_gaps:
-            self._streaming = Streaming(plan.model.rope, plan.attention, plan.device)
         laps.lap("weights")
         budget, num_rows = plan.max_num_batched_tokens, plan.max_drafted_rows
         buckets = Buckets(plan.max_num_seqs, budget, layout_of(plan), num_rows)
@@ -145,11 +137,9 @@ class ModelRunner:
         self._num_tokens, max_blocks = num_tokens, plan.table_blocks
         if plan.config.prompt_unpacking == "on":
             plan.attention.reserve(num_tokens + plan.max_model_len, max_blocks, device)
-        self._num_tables = num_tables = plan.window.num_tables
-        self._slots = slots = Slots(plan.max_num_seqs, max_blocks, num_tables)
+        self._layers = LayerInputs(plan, num_rows if layout.has_chunks else num_tokens)
+        self._slots = slots = Slots(plan.max_num_seqs, max_blocks, self._layers.num_tables)
         self._builder = StepBuilder(slots, plan.block_size, layout, plan.window.has_gaps)
-        num_tables *= num_rows if layout.has_chunks else num_tokens
-        self._tables = torch.zeros((num_tables, max_blocks), dtype=torch.int32, device=device)
         self._counts = make_counts(plan.max_num_seqs, self.vocab_size, device)
         self._half = num_rows
         self._first_result = 0  # of the next step
@@ -157,7 +147,7 @@ class ModelRunner:
         self._results = Results(num_places, device)
         self._masks = MaskPlaces(num_places, self.vocab_size, device)
         arrays = self._builder.padding(StepShape(num_tokens, num_rows, 0, num_rows, num_tokens))
-        size = len(arrays.memory) + self._tables.nbytes + _EDIT_BYTES
+        size = len(arrays.memory) + self._layers.num_bytes + _EDIT_BYTES
         self._staging = Staging(device, size)
         self._histories = Staging(device)
         self._copies = Staging(device, 1 << 16)
@@ -181,7 +171,7 @@ class ModelRunner:
         masks, active = self._masks.start(batch, first), self.adapters.of(batch)
         size = sum([row.samples for row in batch.rows])
         given = batch, first, before, masks, active
-        if self._tables.device.type == "cpu":
+        if self._device.type == "cpu":
             return LaunchedStep(lambda: self._read(first, size, *self._run(*given)), masks)
         made = self._run(*given)
         done = self._done[first > 0]
@@ -196,14 +186,13 @@ class ModelRunner:
 
     def memory(self) -> tuple[int, int]:
         """Bytes that torch holds on the device, and of pinned memory on the host."""
-        device = self._tables.device
-        if device.type == "cpu":
+        if self._device.type == "cpu":
             return 0, 0
         stagings = (self._staging, self._histories, self._copies, self._tops.staging)
         pinned = sum(staging.num_pinned_bytes for staging in stagings)
         if self._drafting is not None:
             pinned += self._drafting.num_pinned_bytes
-        return torch.cuda.memory_reserved(device), pinned + self._host_bytes
+        return torch.cuda.memory_reserved(self._device), pinned + self._host_bytes
 
     def run(self, batch: Batch) -> Sampled:
         """Run one step from beginning to end."""
@@ -278,7 +267,8 @@ class ModelRunner:
             asks = ask_values(self._tops, batch, logits, places, given, first, beside)
         if self._drafting is not None:
             inputs = StepInputs.of(base, arrays)
-            state = inputs, self._rows_of(shape, inputs, 0), self._counts, self._results.token_ids
+            rows = self._layers.rows(shape, inputs, 0)
+            state = inputs, rows, self._counts, self._results.token_ids
             self._drafting.run(int(first > 0), batch, arrays, *state)
         return asks, beside
 
@@ -339,7 +329,7 @@ class ModelRunner:
         """Run the drafter, if any, behind a step of nothing but padding; return whether it did."""
         if self._drafting is not None:
             inputs = self._stage(self._builder.padding(shape))
-            self._drafting.warm(inputs, self._rows_of(shape, inputs, 0), self._counts)
+            self._drafting.warm(inputs, self._layers.rows(shape, inputs, 0), self._counts)
         return self._drafting is not None
 
     def _stage(self, arrays: StepArrays) -> StepInputs:
@@ -383,7 +373,8 @@ class ModelRunner:
     def _prepare_prompt(self) -> Callable[[], object]:
         """Return what makes the values of the largest piece of a prompt."""
         batch, count = largest_piece(self.vocab_size, self._dtype.itemsize)
-        hidden = self._tables.new_zeros((count, self._hidden_size), dtype=self._dtype)
+        size = count, self._hidden_size
+        hidden = torch.zeros(size, dtype=self._dtype, device=self._device)
         given = self._model.logits, self._dtype, self.vocab_size, self._is_sliced
         return lambda: Beside().make_prompts(batch, hidden, *given)
 
@@ -393,58 +384,13 @@ class ModelRunner:
 
     def _hidden(self, shape: StepShape, inputs: StepInputs, keeps_all: bool = False) -> Residual:
         """Run the kernels up to the sum behind the last block, of all tokens or of the sampled."""
-        x, tables = inputs, self._tables[: shape.num_rows * self._num_tables]
+        x, tables = inputs, self._layers.tables(shape)
         results = self._results.token_ids
         start_step(x.header, x.words, x.token_ids, x.sources, results, tables)
         self._group.spread(x.token_ids)
-        of_layers = self._inputs(shape, inputs, tables)
+        of_layers = self._layers.of(shape, inputs, self._caches[0])
         # Where decodes are all there is, all tokens are sampled, in order.
         if shape.num_decodes < shape.num_tokens and not keeps_all:
             of_layers[-1] = of_layers[-1].of_last_layer(x.sample_rows, x.sample_starts)
         caches = [self._caches[place] for place in self._places]
         return self._model.hidden(x.token_ids, of_layers, caches)
-
-    def _inputs(
-        self, shape: StepShape, inputs: StepInputs, tables: Tensor
-    ) -> list[AttentionInputs]:
-        """Return the inputs of each layer.
-
-        A plan without a window says what is shared in its table; others are of lengths alone, and
-        serve all tables of the window.
-        """
-        slots = inputs.slots.view(self._num_tables, shape.num_tokens)
-        tables = tables.view(shape.num_rows, self._num_tables, tables.shape[1])
-        cache = self._caches[0]
-
-        def rows_of(table: int) -> StepRows:
-            return self._rows_of(shape, inputs, table)
-
-        if self._streaming is not None:
-            return [self._streaming.inputs(cache, rows_of(0))] * len(self._layers)
-        made: dict[tuple[int, int], AttentionInputs] = {}
-        of_window: dict[int, AttentionInputs] = {}
-        for table, window in self._kinds:
-            if window in of_window:
-                own = slots[table], tables[:, table]
-                made[table, window] = of_window[window].with_table(*own)
-                continue
-            rows = rows_of(table)
-            made[table, window] = AttentionInputs.of(self._attention, cache, rows, window)
-            if window:
-                of_window[window] = made[table, window]
-        return [made[kind] for kind in self._layers]
-
-    def _rows_of(self, shape: StepShape, inputs: StepInputs, table: int) -> StepRows:
-        """Return what attention sees of a step in one of the tables."""
-        tables = self._tables[: shape.num_rows * self._num_tables]
-        return StepRows(
-            inputs.positions,
-            inputs.slots.view(self._num_tables, shape.num_tokens)[table],
-            tables.view(shape.num_rows, self._num_tables, tables.shape[1])[:, table],
-            inputs.query_starts,
-            inputs.lengths,
-            shape.num_decodes,
-            shape.max_queries,
-            shape.has_drafts,
-            shape.contexts,
-        )

@@ -130,7 +130,7 @@ class _Stage(ModelRunner):
     def _own_arrays(self, shape: StepShape, arrays: StepArrays) -> StepArrays:
         """Return a copy of a step's arrays."""
         tables = (len(arrays.tables), arrays.tables.shape[1])
-        own = StepArrays.of(shape, self._num_tables, len(arrays.edits), tables)
+        own = StepArrays.of(shape, self._layers.num_tables, len(arrays.edits), tables)
         own.memory[:] = arrays.memory
         return own
 
@@ -178,8 +178,8 @@ class StageLeader(_Stage, Leader):
     ) -> Sampled:
         try:
             asks, beside = self._end(batch, started, places, first)
-            if self._tables.device.type == "cuda":
-                torch.cuda.current_stream(self._tables.device).synchronize()
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
         except Exception as error:
             raise self.fatal(error) from error
         return self._read(first, size, asks, beside)

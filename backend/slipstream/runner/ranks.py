@@ -60,7 +60,7 @@ class Leader(ModelRunner):
         comes behind it: they may be those of the step.
         """
         launched = super().launch(batch)
-        if self._tables.device.type == "cpu":
+        if self._device.type == "cpu":
             self._joined.hold_orders()
         return launched
 
@@ -180,7 +180,7 @@ class Follower(ModelRunner):
         return self.adapters.named(numbers)
 
     def _arrays(self, frame: Frame) -> StepArrays:
-        arrays = StepArrays.of(frame.shape, self._num_tables, frame.num_edits, frame.tables)
+        arrays = StepArrays.of(frame.shape, self._layers.num_tables, frame.num_edits, frame.tables)
         arrays.memory[:] = np.frombuffer(frame.memory, np.uint8)
         return arrays
 

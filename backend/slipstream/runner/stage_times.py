@@ -197,8 +197,7 @@ class _OneLayer(ModelRunner):
         shape = StepShape(rows, rows, decodes, rows, int(decodes == 0))
         inputs = self._stage(self._builder.padding(shape))
         self._hidden(shape, inputs)  # fills the tables
-        tables = self._tables[: shape.num_rows * self._num_tables]
-        of_layers = self._inputs(shape, inputs, tables)
+        of_layers = self._layers.of(shape, inputs, self._caches[0])
         caches = [self._caches[place] for place in self._places]
         return lambda: self._model.hidden(inputs.token_ids, of_layers, caches), self._model.logits
 
