@@ -1,4 +1,4 @@
-"""MPT (MosaicML, 2023), Replit Code: layer norms, ALiBi or learned positions."""
+"""MPT (MosaicML, 2023), later files of Replit Code: layer norms, ALiBi or learned positions."""
 
 from collections.abc import Mapping
 
