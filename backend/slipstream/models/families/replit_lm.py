@@ -56,7 +56,8 @@ def derived(config: Reader) -> Mapping[str, object]:
     "ReplitLM",
     "MosaicGPT",
     config_class=CLASS,
-    keys="alibi alibi_bias_max attn_clip_qkv attn_qk_ln softmax_scale mlp_ratio no_bias logit_scale",
+    keys="alibi alibi_bias_max attn_clip_qkv attn_qk_ln softmax_scale mlp_ratio no_bias "
+    "logit_scale",
     activations={"gelu": Activation.GELU},
     has_windows=False,
     read_ropes=no_rope,
