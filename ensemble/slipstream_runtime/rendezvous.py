@@ -22,7 +22,9 @@ import msgspec
 from slipstream_runtime.span import TOKEN_BYTES, Host, Peers, host_name, read
 
 KEY_VARIABLE = "SLIPSTREAM_RANK_KEY"
+PORT_VARIABLE = "SLIPSTREAM_RANK_PORT"
 _PORT = 29500  # torchrun's
+_HELD = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun itself listens at MASTER_PORT
 _MAX_MESSAGE = 1 << 16
 _ANSWER_S = 5.0
 _RETRY_S = 0.2
@@ -92,8 +94,22 @@ def place_of(environment: Mapping[str, str], size: int) -> Place | None:
             f"{each} {number} of {all_of_them} {count} has no part of {size} ranks"
         )
     part = size // count
-    port = _whole(environment, "MASTER_PORT") if "MASTER_PORT" in environment else _PORT
-    return Place(number * part, part, size, address, port)
+    return Place(number * part, part, size, address, _port_of(environment))
+
+
+def _port_of(environment: Mapping[str, str]) -> int:
+    """Return where rank 0 listens: at MASTER_PORT, or behind it where torchrun has that itself."""
+    if PORT_VARIABLE in environment:
+        name, port = PORT_VARIABLE, _whole(environment, PORT_VARIABLE)
+    else:
+        name, port = "MASTER_PORT", _PORT
+        if "MASTER_PORT" in environment:
+            port = _whole(environment, "MASTER_PORT")
+        if environment.get(_HELD) == "True":
+            name, port = "MASTER_PORT, which torchrun has, and 1", port + 1
+    if not 0 < port < 1 << 16:
+        raise RendezvousError(f"{name} is {port}, not a port from 1 to 65535")
+    return port
 
 
 def _whole(environment: Mapping[str, str], name: str) -> int:
@@ -124,11 +140,16 @@ class Gate:
     """The agent of rank 0: takes the other hosts, one connection each."""
 
     def __init__(self, place: Place, version: str) -> None:
-        """Listen. Raises OSError if MASTER_ADDR is no address of this host."""
+        """Listen. Raises OSError if MASTER_ADDR is no address of this host, or its port is taken."""
         self._place, self._version = place, version
-        found = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
-        self.address = str(found[4][0])
-        self._listener = socket.create_server((self.address, place.port), family=found[0])
+        try:
+            found = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
+            self.address = str(found[4][0])
+            self._listener = socket.create_server((self.address, place.port), family=found[0])
+        except OSError as error:
+            where = f"MASTER_ADDR {place.address}, port {place.port}"
+            reason = error.strerror or str(error)
+            raise OSError(error.errno, f"rank 0 cannot listen at {where}: {reason}") from error
         self._listener.settimeout(_RETRY_S)
         self.links: list[tuple[Host, socket.socket]] = []
         self.peers: Peers | None = None

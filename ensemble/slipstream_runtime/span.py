@@ -67,10 +67,9 @@ class Span:
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> "Span":
         """Connect to all other hosts that the environment names. Raises OSError."""
-        text = environment.get(VARIABLE)
-        if not text:
+        peers = _peers(environment)
+        if peers is None:
             return NO_SPAN
-        peers = msgspec.json.decode(text, type=Peers)
         span = cls(peers)
         for host in peers.hosts:
             if host.first != peers.own:
@@ -194,14 +193,32 @@ def host_name() -> str:
 
 
 def place_here(rank: int, environment: Mapping[str, str]) -> tuple[int, int | None]:
-    """Return a rank's number on its host, and how many the host has; None: all ranks."""
-    text = environment.get(VARIABLE)
-    if not text:
+    """Return a rank's number on its host, and how many its agent has; None: all ranks.
+
+    Where torchrun starts several agents of one rank on a host, LOCAL_RANK is the number.
+    """
+    peers = _peers(environment)
+    if peers is None:
         return rank, None
-    peers = msgspec.json.decode(text, type=Peers)
     host = peers.host_of(rank)
     assert host is not None, "ranks are started by their hosts"
+    local = environment.get("LOCAL_RANK", "")
+    by_nodes = "NNODES" in environment and "NODE_RANK" in environment
+    if host.count == 1 and local.isdecimal() and not by_nodes:
+        return int(local), 1
     return rank - host.first, host.count
+
+
+def address_here(environment: Mapping[str, str]) -> str | None:
+    """Return the address by which other hosts reach this one; None: there are none."""
+    peers = _peers(environment)
+    host = None if peers is None else peers.host_of(peers.own)
+    return None if host is None else host.address
+
+
+def _peers(environment: Mapping[str, str]) -> Peers | None:
+    text = environment.get(VARIABLE)
+    return msgspec.json.decode(text, type=Peers) if text else None
 
 
 def exported(peers: Peers) -> dict[str, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fixtures.bridge import of_torchrun
 from fixtures.bridge.hosts import ADDRESS, other_host, variables
 from fixtures.bridge.launching import CONFIG, Server, is_alive, wait_for
 from fixtures.bridge.replicated import Client
@@ -201,3 +202,27 @@ def test_another_checkpoint_is_refused_with_host_and_rank(tmp_path, monkeypatch,
     assert words in log.read_text()
     server.stop()
     wait_for(lambda: not server.supervisor)
+
+
+def test_torchrun_itself_starts_them(tmp_path, monkeypatch):
+    """It listens at MASTER_PORT for its own ranks, and ends them all when one does."""
+    monkeypatch.setenv("SLIPSTREAM_PYTHON", sys.executable)
+    models = repository(tmp_path, TENSOR)
+    want = text_of_one_host(tmp_path / "one", models, TENSOR)
+    script = Path(of_torchrun.__file__)
+    ranks = ["-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", str(script)]
+    found = tmp_path / "run"
+    log = (tmp_path / "log").open("wb")
+    path = os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        [sys.executable, *ranks, str(found), str(models), json.dumps(PROMPT)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=log,
+        stderr=log,
+    ) as process:
+        try:
+            wait_for(lambda: (found / "tokens").exists() or process.poll() is not None)
+        finally:
+            process.terminate()
+    assert (found / "tokens").exists(), (tmp_path / "log").read_text()
+    assert json.loads((found / "tokens").read_text()) == want

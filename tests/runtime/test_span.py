@@ -24,10 +24,11 @@ from slipstream_runtime.rendezvous import (
     join,
     place_of,
 )
-from slipstream_runtime.span import VARIABLE, Inlet, exported, place_here, read
+from slipstream_runtime.span import VARIABLE, Host, Inlet, Peers, exported, place_here, read
 
 TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234", "RANK": "1", "WORLD_SIZE": "2"}
 NODES = {"MASTER_ADDR": "leader", "NODE_RANK": "1", "NNODES": "2"}
+HELD = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def test_the_environment_says_which_ranks_a_host_has():
@@ -36,6 +37,25 @@ def test_the_environment_says_which_ranks_a_host_has():
     assert place_of({}, 2) is None
     assert place_of(TORCHRUN, 1) is None  # one rank needs no other host
     assert place_of(NODES | {"NNODES": "1"}, 2) is None
+    assert place_of(TORCHRUN | HELD, 2) == Place(1, 1, 2, "127.0.0.1", 1235)
+    assert place_of(TORCHRUN | HELD | {"SLIPSTREAM_RANK_PORT": "7"}, 2).port == 7
+
+
+def exported_by(counts: list[int], own: int, address: str = "127.0.0.1") -> dict[str, str]:
+    """What the ranks of a host get, where each host has so many."""
+    firsts = [sum(counts[:at]) for at in range(len(counts))]
+    hosts = [Host("", address, 1, *each) for each in zip(firsts, counts, strict=True)]
+    return exported(Peers("", firsts[own], hosts))
+
+
+def test_a_rank_has_a_number_on_its_host():
+    assert place_here(3, {}) == (3, None)
+    assert place_here(3, exported_by([2, 2], 1)) == (1, 2)
+    assert place_here(3, exported_by([1] * 4, 3)) == (0, 1)
+    local = {"LOCAL_RANK": "1"}  # an agent of one rank, as torchrun starts them beside each other
+    assert place_here(3, exported_by([1] * 4, 3) | local) == (1, 1)
+    assert place_here(3, exported_by([2, 2], 1) | local) == (1, 2)
+    assert place_here(1, exported_by([1, 1], 1) | NODES | local) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +65,9 @@ def test_the_environment_says_which_ranks_a_host_has():
         ({"WORLD_SIZE": "3"}, 2, "WORLD_SIZE is 3, but the model has 2 ranks"),
         ({"RANK": "2"}, 2, "RANK 2 of WORLD_SIZE 2"),
         ({"NNODES": "3", "NODE_RANK": "0"}, 4, "NODE_RANK 0 of NNODES 3"),
+        ({"MASTER_PORT": "65536"}, 2, "MASTER_PORT is 65536, not a port from 1 to 65535"),
+        (HELD | {"MASTER_PORT": "65535"}, 2, "MASTER_PORT, which torchrun has, and 1 is 65536"),
+        ({"SLIPSTREAM_RANK_PORT": "0"}, 2, "SLIPSTREAM_RANK_PORT is 0, not a port"),
     ],
 )
 def test_an_impossible_environment_is_refused_by_the_variable(changed, size, words):
@@ -216,3 +239,10 @@ def test_ranks_of_a_host_have_time_to_say_why_they_refuse(gate, tmp_path, monkey
     assert spanned.serve_host(place, "1", command, lambda: lambda: None, 60, 60, quiet=2) == 2
     thread.join()
     assert (tmp_path / "said").read_text() == "why\n" * 2
+
+
+def test_a_port_that_another_has_is_named(gate):
+    address, port = gate._place.address, gate._place.port
+    words = f"rank 0 cannot listen at MASTER_ADDR {address}, port {port}: Address already in use"
+    with pytest.raises(OSError, match=words):
+        Gate(gate._place, "1")

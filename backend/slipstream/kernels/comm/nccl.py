@@ -2,18 +2,17 @@
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
+from slipstream_runtime.interfaces import interface_of
+from slipstream_runtime.span import address_here, host_name
 from torch import Tensor
 
 _ID_BYTES = 128
 _TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # ncclDataType_t
 _SUM = 0
-_SETTINGS = {
-    "NCCL_NVLS_ENABLE": "0",  # multicast: nothing here needs it, and it is often not to be had
-    "NCCL_SOCKET_IFNAME": "lo",  # ranks of one host: no port that others reach
-}
+_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
 class NcclError(RuntimeError):
@@ -46,7 +45,21 @@ def is_available() -> bool:
 
 
 def _where(rank: int) -> str:
-    return f"rank {rank} on {os.uname().nodename}"
+    return f"rank {rank} on {host_name()}"
+
+
+def settings_of(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what NCCL is set to where the environment does not say otherwise.
+
+    It meets on the loopback where all ranks are of one host: no port that others reach. Else on the
+    interface by which other hosts reach this one; NCCL chooses where none has that address.
+    """
+    found = {"NCCL_NVLS_ENABLE": "0"}  # multicast: it is not needed, and often not to be had
+    if (address := address_here(environment)) is None:
+        found[_INTERFACE] = "lo"
+    elif (name := interface_of(address)) is not None:
+        found[_INTERFACE] = f"={name}"  # this one alone, not those whose names begin so
+    return {each: value for each, value in found.items() if each not in environment}
 
 
 def _loaded(where: str) -> ctypes.CDLL:
@@ -54,8 +67,7 @@ def _loaded(where: str) -> ctypes.CDLL:
     library = _library()
     if library is None:
         raise NcclError(f"{where}: libnccl.so.2 is not there")
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(settings_of(os.environ))
     return library
 
 
