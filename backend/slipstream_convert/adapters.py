@@ -19,7 +19,7 @@ from slipstream.layers.adapted import StepGroups
 from slipstream.layers.decoder import Decoder
 from slipstream.models.adapters.config import PromptConfig, read_config
 from slipstream.models.adapters.folder import AdapterFolder
-from slipstream.models.adapters.legacy import MODULES, cut, parts_of, rows_of
+from slipstream.models.adapters.legacy import MODULES, end_of, parts_of, rows_of, sides_of
 from slipstream.models.adapters.read import FILE, read_adapter, tensors_of
 from slipstream.models.adapters.stored import Stored, modules_of, read_piece
 from slipstream.models.adapters.targets import Part, Targets
@@ -125,11 +125,9 @@ def _modules(task: LoraTask, targets: Targets) -> Iterator[tuple[str, _Term]]:
     """Yield the terms of each module by the checkpoint's name of it."""
     for row in rows_of(task):
         parts = parts_of(row, targets)
-        a, b = cut(row, parts)
-        begin = 0
-        for part in parts:
-            yield _stored(part), _Term(a, b[begin : begin + part.outputs])
-            begin += part.outputs
+        numbers = torch.from_numpy(row.numbers[: end_of(row, parts)].copy())
+        for part, sides in zip(parts, sides_of(numbers, row.rank, parts), strict=True):
+            yield _stored(part), _Term(*sides)
 
 
 def _stored(part: Part) -> str:
