@@ -140,7 +140,7 @@ class Gate:
     """The agent of rank 0: takes the other hosts, one connection each."""
 
     def __init__(self, place: Place, version: str) -> None:
-        """Listen. Raises OSError if MASTER_ADDR is no address of this host, or its port is taken."""
+        """Listen. Raises OSError if MASTER_ADDR is not of this host, or the port is taken."""
         self._place, self._version = place, version
         try:
             found = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)[0]
