@@ -21,6 +21,7 @@ from slipstream_contract.log_probs import MODES
 from slipstream_runtime.processes import num_cores
 
 from slipstream_compose import profile
+from slipstream_compose.chat_templates import TEMPLATES, put_template
 from slipstream_compose.compose import (
     CONTRACT_HELP,
     INSTANCES_HELP,
@@ -127,6 +128,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     profile.add_to_compose(parser)
     parser.add_argument("--model-name", metavar="NAME", help=help_of("model"))
     parser.add_argument(
+        "--chat-template",
+        choices=TEMPLATES,
+        help="write the chat template of these models into the checkpoint, whose files have none",
+    )
+    parser.add_argument(
         "--wiring",
         choices=WIRINGS,
         default="composed",
@@ -228,7 +234,11 @@ def run(args: argparse.Namespace) -> int:
             raise ComposeError(
                 f"{args.checkpoint} has no tokenizer.json yet: compose without --check writes it"
             )
-        for path in convert_tokenizer(args.checkpoint):
+        named = TEMPLATES.get(args.chat_template)
+        for path in convert_tokenizer(args.checkpoint, named.tokens if named else ()):
+            print(f"wrote {path}")
+    if args.chat_template is not None:
+        for path in put_template(args.checkpoint, args.chat_template, args.check):
             print(f"wrote {path}")
     names = ("dtype", "quantization", "kv_cache_dtype", "kv_cache_reuse", "deterministic")
     more = (

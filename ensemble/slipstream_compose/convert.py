@@ -1,6 +1,7 @@
 """Convert a SentencePiece model, tiktoken's ranks or GPT-2's two files to `tokenizer.json`."""
 
 import json
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ def needs_conversion(checkpoint: Path) -> bool:
     return _vocabulary(checkpoint) is not None and not (checkpoint / TOKENIZER).exists()
 
 
-def convert_tokenizer(checkpoint: Path) -> list[Path]:
+def convert_tokenizer(checkpoint: Path, tokens: Sequence[str] = ()) -> list[Path]:
     """Write `tokenizer.json` into the checkpoint; return what was written.
 
-    A chat template is written, too, where the class of the tokenizer has one in its code. Raises
+    A chat template is written, too, where the class of the tokenizer has one in its code. `tokens`
+    are those of a template that was named: some classes have them in some models. Raises
     ComposeError if a package is missing, a file cannot be read, or the result does not encode texts
     as the original does.
     """
@@ -45,7 +47,7 @@ def convert_tokenizer(checkpoint: Path) -> list[Path]:
         if known is None:
             tokenizer = _by_transformers(checkpoint, source)
         else:
-            tokenizer = _by_class(checkpoint, source, known)
+            tokenizer = _by_class(checkpoint, source, known, tokens)
     except Exception as error:  # of many types, by the library that reads the file
         reason = str(error).strip().partition("\n")[0]
         if reason.endswith(":"):  # a list of what transformers tried
@@ -119,7 +121,7 @@ def _check_bytes(tokenizer: Any, source: Path) -> None:
             raise ValueError(f"{text!r} becomes other tokens")
 
 
-def _by_class(checkpoint: Path, source: Path, known: TokenizerClass) -> Any:
+def _by_class(checkpoint: Path, source: Path, known: TokenizerClass, tokens: Sequence[str]) -> Any:
     """Convert the tokenizer of a class whose code lies in the checkpoint, from known facts."""
     from slipstream_compose.ranks import read_ranks, tokenizer_of_ranks
     from slipstream_compose.sentence_pieces import read_pieces, tokenizer_of_pieces
@@ -133,7 +135,8 @@ def _by_class(checkpoint: Path, source: Path, known: TokenizerClass) -> Any:
         tokenizer = tokenizer_of_ranks(read_ranks(source), known.pattern, known.composes)
         bos = ""
     special = known.special
-    if known.special_if_named and known.special_if_named[0] in json.dumps(config):
+    first = known.special_if_named[:1]
+    if first and (first[0] in json.dumps(config) or first[0] in tokens):
         special += known.special_if_named
     tokenizer.add_special_tokens(list(special))
     adds_bos = config.get("add_bos_token", known.adds_bos)
