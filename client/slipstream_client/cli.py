@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
+
+from slipstream_client.release import release
 
 # name -> (module with add_parser(subparsers) and run(args) -> int, what it does)
 COMMANDS = {
@@ -100,8 +101,7 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="slipstream", description="LLM serving inside Triton: serve a checkpoint, and ask it."
     )
-    version = importlib.metadata.version("slipstream")
-    parser.add_argument("--version", action="version", version=f"slipstream {version}")
+    parser.add_argument("--version", action="version", version=f"slipstream {release()}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
         if name == chosen:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from slipstream_client import cli
+from slipstream_client.release import release
 
 
 def run(*arguments: str) -> int | str | None:
@@ -58,6 +59,15 @@ def test_version() -> None:
     command = [sys.executable, "-m", "slipstream_client.cli", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout == f"slipstream {importlib.metadata.version('slipstream')}\n"
+
+
+def test_a_checkout_on_the_path_alone_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert release() == "not installed"
+    assert cli.build_parser("quantize").prog == "slipstream"
 
 
 COMPOSE = ["compose", "--checkpoint", "a", "--output", "b"]

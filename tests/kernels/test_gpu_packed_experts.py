@@ -44,6 +44,8 @@ def test_sums_of_experts(form: Form, dtype: torch.dtype) -> None:
         for n in all_rows:
             gate, bias = (Gate.CLAMPED, True) if sizes.top_k == 4 else (Gate.SILU, n % 2 == 0)
             case = make_case(n, sizes, dtype, False, bias, gate, "cuda", n, form)
+            if dtype == torch.float16 and form is FLOATS[1]:
+                case.x *= 2.0**-12  # its weights go up to 768, and sums of them above what fp16 has
             residual = torch.randn_like(case.x)
             routed = case.routed(8)
             exact = case.expected(routed, residual, torch.float64)

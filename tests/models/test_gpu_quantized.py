@@ -75,7 +75,8 @@ def test_error_is_that_of_the_cpu(family: str, dtype: str, scheme: str, tmp_path
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_blocks_of_e4m3_stay_packed(dtype: str, tmp_path: Path) -> None:
     """Long prompts' rows are rounded to e4m3 on a Hopper, in bfloat16."""
-    plain = tiny.checkpoint(tmp_path / "plain", **SIZES, max_position_embeddings=1024)
+    sizes = SIZES | {"vocab_size": 1009, "max_position_embeddings": 1024}  # what prompts draw from
+    plain = tiny.checkpoint(tmp_path / "plain", **sizes)
     tiny.quantised(plain, tiny.FORMATS["fp8-block"], tmp_path / "blocks")
     cases = [*PROMPTS, ([700], 5)]
     settings = {"dtype": dtype, "block_size": 16, "max_model_len": 1024}

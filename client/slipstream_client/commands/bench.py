@@ -2,7 +2,6 @@
 
 import argparse
 import datetime
-import importlib.metadata
 import json
 import platform
 import shutil
@@ -35,6 +34,7 @@ from slipstream_client.bench.report import columns, page
 from slipstream_client.bench.runner import Clients, LoadSpec, Outcome, Target, default_processes
 from slipstream_client.codec import STREAMED, TENSORRT_LLM
 from slipstream_client.commands.common import MODEL_HELP, add_connection, add_field
+from slipstream_client.release import release
 
 _PROBE_WORDS = 200
 _MAX_PROMPTS = 1000  # distinct prompts of a load with --seconds; then they repeat
@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         price = price_per_hour(f"http://{args.host}:{args.metrics_port}/metrics")
     points: list[dict[str, Any]] = []
     report = {
-        "version": importlib.metadata.version("slipstream"),
+        "version": release(),
         "commit": _commit(),
         "begun": begun,
         "command": ["slipstream", *sys.argv[1:]],
