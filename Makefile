@@ -176,7 +176,7 @@ limits: install  ## the table of docs/limits.md, on stdout
 fields: install  ## the tables of docs/responses.md, openai.md and tools.md, and openapi.json
 	@$(BIN)/python tools/fields.py
 
-families: install  ## the table of docs/families.md, from the families' files
+families: install  ## the tables of docs/families.md, from the families' files
 	@$(BIN)/python tools/families.py
 
 attention: install  ## the tables of docs/attention.md, on stdout

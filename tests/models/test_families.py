@@ -28,6 +28,7 @@ from slipstream.models.family import family
 from slipstream.models.hf import read_config
 from slipstream.models.reader import Reader
 from slipstream.models.registry import supported
+from slipstream.runner import served_page
 
 NAMES = {
     "model.embed_tokens": "transformer.wte",
@@ -136,3 +137,29 @@ def test_the_page_of_families_is_current() -> None:
     page = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
     assert page == written(page), "run `make families`"
     assert all(f"| `{name}` |" in page for name in supported())
+
+
+@pytest.mark.rest
+def test_the_table_of_what_each_is_served_with_is_current() -> None:
+    """Every architecture is in one line of it; answers are those of the start."""
+    page = (Path(__file__).parents[2] / "docs" / "families.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- served -->\n")[2].partition("<!-- /served -->")[0]
+    assert table == served_page.table(), "run `make families`"
+    names = [name for line in table.splitlines() for name in line.split(" | ")[-1].split()]
+    assert sorted(name.strip("`") for name in names if name.startswith("`")) == sorted(supported())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "column", "answer"),
+    [
+        ("LlamaForCausalLM", 0, "float32, float16, bfloat16"),
+        ("MixtralForCausalLM", 0, "float16, bfloat16"),
+        ("DeepseekV3ForCausalLM", 1, "fp8, int4, int8, w4a8"),
+        ("DeepseekV3ForCausalLM", 2, "auto"),
+        ("GemmaForCausalLM", 3, "no: on a GPU has no kernels for heads of 256"),
+        ("MixtralForCausalLM", 4, "linear layers, routed experts, head, embedding"),
+        ("Qwen3ForCausalLM", 5, "no: keys are normalised as they are rotated"),
+    ],
+)
+def test_answers_of_one_architecture(architecture: str, column: int, answer: str) -> None:
+    assert served_page.answers(architecture)[column] == answer

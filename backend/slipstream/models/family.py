@@ -44,7 +44,7 @@ class Family:
     tensors: TensorNames
     names: Callable[[Reader], TensorNames] | None  # where keys decide
     gguf: GgufForm | None  # None: GGUF files of the family are not served
-    said: Mapping[str, object]  # keys that have no default, as the first model says them
+    said: Mapping[str, object]  # keys that have no default, or no model's, as a first one says them
     build: Build | None  # None: `decoder.build_decoder`, from the axes
 
 
@@ -82,7 +82,7 @@ def family(
         tensors: names in the checkpoint that differ from Llama's, or what finds them.
         gguf: what the family is in GGUF files.
         config_class: keys and defaults, if transformers does not have the architecture.
-        said: keys without a default, as the first model says them: for the page of families.
+        said: keys without a default, or with no model's, as the first says them: for the page.
         build: builds a decoder that the axes cannot describe.
     """
     renamed = _pairs(aliases)

@@ -20,12 +20,13 @@ def check_scheme(
     if found is not None and config.quantization not in ("auto", "none"):
         why = f"but the weights are quantised already ({found[0]}): auto and none serve them"
         raise ConfigError(f"quantization = {config.quantization!r}, {why}")
-    d, experts = model.dims, model.axes.experts
-    inputs = {
-        "hidden_size": d.hidden_size,
-        "intermediate_size": d.intermediate_size,
-        "num_attention_heads * head_dim": d.num_heads * d.head_size,
-    }
+    d, experts, latent = model.dims, model.axes.experts, model.axes.latent
+    inputs = {"hidden_size": d.hidden_size, "intermediate_size": d.intermediate_size}
+    if latent is None:
+        inputs["num_attention_heads * head_dim"] = d.num_heads * d.head_size
+    else:  # what makes keys and values of latents keeps the dtype
+        inputs["num_attention_heads * v_head_dim"] = d.num_heads * latent.value
+        inputs |= {"q_lora_rank": latent.query_rank} if latent.query_rank else {}
     if experts is not None:
         inputs["the inner size of experts"] = experts.inner_size
         _check_experts(inputs, device, dtype)

@@ -15,6 +15,7 @@ from slipstream.models.reader import Reader
     derived=derived,
     tensors=names,
     gguf=latent_form(SOFTMAX),
+    said={"moe_intermediate_size": 1408},  # of V2 Lite; transformers' class has 1407
 )
 def deepseek_v2(config: Reader) -> Axes:
     """Read the sizes of latents, and how experts are chosen; weights are not normalised."""
