@@ -8,12 +8,27 @@ import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 MAX_INSTANCES = 8  # processes of one model; their shared files have a place for each
 _GROUP, _BEGAN = 5 - 3, 22 - 3  # proc(5) counts from 1, and `_fields` begin with the third
 _WORK = (10 - 3, 12 - 3, 14 - 3, 15 - 3)  # minor and major faults, ticks of user and of system
 _WAITS = re.compile(rb"^voluntary_ctxt_switches:\s*(\d+)", re.MULTILINE)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_TICKS, _PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+
+
+class Spent(NamedTuple):
+    """What a process has done.
+
+    computed_s: processor time.
+    moved: bytes that it has read and written, disks or not, and of the pages that it came to.
+    stored: bytes of that which came from a disk, or went to one.
+    """
+
+    computed_s: float = 0.0
+    moved: int = 0
+    stored: int = 0
 
 
 def num_cores() -> int:
@@ -101,30 +116,20 @@ def descendants_of(pid: int) -> list[int]:
     return found
 
 
-def output_of(pids: Iterable[int]) -> object:
-    """Return what changes while one of these processes comes to memory, reads or writes.
-
-    That is the pages that each came to, and the bytes that it has read and written. One that only
-    sleeps and looks does nothing of that; `computed_s_of` says what it computes.
-    """
-    done = []
+def spent_by(pids: Iterable[int]) -> dict[int, Spent]:
+    """Return what each of these processes has done so far; one that has ended is left out."""
+    found = {}
     for pid in pids:
         with contextlib.suppress(OSError):
-            fields, moved = _fields(pid), b""
+            minor, major, *ticks = (int(_fields(pid)[at]) for at in _WORK)
+            moved, stored = minor * _PAGE, major * _PAGE
             with contextlib.suppress(OSError):  # it is of another user
-                moved = Path(f"/proc/{pid}/io").read_bytes()
-            done.append((pid, moved, *(fields[at] for at in _WORK[:2])))
-    return done
-
-
-def computed_s_of(pids: Iterable[int]) -> float:
-    """Return the processor time that these processes have used, in s."""
-    ticks = 0
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            fields = _fields(pid)
-            ticks += sum(int(fields[at]) for at in _WORK[2:])
-    return ticks / os.sysconf("SC_CLK_TCK")
+                io = Path(f"/proc/{pid}/io").read_text().split()
+                read, written, _, _, from_disk, to_disk, cancelled = map(int, io[1::2])
+                moved += read + written
+                stored += from_disk + to_disk - cancelled
+            found[pid] = Spent(sum(ticks) / _TICKS, moved, stored)
+    return found
 
 
 def in_group(leader: int) -> list[int]:

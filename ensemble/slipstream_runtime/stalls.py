@@ -10,20 +10,22 @@ rank that starts may wait longer, for a disk or a network, and other threads rea
 
 Processes that a rank has started, as compilers, count while they compute, read or write: the rank
 may wait for them. One that sleeps, hangs or has ended says nothing of the rank, and neither do some
-that look for something a thousand times a second: all together they compute less than a tenth of
-the time. A look that meets one as it runs starts the time anew.
+that look for something a thousand times a second, in a file or elsewhere: all together they compute
+less than a tenth of the time, move less than 1 MB a second, and read from no disk and write to none
+what was not there. A look that meets one as it runs starts the time anew. One that polls by more
+than that, as by a shell that starts a program ten times a second, hides a rank that hangs.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from slipstream_runtime.processes import (
-    computed_s_of,
+    Spent,
     could_run,
     descendants_of,
-    output_of,
     progress_of,
+    spent_by,
     threads_of,
 )
 from slipstream_runtime.ranks import RankMemory
@@ -31,7 +33,9 @@ from slipstream_runtime.ranks import RankMemory
 SERVING_S = 4.0  # without progress, a rank that serves hangs: noticed within 5 s
 _LOOK_S = 0.5
 _MAX_GAP_S = 2.0  # between two looks, that counts
-_LEAST_SHARE = 0.1  # of the time, that children compute for a rank which waits for them
+# What children do for a rank that waits for them, at least.
+_LEAST_SHARE = 0.1  # of the time, computing
+_LEAST_MOVED = 1 << 20  # bytes a second
 
 
 class Silence:
@@ -94,7 +98,8 @@ class Stalls:
     def __init__(self, memory: RankMemory, pid_of: Callable[[int], int], starting_s: float) -> None:
         self._memory, self._pid_of, self._starting_s = memory, pid_of, starting_s
         self._last: list[object] = [None] * memory.size
-        self._seconds, self._computed_s = [0.0] * memory.size, [0.0] * memory.size
+        self._seconds = [0.0] * memory.size
+        self._spent: list[dict[int, Spent]] = [{} for _ in range(memory.size)]
         self._looked_s = time.monotonic()
 
     def look(self) -> Stall | None:
@@ -110,13 +115,12 @@ class Stalls:
                 continue
             watched = [pid] if serves else threads
             children = descendants_of(pid)
-            done = (serves, progress_of(pid, watched), output_of(children))
+            done = (serves, progress_of(pid, watched))
             before, self._last[rank] = self._last[rank], done
-            computed_s = computed_s_of(children) - self._computed_s[rank]
-            self._computed_s[rank] += computed_s
+            spent_before, self._spent[rank] = self._spent[rank], spent_by(children)
             is_still = done == before and not any(
                 [
-                    computed_s > _LEAST_SHARE * elapsed_s,
+                    _get_on(spent_before, self._spent[rank], elapsed_s),
                     could_run(pid, threads),
                     *(could_run(child, threads_of(child)) for child in children),
                 ]
@@ -125,3 +129,15 @@ class Stalls:
             if self._seconds[rank] >= (SERVING_S if serves else self._starting_s):
                 return Stall(rank, self._seconds[rank])
         return None
+
+
+def _get_on(before: Mapping[int, Spent], now: Mapping[int, Spent], elapsed_s: float) -> bool:
+    """Return whether children did something that a rank may wait for, since the look before."""
+    computed_s, moved = 0.0, 0
+    for pid, spent in now.items():
+        last = before.get(pid, Spent())
+        if spent.stored > last.stored:
+            return True
+        computed_s += spent.computed_s - last.computed_s
+        moved += spent.moved - last.moved
+    return computed_s > _LEAST_SHARE * elapsed_s or moved > _LEAST_MOVED * elapsed_s

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fixtures.tiers import quick_of
 from slipstream_runtime import stalls
 from slipstream_runtime.processes import (
-    computed_s_of,
+    Spent,
     descendants_of,
-    output_of,
     progress_of,
+    spent_by,
     threads_of,
 )
 from slipstream_runtime.stalls import SERVING_S, Stall, Stalls
@@ -36,17 +37,25 @@ NAPS = "nap()"
 COMPUTES = "while True: pass"
 ALONE = "print(0, flush=True)\n"  # no thread gives signs of life, with which it would take turns
 READS_IN_A_THREAD = f"start(); {HANGS}"
-CHILDREN = {  # of a rank that waits for one, or hangs beside one
-    "computes": "while :; do :; done",
-    "its own child computes": "(while :; do :; done) & wait",
-    "reads": "while sleep 0.01; do read -r line < /proc/uptime; done",
+COMPUTING = {  # children of a rank that waits for one
+    "computes": "while True: pass",
+    "its own child computes": "subprocess.run(['sh', '-c', 'while :; do :; done'])",
+}
+MOVING = {
+    "reads": "f = open('/dev/zero', 'rb', 0)\nwhile True: time.sleep(0.001); f.read(1 << 16)",
+    "comes to memory": "while True: time.sleep(0.001); mmap.mmap(-1, 1 << 18).write(NUMBERS)",
+}
+POLLERS = {
+    "looks": "while True: time.sleep(0.00005)",
+    "reads a file": "while True: time.sleep(0.001); open('/proc/uptime').read()",
+    "looks for processes": "while True: time.sleep(0.01); os.listdir('/proc')",
 }
 IDLE_CHILDREN = {
-    "sleeps": ("import time; time.sleep(600)", HANGS),
-    "looks from time to time": ("import time\nwhile True: time.sleep(0.05)", HANGS),
+    "sleeps": ("time.sleep(600)", HANGS),
+    "looks from time to time": ("while True: time.sleep(0.05)", HANGS),
     "hangs, and is waited for": (HANGS, "child.wait()"),
     "has ended": ("", HANGS),
-    "was stopped": ("import os; os.kill(os.getpid(), 19)", HANGS),
+    "was stopped": ("os.kill(os.getpid(), 19)", HANGS),
 }
 
 
@@ -170,61 +179,91 @@ def test_threads_that_read_weights_count_while_a_rank_starts(clock: list[float])
         assert not any(looks(found, clock, get_on))
 
 
-@pytest.mark.parametrize("script", CHILDREN.values(), ids=CHILDREN)
+def child(script: str) -> str:
+    """Start a child."""
+    code = f"import mmap, os, subprocess, time\nNUMBERS = bytes(1 << 18)\n{script}"
+    return f"child = subprocess.Popen([sys.executable, '-c', {code!r}])"
+
+
+def total(pid: int) -> Spent:
+    """What the children of a process have done, all together."""
+    return Spent(*map(sum, zip(*spent_by(descendants_of(pid)).values(), strict=True)))
+
+
+@pytest.mark.parametrize("name", [*COMPUTING, *MOVING])
 def test_a_rank_that_waits_for_a_child_that_gets_on_is_left_alone(
-    script: str, clock: list[float]
+    name: str, clock: list[float]
 ) -> None:
-    with rank(f"subprocess.run(['sh', '-c', {script!r}])") as (pid, beating):
+    with rank(f"{child((COMPUTING | MOVING)[name])}; child.wait()") as (pid, beating):
         wait_for(lambda: descendants_of(pid))
         found = Stalls(Memory(beating, True), lambda rank: pid, 2)
 
         def get_on() -> None:
-            before = work_of_children(pid)
-            wait_for(lambda: work_of_children(pid) != before)
+            before = total(pid)
+            if name in COMPUTING:  # at which looks meet it
+                wait_for(lambda: total(pid).computed_s > before.computed_s)
+            else:
+                wait_for(lambda: total(pid).moved > before.moved + (1 << 20))
 
         assert not any(looks(found, clock, get_on))
 
 
-def work_of_children(pid: int) -> object:
-    children = descendants_of(pid)
-    return output_of(children), computed_s_of(children)
-
-
-def test_children_count_that_compute_for_a_tenth_of_the_time(
-    clock: list[float], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("enough", "little"),
+    [
+        (Spent(computed_s=0.2), Spent(computed_s=0.05)),
+        (Spent(moved=2_000_000), Spent(moved=500_000)),
+        (Spent(stored=1), Spent()),
+    ],
+    ids=["computes", "moves", "stores"],
+)
+def test_children_count_that_do_enough(
+    enough: Spent, little: Spent, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that computes shortly, and is not met at it, may only look for something."""
     monkeypatch.setattr(stalls, "could_run", lambda pid, threads: False)
-    computed_s = [0.0]
-    monkeypatch.setattr(stalls, "computed_s_of", lambda pids: computed_s[0])
+    spent = [Spent()]
+    monkeypatch.setattr(stalls, "spent_by", lambda pids: dict.fromkeys(pids, spent[0]))
     with rank(f"subprocess.Popen(['sleep', '600']); {HANGS}") as (pid, beating):
         wait_for(lambda: descendants_of(pid))
         found = Stalls(Memory(beating, True), lambda rank: pid, 2)
 
-        def is_found(share: float) -> bool:
-            computed_s[0] += share
+        def is_found(more: Spent) -> bool:
+            spent[0] = Spent(*map(sum, zip(spent[0], more, strict=True)))
             clock[0] += 1.0
             return found.look() is not None
 
-        assert not any(is_found(0.2) for _ in range(20))
-        wait_for(lambda: is_found(0.05))
-        assert not is_found(0.2)
+        assert not any(is_found(enough) for _ in range(20))
+        wait_for(lambda: is_found(little))
+        assert not is_found(enough)
 
 
-@pytest.mark.rest
-def test_a_child_that_polls_hides_no_rank_that_hangs(clock: list[float]) -> None:
-    script = "import time\nwhile True: time.sleep(0.00005)"
-    with rank(f"subprocess.Popen([sys.executable, '-c', {script!r}]); {HANGS}") as (pid, beating):
+@pytest.mark.parametrize("script", quick_of([*POLLERS.values()], [POLLERS["reads a file"]]))
+def test_a_child_that_polls_hides_no_rank_that_hangs(script: str, clock: list[float]) -> None:
+    with rank(f"{child(script)}; {HANGS}") as (pid, beating):
         wait_for(lambda: descendants_of(pid))
         found = Stalls(Memory(beating, True), lambda rank: pid, 9)
 
         def is_found() -> bool:
-            before = computed_s_of(descendants_of(pid))
-            wait_for(lambda: computed_s_of(descendants_of(pid)) != before)
+            before = total(pid)
+            wait_for(lambda: total(pid) != before)
             clock[0] += 1.0
             return found.look() is not None
 
         wait_for(is_found)
+
+
+def test_programs_that_a_child_starts_now_and_then_hide_no_rank_that_hangs(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has another number, and comes to some memory."""
+    monkeypatch.setattr(stalls, "could_run", lambda pid, threads: False)
+    numbers = iter(range(1000))
+    new = Spent(0.01, 400_000)
+    monkeypatch.setattr(stalls, "spent_by", lambda pids: {next(numbers): new})
+    with rank(f"subprocess.Popen(['sleep', '600']); {HANGS}") as (pid, beating):
+        found = Stalls(Memory(beating, True), lambda rank: pid, 9)
+        assert stall_of(found, clock, pid, beating) == Stall(0, SERVING_S)
 
 
 @pytest.mark.parametrize("name", IDLE_CHILDREN)
@@ -233,8 +272,7 @@ def test_a_child_that_does_nothing_hides_no_rank_that_hangs(
     name: str, serves: bool, clock: list[float]
 ) -> None:
     script, waits = IDLE_CHILDREN[name]
-    code = f"child = subprocess.Popen([sys.executable, '-c', {'import os; ' + script!r}]); {waits}"
-    with rank(code) as (pid, beating):
+    with rank(f"{child(script)}; {waits}") as (pid, beating):
         wait_for(lambda: descendants_of(pid))
         found = Stalls(Memory(beating, serves), lambda rank: pid, 9)
         assert stall_of(found, clock, pid, beating) == Stall(0, SERVING_S if serves else 9)
