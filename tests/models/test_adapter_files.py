@@ -53,6 +53,38 @@ def test_logits_are_those_of_peft(runner: ModelRunner, name: str) -> None:
     runner.adapters.remove(number)
 
 
+@pytest.mark.parametrize("by_tables", [False, True])
+def test_each_target_alone_and_all_in_one_batch_are_peft_s(
+    runner: ModelRunner, tmp_path: Path, by_tables: bool
+) -> None:
+    """Every linear layer, head and embedding: what PEFT computes with the tensors of one target."""
+    recorded, given = (
+        load_file(PEFT / "each_alone.safetensors"),
+        load_file(PEFT / "each" / TENSORS),
+    )
+    names = [name for name in sorted(recorded) if not by_tables or name.endswith("_proj")]
+    numbers = []
+    for name in names:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / CONFIG).write_bytes((PEFT / "each" / CONFIG).read_bytes())
+        own = {key: x for key, x in given.items() if name == "all" or f".{name}." in key}
+        save_file(own, folder / TENSORS)
+        numbers.append(runner.adapters.add(runner.adapters.read(str(folder))))
+    runner.adapters.by_tables = by_tables
+    ids = load_file(PEFT / "logits.safetensors")["ids"].tolist()
+    try:
+        for count in range(1, len(ids) + 1):
+            rows = [Generation(ids[:count], 1, adapter=number) for number in numbers]
+            Driver(runner, keep_logits=True).finish(rows)
+            for name, row in zip(names, rows, strict=True):
+                assert (row.logits[0] - recorded[name][count - 1]).abs().max() < 1e-4, name
+    finally:
+        runner.adapters.by_tables = False
+        for number in numbers:
+            runner.adapters.remove(number)
+
+
 @pytest.mark.parametrize("ranks", ["", "tensor_parallel", "pipeline_parallel"])
 def test_compose_takes_what_peft_writes(base: torch.nn.Module, tmp_path: Path, ranks: str) -> None:
     adapters = ",".join(f"{path.name}={path}" for path in PEFT.iterdir() if path.is_dir())
