@@ -67,9 +67,10 @@ class ModelOpt(Format):
         name = at.get("quant_algo")
         if name in (None, "MIXED_PRECISION"):
             return ""
-        if not isinstance(name, str) or name not in ALGORITHMS:
+        # ModelOpt 0.47 itself writes fp8_pb_wo and mxfp4.
+        if not isinstance(name, str) or name.upper() not in ALGORITHMS:
             raise at.refusal("quant_algo", f"is not one of {', '.join(ALGORITHMS)}")
-        return name
+        return name.upper()
 
     def excludes(self, name: str) -> str:
         """Return the key that leaves the module out; `*` stands for anything."""
@@ -93,7 +94,8 @@ class ModelOpt(Format):
     def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int]:
         """Return rows and inputs of a block; of 4 bits rows that share bytes, and groups."""
         if module.dtype("weight") == "U8":
-            return 2, math.lcm(_group(self._at(module), self.config, _BLOCK), 32)
+            group = _said(self._at(module), self.config) or _shaped(module, outputs, inputs)
+            return 2, math.lcm(group or _BLOCK, 32)
         scale = module.shape("weight_scale")
         is_blocks = len(scale) > 1 and scale[0] != outputs and math.prod(scale) > 1
         return (_BLOCK, _BLOCK) if is_blocks else (1, 1)
@@ -127,8 +129,8 @@ def _scales_of(algorithm: str) -> tuple[str, ...]:
     return _POWERS if "MXFP4" in algorithm else ("F8_E4M3",)
 
 
-def _group(at: Reader, config: Reader, default: int) -> int:
-    """Return `group_size` of a layer, of all layers, or in a group of the newer configuration."""
+def _said(at: Reader, config: Reader) -> int:
+    """Return `group_size` of a layer, of all, or in a group of the newer configuration; 0: none."""
     for each in (at, config):
         if each.get("group_size"):
             return each.whole("group_size")
@@ -137,21 +139,36 @@ def _group(at: Reader, config: Reader, default: int) -> int:
         found = groups.child(name).child("weights")
         if found.has("group_size"):
             return found.whole("group_size")
-    return default
+    return 0
 
 
-def _fixed(at: Reader, config: Reader, group: int) -> int:
-    """Return the size that groups of a type always have; raises `CheckpointError` for another."""
-    if _group(at, config, group) != group:
-        raise (at if at.has("group_size") else config).refusal("group_size", f"is not {group}")
-    return group
+def _shaped(module: Module, outputs: int, inputs: int) -> int:
+    """Return the inputs of a group by the shape of the scales, as newer files say it nowhere else.
+
+    0: they do not divide the inputs.
+    """
+    whole, shape = module.whole(outputs, inputs)[1], module.shape("weight_scale")
+    count = shape[-1] if shape else 1
+    return whole // count if count and whole % count == 0 else 0
+
+
+def _group(at: Reader, config: Reader, shaped: int, *known: int) -> int:
+    """Return what is said of groups, else the shape of scales if it is one of the `known`.
+
+    Raises `CheckpointError` for a size that is said and is none of them.
+    """
+    said = _said(at, config)
+    if said and said not in known:
+        wrong = at if at.has("group_size") else config
+        raise wrong.refusal("group_size", f"is not {' or '.join(map(str, known))}")
+    return said or (shaped if shaped in known else known[0])
 
 
 def _by_dtype(module: Module, at: Reader, config: Reader, outputs: int, inputs: int) -> QuantMatrix:
     """Read e4m3, 8 bits, or 4 bits."""
     dtype = module.dtype("weight")
     if dtype == "U8":
-        group = min(_group(at, config, _BLOCK), inputs)
+        group = min(_said(at, config) or _shaped(module, outputs, inputs) or _BLOCK, inputs)
         packed = module.take("weight", ("U8",), (-(-outputs // 2), inputs))
         both = torch.stack([packed & 15, packed >> 4], 1).flatten(0, 1)[:outputs]
         scales = module.take("weight_scale", FLOATS, (outputs, num_groups(inputs, group)))
@@ -175,15 +192,16 @@ def _by_dtype(module: Module, at: Reader, config: Reader, outputs: int, inputs: 
 def _fp4(module: Module, at: Reader, config: Reader, outputs: int, inputs: int) -> QuantMatrix:
     """Read NVFP4, whose second scale multiplies, and MXFP4."""
     codes = module.take("weight", ("U8",), (outputs, inputs // 2))
+    shaped = _shaped(module, outputs, inputs)
     if module.dtype("weight_scale") == "F8_E4M3":
-        group = _fixed(at, config, 16)
+        group = _group(at, config, shaped, 16, 32)  # 32: W4A8_NVFP4_FP8
         shape = (outputs, num_groups(inputs, group))
         scales = module.take("weight_scale", ("F8_E4M3",), shape)
         check_numbers(module, "weight_scale", scales)
         second = module.take("weight_scale_2", FLOATS, (), (1,)).float().reshape(1)
         outer = second.expand(outputs).contiguous()
         return QuantMatrix(Kind.F4, codes, scales, group, inputs, outer=outer)
-    group = _fixed(at, config, 32)
+    group = _group(at, config, shaped, 32)
     shape = (outputs, num_groups(inputs, group))
     scales = powers(module, module.take("weight_scale", _POWERS, shape))
     if not module.has("weight_scale_2"):
