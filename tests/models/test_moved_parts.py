@@ -20,7 +20,9 @@ from slipstream.layers.dims import Dims, RopeConfig
 from slipstream.models.axes import EachRow, QkvOrder, TensorNames, joined
 from slipstream.models.cuts import Cuts
 from slipstream.models.entries import TensorEntry
+from slipstream.models.families.baichuan import unit_rows
 from slipstream.models.gguf.kept import KEPT
+from slipstream.models.moves import places
 from slipstream.models.transforms import with_changes
 from slipstream.models.weights import FileSource, ShapeSource
 from slipstream.quant.matrix import dequantise
@@ -204,7 +206,7 @@ def test_a_head_whose_rows_are_changed_is_read_by_rows(tmp_path: Path) -> None:
     weight = Draw(1).floats(64, 16, dtype=torch.bfloat16)
     directory_of(tmp_path, {"weight": weight}, {}, "lm_head")
     (tmp_path / "config.json").write_text("{}")
-    change = EachRow(lambda x: x / x.float().norm(dim=1, keepdim=True).to(x.dtype))
+    change = EachRow(unit_rows)
     dims = Dims(64, 16, 16, 1, 4, 2, 4, 1e-6)
     names = TensorNames(changed={"lm_head.weight": change})
     names = with_changes(names, dims, [RopeConfig()], False, 4)
@@ -216,3 +218,21 @@ def test_a_head_whose_rows_are_changed_is_read_by_rows(tmp_path: Path) -> None:
         assert source._num_bytes == weight.nbytes // 4
         found.append(out)
     assert torch.equal(torch.cat(found), change(weight).float())
+
+
+CHANGES = {
+    "lengths": unit_rows,
+    "a multiple": lambda x: 2 * x,
+    "a sum": lambda x: x + 1,
+    "signs": lambda x: -x,
+    "one row": lambda x: x[:1].expand_as(x).clone().fill_(1),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("count", [1, 7])
+def test_a_change_of_values_is_no_move(name: str, count: int) -> None:
+    with pytest.raises(RuntimeError, match="changed"):
+        places(CHANGES[name], count, 0)
+    assert places(lambda x: x.flip(0), count, 0).tolist() == [*range(count)][::-1]
+    assert places(lambda x: torch.cat([0 * x[:1], x]), count, 0).tolist() == [-1, *range(count)]

@@ -9,6 +9,8 @@ import pytest
 import torch
 from fixtures.bridge.launching import wait_for
 from fixtures.models.checkpoints import (
+    Driver,
+    Generation,
     edit_config,
     make_model,
     make_runner,
@@ -29,24 +31,23 @@ from slipstream.runner.devices import device_of
 from slipstream.runner.plan import resolve, settle
 from slipstream_runtime.ranks import RankError
 
-# The first of each family, and what heads and norms make special; 4 ranks by turns with 2.
+# The first of each family, and what heads and norms make special, on 2 ranks and on 4.
 FIRST = {family: name for name, (family, _) in reversed(GRID.items())}
 NAMES = [*FIRST.values(), "mqa", "all biases, tied", "olmoe, one key head", "falcon 40b"]
 LACKING = {name: drawn for name, drawn in REMOTE.items() if name not in GRID}  # in transformers
 NAMES += LACKING
+SIZES = dict.fromkeys(LACKING, (2, 3, 4))
 CASES = {
-    f"{name}, {size} ranks": (name, size)
-    for i, name in enumerate(NAMES)
-    for size in [3 if name in LACKING else 4 - 2 * (i % 2)]
+    f"{name}, {size} ranks": (name, size) for name in NAMES for size in SIZES.get(name, (2, 4))
 }
-QUICK = {case for case in CASES if case.startswith(("gqa", "olmo2", "gpt2"))}
+QUICK = {"gqa, 4 ranks", "olmo2, 2 ranks", "gpt2, 2 ranks"}
 
 
 @pytest.mark.parametrize("case", quick_of(CASES, QUICK))
 def test_a_family(case: str, tmp_path: Path) -> None:
     name, size = CASES[case]
     if name in LACKING:
-        drawn = LACKING[name](random.Random(3))
+        drawn = LACKING[name](random.Random(3 if size == 3 else 0))  # 3 heads, or 4
         directory, vocab_size = drawn.save(tmp_path), drawn.config.vocab_size
     else:
         family, overrides = GRID[name]
@@ -93,6 +94,34 @@ def test_the_scheduler_does_not_know(name: str, llama: Path) -> None:
         assert sum(map(len, found)) == sum(map(len, wanted))
         return
     assert found == wanted
+
+
+SIZES_OF_GROUPS = {"2 ranks": (2, 1), "4 ranks": (4, 1), "2 stages of 2 ranks": (2, 2)}
+
+
+@pytest.mark.parametrize("name", quick_of(SIZES_OF_GROUPS, {"2 ranks"}))
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.rest)])
+def test_bits_do_not_depend_on_the_run_or_what_runs_beside(
+    name: str, dtype: str, tmp_path: Path
+) -> None:
+    """In deterministic mode: of a row alone, in a crowd, in other chunks, by other ranks."""
+    directory = save(make_model("llama", num_hidden_layers=2), tmp_path)
+    prompts = random_prompts([29, 1, 12, 40, 7, 33], 1009)
+
+    def logits(chunk: int, beside: int) -> list[list[torch.Tensor]]:
+        made = [Generation(prompt, 5) for prompt in prompts]
+        with ranks_of(directory, *SIZES_OF_GROUPS[name], **options) as leader:
+            driver = Driver(leader, seed=chunk, keep_logits=True)
+            for first in range(0, len(made), beside):
+                driver.finish(made[first : first + beside], chunk)
+        return [generation.logits for generation in made]
+
+    options = {"deterministic": True, "dtype": dtype}
+    wanted = logits(64, beside=1)
+    for chunk, beside in ((64, 6), (5, 3)):
+        for one, other in zip(wanted, logits(chunk, beside), strict=True):
+            assert len(one) == len(other) == 5
+            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @torch.inference_mode()

@@ -62,9 +62,13 @@ def places(change: Change, count: int, dim: int, device: torch.device | str = "c
     Raises RuntimeError if the change does more than to move these.
     """
     shape = (count, 1) if dim == 0 else (1, count)
-    found = change(torch.arange(1, count + 1, device=device).view(shape))
+    numbers = torch.arange(1, count + 1, device=device)
+    most = 2 * count + 1
+    found, others = (change(each.view(shape)) for each in (numbers, most - numbers))
     if found.is_floating_point() or found.shape[1 - dim] != 1:
         raise RuntimeError("numbers are not moved alone")
+    if not torch.equal(others, torch.where(found == 0, 0, most - found)):
+        raise RuntimeError("numbers are changed")
     return found.flatten() - 1
 
 
