@@ -348,9 +348,9 @@ def _fixed(scheme: GroupScheme, inputs: int, group: int) -> int:
     return _group_of(scheme, inputs, group)
 
 
-def powers(module: Module, exponents: Tensor) -> Tensor:
+def powers(module: Module, exponents: Tensor, part: str = "weight_scale") -> Tensor:
     """Return the powers of two that e8m0 bytes stand for, which bfloat16 holds."""
     exponents = exponents.view(torch.uint8)
     if not exponents.is_meta and bool((exponents == 255).any()):
-        raise module.refusal("weight_scale", "holds NaN")
+        raise module.refusal(part, "holds NaN")
     return torch.exp2(exponents.float() - 127).to(torch.bfloat16)

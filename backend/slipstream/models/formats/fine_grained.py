@@ -1,5 +1,8 @@
 """Hugging Face's `fp8`: e4m3 with a scale for each block of 128 x 128, or for a whole matrix."""
 
+from torch import Tensor
+
+from slipstream.models.formats.compressed_tensors import powers
 from slipstream.models.formats.format import Format, Row, is_part, listed
 from slipstream.models.formats.module import FLOATS, Module, check_numbers, num_groups, over_rows
 from slipstream.models.reader import Reader, words
@@ -15,12 +18,16 @@ class FineGrained(Format):
     methods = ("fp8",)
     title = "Hugging Face `fp8`"
     rows = (
-        Row("blocks", "`weight` e4m3, `weight_scale_inv` `[N/128, K/128]`", "F8"),
+        Row(
+            "blocks",
+            "`weight` e4m3, `weight_scale_inv` `[N/128, K/128]`, powers of two in a byte too",
+            "F8",
+        ),
         Row("matrices", "`weight` e4m3, one `weight_scale` or one for each output", "F8"),
     )
     keys = words(
         "fmt weight_block_size activation_scheme modules_to_not_convert ignored_layers scale_fmt "
-        "dequantize"
+        "dequantize expert_dtype"
     )
 
     def __init__(self, config: Reader) -> None:
@@ -29,6 +36,7 @@ class FineGrained(Format):
             "fmt": (None, "e4m3"),
             "activation_scheme": (None, "dynamic", "static"),
             "scale_fmt": (None, "ue8m0", "float"),
+            "expert_dtype": (None, "fp8"),  # transformers 5 writes it for models without experts
         }.items():
             if config.get(key) not in known:
                 raise config.refusal(key, f"is not {' or '.join(map(str, known[1:]))}")
@@ -66,10 +74,16 @@ class FineGrained(Format):
         module.drop("activation_scale", "not used: rows have a scale for each token")
         part = "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale"
         if self._block is None:
-            scales = module.take(part, FLOATS, (), (1,), (1, 1), (outputs, 1), (outputs,))
+            scales = _scales(module, part, (), (1,), (1, 1), (outputs, 1), (outputs,))
             return QuantMatrix(Kind.F8, codes, over_rows(scales, outputs), inputs, inputs)
         rows, group = self._block
         shape = (num_groups(outputs, rows), num_groups(inputs, group))
-        scales = over_rows(module.take(part, FLOATS, shape), outputs, rows)
+        scales = over_rows(_scales(module, part, shape), outputs, rows)
         for_e4m3 = group < inputs  # by row they have GEMMs of their own
         return QuantMatrix(Kind.F8, codes, scales, group, inputs, for_e4m3=for_e4m3)
+
+
+def _scales(module: Module, part: str, *shapes: tuple[int, ...]) -> Tensor:
+    """Read scales: numbers, or powers of two in a byte each (`scale_fmt` of ue8m0)."""
+    found = module.take(part, (*FLOATS, "F8_E8M0"), *shapes)
+    return powers(module, found, part) if module.dtype(part) == "F8_E8M0" else found
