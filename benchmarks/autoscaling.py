@@ -8,18 +8,20 @@ pod serves `--start` seconds after it is made; one that is removed finishes what
 
     python benchmarks/autoscaling.py                       # the chart's values, on several loads
     python benchmarks/autoscaling.py --metrics waiting=4   # another rule
+    python benchmarks/autoscaling.py --recorded FILE --copies 6    # a recorded load alone
 """
 
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import recorded_load
 import yaml
 from replicas import Replica, Request, Shaped, make
 from traces import Arrival, lengths
@@ -268,6 +270,24 @@ LOADS: dict[str, tuple[Load, float, int]] = {
     "wave of 30 minutes": (wave(15, 90, 1800), 3600, 1),
 }
 """What happens -> requests a second, s, replicas at the beginning; one replica serves some 31."""
+COPIES = 6  # of the recorded load, which one replica would serve
+
+
+def recorded(path: Path, copies: int) -> tuple[list[Request], float]:
+    """Return the requests of a recorded load, so many times as high, and its length in s."""
+    found = recorded_load.overlaid(recorded_load.read(path), copies)
+    return [Request(each) for each in found], math.ceil(found[-1].due_s)
+
+
+def cases(
+    path: Path | None, copies: int, seed: int
+) -> Iterator[tuple[str, list[Request], float, int]]:
+    """Yield loads: what happens, requests, s, replicas at the beginning."""
+    if path is None:
+        for name, (load, seconds, first) in LOADS.items():
+            yield name, arrivals(load, seconds, seed), seconds, first
+    requests, seconds = recorded(path or recorded_load.CHATS, copies)
+    yield f"recorded, {copies} times", requests, seconds, 2
 
 
 def main() -> int:
@@ -278,14 +298,15 @@ def main() -> int:
     parser.add_argument("--metrics", nargs="+", metavar="NAME=TARGET", help=", ".join(READERS))
     parser.add_argument("--start", type=float, default=60.0, help="s to start a pod (%(default)g)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--recorded", type=Path, metavar="FILE", help="requests, as CSV")
+    parser.add_argument("--copies", type=int, default=COPIES, help="of its load (%(default)d)")
     args = parser.parse_args()
     rule = rule_of(yaml.safe_load(VALUES.read_text()))
     if args.metrics:
         pairs = (each.partition("=") for each in args.metrics)
         rule = Rule({name: number(value) for name, _, value in pairs})
     print(rule)
-    for name, (load, seconds, first) in LOADS.items():
-        requests = arrivals(load, seconds, args.seed)
+    for name, requests, seconds, first in cases(args.recorded, args.copies, args.seed):
         out = simulate(rule, requests, seconds, args.start, first)
         print(
             f"{name:32} replicas {out.mean_replicas():5.2f}, at most "

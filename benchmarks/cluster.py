@@ -7,10 +7,12 @@ A router knows of replicas what they last published, every `--look` seconds, and
 
     python benchmarks/cluster.py --gpus 8 64 1000 --load 0.8
     python benchmarks/cluster.py --gpus 8 --tensor 2 --shape 14b --policies least
+    python benchmarks/cluster.py --gpus 64 --recorded benchmarks/recorded/azure-2023-chats.csv.gz
 
 The load is a share of the rate at which one set of GPUs alone still has 99 of 100 first tokens
 within `LATE_MS`. Requests are chats: each continues one of `--chats` conversations a GPU, whose
-history is the prefix that it shares with the turn before; lengths are those of `traces.py`.
+history is the prefix that it shares with the turn before; lengths are those of `traces.py`. With
+`--recorded` they are those of a file (`recorded_load.py`), at the rate wanted, without prefixes.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import recorded_load
 from limits import CARDS
 from replicas import Replica, Request, Shaped, make
 from slipstream.replicas.policy import View, choose
@@ -138,6 +141,19 @@ def chats(rate: float, seconds: float, num_chats: int, seed: int) -> list[Reques
     return requests
 
 
+Draw = Callable[[float, float, int, int], list[Request]]
+
+
+def drawn_of(path: Path | None) -> Draw:
+    """Return what draws requests at a rate, for some seconds, of so many chats and a seed."""
+    if path is None:
+        return chats
+    found = recorded_load.read(path)
+    return lambda rate, seconds, num_chats, seed: [
+        Request(each) for each in recorded_load.at_rate(found, rate, seconds)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """What became of a run; times in ms, rates a second."""
@@ -178,7 +194,9 @@ def served(policy: str, gpus: int, router: Router, requests: Sequence[Request]) 
     )
 
 
-def peak(shaped: Shaped, num_chats: int, seed: int = 3, seconds: float = 30.0) -> float:
+def peak(
+    shaped: Shaped, num_chats: int, draw: Draw = chats, seed: int = 3, seconds: float = 30.0
+) -> float:
     """Return the requests a second of one set of GPUs at which first tokens are just in time.
 
     In time: their p99 is at most `LATE_MS`. Prefixes stay where they are.
@@ -186,7 +204,7 @@ def peak(shaped: Shaped, num_chats: int, seed: int = 3, seconds: float = 30.0) -
     low, high = 0.0, 256.0
     for _ in range(9):
         rate = (low + high) / 2
-        requests = chats(rate, seconds, num_chats, seed)
+        requests = draw(rate, seconds, num_chats, seed)
         router = Router("prefix", make(shaped), seed)
         run(router, requests)
         is_in_time = served("prefix", shaped.gpus, router, requests).first_p99 <= LATE_MS
@@ -197,7 +215,8 @@ def peak(shaped: Shaped, num_chats: int, seed: int = 3, seconds: float = 30.0) -
 def measure(args: argparse.Namespace, say: Callable[[str], None]) -> list[Served]:
     """Run every number of GPUs under every policy."""
     shaped = Shaped(args.shape, args.card, args.tensor, args.pipeline)
-    most = peak(shaped, args.chats * shaped.gpus)
+    draw = drawn_of(args.recorded)
+    most = peak(shaped, args.chats * shaped.gpus, draw)
     say(
         f"{args.shape} on {args.card}, tensor {args.tensor}, pipeline {args.pipeline}: "
         f"at most {most / shaped.gpus:.1f} requests/s a GPU, cache of "
@@ -212,7 +231,7 @@ def measure(args: argparse.Namespace, say: Callable[[str], None]) -> list[Served
             begin = time.perf_counter()
             router = Router(policy, [r for _ in range(sets) for r in make(shaped)], args.seed)
             rate = args.load * most * sets
-            requests = chats(rate, args.seconds, args.chats * gpus, args.seed)
+            requests = draw(rate, args.seconds, args.chats * gpus, args.seed)
             run(router, requests, args.look)
             row = served(policy, gpus, router, requests)
             took = time.perf_counter() - begin
@@ -240,6 +259,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--load", type=float, default=0.8, help="share of the peak (%(default)g)")
     found.add_argument("--seconds", type=float, default=20.0, help="of arrivals (%(default)g)")
     found.add_argument("--chats", type=int, default=60, help="conversations a GPU (%(default)d)")
+    found.add_argument("--recorded", type=Path, metavar="FILE", help="requests, as CSV")
     found.add_argument("--look", type=float, default=_LOOK_S, help="(%(default)g s)")
     found.add_argument("--seed", type=int, default=1)
     found.add_argument("--output", type=Path, help="JSON")
@@ -252,6 +272,7 @@ def main() -> int:
     rows = measure(args, lambda line: print(line, flush=True))
     if args.output:
         kept = {name: value for name, value in vars(args).items() if name != "output"}
+        kept["recorded"] = kept["recorded"] and args.recorded.name
         rows_json = [asdict(row) for row in rows]
         args.output.write_text(json.dumps({"options": kept, "rows": rows_json}, indent=1) + "\n")
     return 0

@@ -9,7 +9,10 @@ import yaml
 from fixtures.scripts import scripts
 from slipstream_serve.server import repository_root
 
-NAMES = ("shapes", "workloads", "limits", "step_times", "traces", "replicas", "autoscaling")
+NAMES = (
+    *("shapes", "workloads", "limits", "step_times", "traces", "recorded_load", "replicas"),
+    "autoscaling",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,8 +68,8 @@ def test_the_chart_says_what_is_simulated():
     a = module()
     values = yaml.safe_load(a.VALUES.read_text())
     rule = a.rule_of(values)
-    assert rule.targets == {"waiting": 4.0, "running": 64.0, "kv": 0.7}
-    assert (rule.minimum, rule.up_window, rule.down_window) == (1, 30.0, 300.0)
+    assert rule.targets == {"waiting": 4.0, "running": 40.0, "kv": 0.7}
+    assert (rule.minimum, rule.up_window, rule.down_window) == (1, 30.0, 600.0)
     assert a.number("1500m") == 1.5
 
 
@@ -89,5 +92,36 @@ def test_the_chart_scales_in_time_and_does_not_flap():
     assert ramp.percentile(90) < 1000
     assert ramp.percentile(99, since_s=420) < 1000
     assert math.isfinite(ramp.mean_replicas())
+    requests, seconds = a.recorded(importlib.import_module("recorded_load").CHATS, 6)
+    hour = a.simulate(rule, requests, seconds, 60.0, 2)
+    assert hour.turns() <= 1  # up before its busiest minutes, down after them
+    assert hour.percentile(99) < 1000
+    assert hour.mean_replicas() < 3.5
     queue = a.Rule({"waiting": 4.0}, down_window=60.0, down=(1, 60.0))
     assert run(a.steady(50.0), 600, 2, queue).turns() > 1  # what the other metrics are there for
+
+
+def test_a_recorded_load_is_read_laid_over_itself_and_made_faster(tmp_path):
+    r = importlib.import_module("recorded_load")
+    hour = r.read()
+    assert (len(hour), hour[0].due_s) == (19_366, 0.0)
+    assert (hour[0].num_input, hour[0].num_output) == (374, 44)
+    assert 3500 < hour[-1].due_s < 3600
+    path = tmp_path / "published.csv"
+    head = "TIMESTAMP,ContextTokens,GeneratedTokens"
+    lines = ["2023-11-16 18:15:50.9951690,396,109", "2023-11-16 18:15:46.6805900,374,0"]
+    path.write_text("\n".join([head, *lines]))
+    one, two = r.read(path)
+    assert (one.due_s, one.num_input, one.num_output) == (0.0, 374, 1)
+    assert two.due_s == pytest.approx(4.3146, abs=1e-3)
+    thrice = r.overlaid(hour[:100], 3)
+    assert len(thrice) == 300
+    assert all(a.due_s <= b.due_s for a, b in pairwise(thrice))
+    for rate, seconds in ((1.0, 300.0), (40.0, 60.0)):  # slower; and the hour more than once
+        found = r.at_rate(hour[:500], rate, seconds)
+        assert len(found) == pytest.approx(rate * seconds, rel=0.1)
+        assert all(a.due_s <= b.due_s < seconds for a, b in pairwise(found))
+    for text in (head, f"{head}\n2023-11-16,x,1", f"{head}\n2023-11-16,1", "a,b\n1,2"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=str(path)):
+            r.read(path)

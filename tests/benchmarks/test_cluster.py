@@ -15,6 +15,7 @@ NAMES = (
     "step_times",
     "traces",
     "simulated",
+    "recorded_load",
     "replicas",
     "cluster",
     "forecast",
@@ -153,3 +154,17 @@ def test_the_routing_of_replicas_finds_prefixes_and_keeps_the_balance(draw):
         assert ours.first_p99 < turns.first_p99
     else:
         assert ours.found >= turns.found - 0.01
+
+
+def test_a_recorded_load_is_served_at_the_rate_wanted():
+    cluster, recorded = module("cluster"), module("recorded_load")
+    draw = cluster.drawn_of(recorded.CHATS)
+    requests = draw(40.0, 500.0, 0, 0)  # the whole hour
+    assert len(requests) == pytest.approx(20_000, rel=0.05)
+    del requests[300:]
+    assert {request.prefix for request in requests} == {""}
+    one, *_ = recorded.read()
+    assert requests[0].arrival == one
+    router = cluster.Router("least", [module("replicas").make(module("replicas").Shaped())[0]])
+    cluster.run(router, requests)
+    assert all(request.first_s > request.arrival.due_s for request in requests)

@@ -207,7 +207,7 @@ def test_what_scales_are_metrics_that_the_server_publishes():
         assert metric["query"] in published
         wanted = rf'sum\({metric["query"]}\{{namespace="serving",pod=~"llm-\.\*"\}}\)'
         assert re.fullmatch(wanted, trigger["metadata"]["query"])
-    assert [trigger["metadata"]["threshold"] for trigger in triggers] == ["4", "64", "0.7"]
+    assert [trigger["metadata"]["threshold"] for trigger in triggers] == ["4", "40", "0.7"]
     of_nvidia = render(NVIDIA)["HorizontalPodAutoscaler"]["spec"]
     first = of_nvidia["metrics"][0]["pods"]
     assert first["metric"]["name"] == "triton:queue_compute:ratio"
