@@ -38,6 +38,7 @@ from slipstream.kernels.experts.spec import Gate, Routing
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.registry import target_of
 from timing import need_gpu, rows, time_graph
 
 
@@ -192,7 +193,7 @@ def measure(
     for n, is_piped in itertools.product(counts, kernels[:1] if own else kernels):
         piped.runs_on = lambda *_, is_piped=is_piped: is_piped
         pairs = n * model.top_k
-        chosen = tile_rows(pairs, model.experts, is_fp8, device=device, packings=own)
+        chosen = tile_rows(pairs, model.experts, is_fp8, target=target_of(device), packings=own)
         sizes = piped.TILE_ROWS if is_piped else (SKINNY_ROWS, *TILE_ROWS)
         sizes = packed.tile_rows(own[0]) if own else sizes
         for tile in sizes if all_tiles else (chosen,):

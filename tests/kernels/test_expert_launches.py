@@ -4,12 +4,13 @@ import pytest
 import torch
 from fixtures.kernels import recording
 from fixtures.kernels.recording import recorded
+from slipstream.kernels.experts import grouped, table
 from slipstream.kernels.experts.grouped import ExpertMatrix, expert_matrix, tile_rows
 from slipstream.kernels.experts.route import Routed, most_tiles
 from slipstream.kernels.experts.spec import Routing, Score
+from slipstream.kernels.experts.table import ExpertProduct
 from slipstream.kernels.gemm.op import Matrix
-from slipstream.kernels.runtime import jit
-from slipstream.kernels.runtime.registry import Target
+from slipstream.kernels.runtime.registry import KNOWN, Target
 from slipstream.layers import experts
 from slipstream.layers.adapted import Group, StepGroups, Term
 from slipstream.layers.adapted_experts import ExpertTerms
@@ -77,7 +78,8 @@ def test_six_or_seven_kernels_of_fixed_shapes(num_rows: int, scheme: str) -> Non
 @pytest.mark.parametrize("scheme", ["none", "fp8"])
 def test_hopper_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     """A CTA has 256 weight rows of a tile; deterministic mode keeps the other kernel."""
-    monkeypatch.setattr(jit, "is_hopper", lambda _: True)
+    for module in (grouped, experts):
+        monkeypatch.setattr(module, "target_of", lambda _: KNOWN["sm_90a"])
     for num_rows, rows in ((200, 32), (512, 48), (700, 64), (2048, 128)):
         up, down = (each for each in launches(num_rows, scheme)[-3:-1])
         assert (up[0], down[0]) == ("piped", "piped")
@@ -88,6 +90,33 @@ def test_hopper_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch, scheme:
     assert [name for name, _ in launches(64, scheme)].count("tiled") == 2
     names = [name for name, _ in launches(512, scheme, deterministic=True)]
     assert names.count("tiled") == 2
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("scheme", ["none", "fp8"])
+def test_the_table_says_what_is_launched(
+    architecture: str, deterministic: bool, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, top_k = KNOWN[architecture], CONFIG.routing.top_k
+    for module in (grouped, experts):
+        monkeypatch.setattr(module, "target_of", lambda _: target)
+    w = Weights(SizeSource(), META, torch.bfloat16, scheme, deterministic)
+    layer = Experts(w.at("mlp"), CONFIG, HIDDEN)
+    counts = (128, 256, 512, 2048) if deterministic else (1, 8, 9, 16, 64, 200, 512, 700, 2048)
+    for num_rows in counts:
+        tile = layer.tile_rows(num_rows, target, deterministic)
+        said = []
+        for matrix, is_gated in ((layer.gate_up, True), (layer.down, False)):
+            how = torch.bfloat16, is_gated, tile, target, deterministic
+            (name, refusal), *others = table.answers(ExpertProduct(num_rows, top_k, matrix, *how))
+            assert refusal is None
+            assert all(reason for _, reason in others)
+            said.append(name)
+        done = [name for name, _ in launches(num_rows, scheme, deterministic)]
+        assert [
+            name for name in done[-3:] if name not in ("combine", "place", "route_rows")
+        ] == said
 
 
 def packed_matrix(kind: Kind, group: int, count: int, outputs: int, inputs: int) -> ExpertMatrix:

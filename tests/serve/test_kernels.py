@@ -122,6 +122,75 @@ def test_a_gate_that_no_gemm_fuses_and_random_weights(
     assert "      1  norm + gemv + gelu" in lines
 
 
+EXPERTS = {  # of `lines`: what multiplies with gates and ups, and with what follows, by rows
+    ("auto", "sm_90a", False): {
+        1: ("skinny, tiles of 8 rows", "down_add, tiles of 8 rows"),
+        64: ("tiled, tiles of 16 rows", "tiled, tiles of 16 rows + combine"),
+        512: ("piped, tiles of 128 rows", "piped, tiles of 128 rows + combine"),
+    },
+    ("auto", "sm_90a", True): {
+        1: ("tiled, tiles of 16 rows", "tiled, tiles of 16 rows + combine"),
+        512: ("tiled, tiles of 64 rows", "tiled, tiles of 64 rows + combine"),
+    },
+    ("auto", "sm_80", False): {
+        512: ("tiled, tiles of 64 rows", "tiled, tiles of 64 rows + combine")
+    },
+    ("int4", "sm_89", False): {
+        1: ("packed, tiles of 8 rows", "packed, tiles of 8 rows + combine"),
+        512: ("packed, tiles of 32 rows", "packed, tiles of 32 rows + combine"),
+    },
+    ("fp8", "cpu", False): {1: ("torch", "torch")},
+}
+
+
+@pytest.mark.parametrize("which", EXPERTS, ids=str)
+def test_experts_are_listed_with_their_tiles(
+    which: tuple[str, str, bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    quantization, architecture, deterministic = which
+    sizes = {"num_experts": 16, "moe_intermediate_size": 128, "num_experts_per_tok": 2}
+    folder = save(make_model("qwen3_moe", hidden_size=128, **sizes), tmp_path)
+    config = EngineConfig(
+        checkpoint=str(folder),
+        load_format="random",
+        quantization=quantization,
+        dtype="float32" if architecture == "cpu" else "bfloat16",
+        deterministic=deterministic,
+    )
+    rows = [str(each) for each in EXPERTS[which]]
+    given = ("--architecture", architecture, "--rows", *rows)
+    code, lines, _ = printed(monkeypatch, capsys, config, *given)
+    assert code == 0
+    up = next(i for i, line in enumerate(lines) if line.startswith("experts gate_up: "))
+    down = next(i for i, line in enumerate(lines) if line.startswith("experts down: "))
+    assert "16 of [256, 128]" in lines[up]
+    assert "16 of [128, 128]" in lines[down]
+    for part, place in ((lines[up:down], 0), (lines[down:], 1)):
+        chosen = dict(line.split(maxsplit=1) for line in part if line[:8].strip().isdigit())
+        assert chosen == {str(each): both[place] for each, both in EXPERTS[which].items()}
+
+
+def test_what_chooses_experts_and_why_others_do_not_multiply_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save(make_model("qwen3_moe", hidden_size=128), tmp_path)
+    config = EngineConfig(checkpoint=str(folder), dtype="bfloat16", load_format="random")
+    arguments = ("--architecture", "sm_90a", "--rows", "1", "32")
+    code, lines, _ = printed(monkeypatch, capsys, config, *arguments)
+    assert code == 0
+    assert any(line.startswith("router: ") for line in lines)
+    at = next(i for i, line in enumerate(lines) if line.startswith("choice: "))
+    assert lines[at + 1] == "      1  router"
+    assert lines[at + 2] == "     32  norm + GEMM of router + route"
+    assert lines[at + 3].startswith("         not router: takes 1 to 8 rows")
+    assert "         not packed: takes packed weights" in lines[at:]
+    assert "         not skinny: takes tiles of 8 rows, not 16" in lines[at:]
+    assert "         not down_add: takes 1 to 8 rows" in lines[at:]
+
+
 @pytest.mark.parametrize(
     ("changes", "arguments", "words"),
     [

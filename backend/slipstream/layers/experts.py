@@ -30,6 +30,7 @@ from slipstream.kernels.experts.router import Chosen, RouterStages, choose_rows
 from slipstream.kernels.experts.router import takes as takes_router
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.gemm.packing import TILE
+from slipstream.kernels.runtime.registry import Target, target_of
 from slipstream.layers.dims import ExpertsConfig
 from slipstream.layers.linear import Linear
 from slipstream.layers.norm import Norm, RowNorm
@@ -120,7 +121,8 @@ class Experts:
 
     def chosen(self, norm: RowNorm, x: Tensor) -> Chosen:
         """Normalise rows `[n, h]` and choose their experts."""
-        router, size, routing = self.router, self._tile_rows(x), self.config.routing
+        router, routing = self.router, self.config.routing
+        size = self.tile_rows(len(x), target_of(x.device), self.is_fixed)
         matrix = router.matrix
         if isinstance(norm, Norm) and matrix is not None and takes_router(x, matrix.values):
             of_router = router.bias, self.correction, norm.plus_one, self.config.shared_gated
@@ -143,13 +145,13 @@ class Experts:
             adapt(x, routed, products)
         return combine(residual, products, shared)
 
-    def _tile_rows(self, x: Tensor) -> int:
-        """Choose the tiles of rows."""
+    def tile_rows(self, num_rows: int, target: Target, fixed: bool) -> int:
+        """Choose the tiles of rows on a device; `fixed`: for deterministic mode."""
         routing, is_fp8 = self.config.routing, self.gate_up.values.dtype == E4M3
-        pairs, count = len(x) * routing.top_k, routing.num_experts
+        pairs, count = num_rows * routing.top_k, routing.num_experts
         all_groups = (self.gate_up.groups, self.down.groups)
         packings = [groups.packing for groups in all_groups if groups is not None]
-        return tile_rows(pairs, count, is_fp8, self.is_fixed, x.device, packings)
+        return tile_rows(pairs, count, is_fp8, fixed, target, packings)
 
 
 def _router(w: WeightSource, config: ExpertsConfig, hidden: int) -> Linear:

@@ -22,9 +22,12 @@ from slipstream.fuse.rewrite import FUSED_GATES
 from slipstream.kernels.gemm.linear import PathAnswer, answers
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import KNOWN, Target, target_of
+from slipstream.layers.decoder import Decoder
 from slipstream.models.hf import read_config
 from slipstream.runner.cache_dtype import model_on
-from slipstream.runner.matrices import Weight, weights_of
+from slipstream.runner.expert_kernels import mixtures_of
+from slipstream.runner.expert_kernels import report as report_experts
+from slipstream.runner.matrices import Weight, built, counted, experts_of
 from slipstream.runner.plan import dtype_on
 
 ROWS = (1, 2, 8, 64, 256)
@@ -104,9 +107,19 @@ def main(arguments: list[str] | None = None) -> int:
         dtype = dtype_on(target.device, config, model)
         where = f"{target.architecture or 'cpu'}, {target.multiprocessors} multiprocessors"
         print(f"{model.architecture}, {str(dtype).removeprefix('torch.')}, on {where}")
-        weights = weights_of(config, model, dtype, target)
-        for line in report(weights, sorted(set(options.rows)), target):
+        rows = sorted(set(options.rows))
+        decoder = built(config, model, dtype, target)
+        weights = counted(decoder, dtype)
+        mixtures = []
+        if isinstance(decoder, Decoder):
+            mixtures = mixtures_of(experts_of(decoder), decoder, dtype)
+        for mixture in mixtures:
+            weights += mixture.linears
+        for line in report(weights, rows, target):
             print(line)
+        for mixture in mixtures:
+            for line in report_experts(mixture, rows, target, config.deterministic):
+                print(line)
     except (StartError, KernelError, msgspec.DecodeError, OSError) as error:
         print(f"slipstream kernels: {error}", file=sys.stderr)
         return 2

@@ -19,7 +19,7 @@ from slipstream.kernels.gemm.packing import Packing
 from slipstream.kernels.runtime.registry import Target
 from slipstream.layers.decoder import Decoder, StepDecoder
 from slipstream.layers.experts import Experts
-from slipstream.layers.linear import GatedLinear, LinearAdd
+from slipstream.layers.linear import GatedLinear, Linear, LinearAdd
 from slipstream.layers.norm import LayerNorm, Norm
 from slipstream.models.decoder import build_any
 from slipstream.models.fileless import SizeSource
@@ -89,11 +89,20 @@ def weights_of(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, target: Target
 ) -> list[Weight]:
     """List them in the order of a step; raises `CheckpointError` as loading would."""
-    decoder = _built(config, model, dtype, target)
-    if not isinstance(decoder, Decoder):  # its matrices are not ours
+    return counted(built(config, model, dtype, target), dtype)
+
+
+def counted(decoder: StepDecoder, dtype: torch.dtype) -> list[Weight]:
+    """List the weights of a decoder in the order of a step; none, where they are not ours."""
+    if not isinstance(decoder, Decoder):
         return []
     found = tensors_of(decoder, dtype)
     return [replace(weight, count=len(tensors)) for weight, tensors in found.items()]
+
+
+def experts_of(decoder: StepDecoder) -> list[Experts]:
+    """List the layers of experts of a decoder."""
+    return [each for each in _objects(decoder) if isinstance(each, Experts)]
 
 
 def tensors_of(decoder: Decoder, dtype: torch.dtype) -> dict[Weight, list[Tensor | None]]:
@@ -138,7 +147,7 @@ def weight_parts(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, target: Target
 ) -> WeightParts:
     """Count as `weight_bytes` does, experts and packed matrices apart."""
-    found = list(_objects(_built(config, model, dtype, target)))
+    found = list(_objects(built(config, model, dtype, target)))
     layers = [each for each in found if isinstance(each, Experts)]
     matrices = [matrix for layer in layers for matrix in (layer.gate_up, layer.down)]
     packed = [
@@ -187,9 +196,10 @@ def _objects(root: object) -> Iterator[object]:
             todo.extend(getattr(each, name, None) for name in names)
 
 
-def _built(
+def built(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, target: Target
 ) -> StepDecoder:
+    """Return the model of a checkpoint, of tensors without data, in the place of a target's."""
     source: Source = SizeSource()
     if config.load_format != "random":
         source = ShapeSource(Path(config.checkpoint), model.tensors)
@@ -207,7 +217,14 @@ def _norm_kind(decoder: Decoder) -> str:
 
 
 def _weight(name: str, place: Place, dtype: torch.dtype, norm: str) -> Weight:
-    linear, adds = place.linear, isinstance(place, LinearAdd)
+    adds = isinstance(place, LinearAdd)
+    found = linear_weight(name, place.linear, dtype)
+    gate = place.gate if isinstance(place, GatedLinear) else ""
+    return replace(found, norm="" if adds else norm, gate=gate, adds=adds)
+
+
+def linear_weight(name: str, linear: Linear, dtype: torch.dtype, count: int = 1) -> Weight:
+    """Return the weights of a linear layer that nothing is fused with."""
     matrix = linear.weights if isinstance(linear.weights, Matrix) else None
     packing = None if matrix is None or matrix.groups is None else matrix.groups.packing
     outputs, inputs = (0, 0) if matrix is None else matrix.values.shape
@@ -218,9 +235,10 @@ def _weight(name: str, place: Place, dtype: torch.dtype, norm: str) -> Weight:
         inputs=inputs if packing is None else packing.inputs,
         dtype=dtype if matrix is None else matrix.values.dtype,
         model_dtype=dtype,
-        norm="" if adds else norm,
+        norm="",
         bias=linear.bias is not None,
-        gate=place.gate if isinstance(place, GatedLinear) else "",
-        adds=adds,
+        gate="",
+        adds=False,
         packing=packing,
+        count=count,
     )

@@ -52,8 +52,17 @@ def takes(routed: Routed, matrix: ExpertMatrix, device: torch.device) -> bool:
 
     It never is in deterministic mode, which has larger tiles, nor for packed weights.
     """
-    is_skinny = routed.tile_rows == SKINNY_ROWS and 0 < len(routed.experts) <= MAX_ROWS
-    return device.type != "cpu" and is_skinny and matrix.groups is None
+    is_taken = refusal(len(routed.experts), routed.tile_rows, matrix) is None
+    return device.type != "cpu" and is_taken
+
+
+def refusal(num_rows: int, tile_rows: int, matrix: ExpertMatrix) -> str | None:
+    """Say why the kernel is not that of so many rows on a GPU; None: it is."""
+    if matrix.groups is not None:
+        return "takes weights that are not packed"
+    if not 0 < num_rows <= MAX_ROWS:
+        return f"takes 1 to {MAX_ROWS} rows"
+    return None if tile_rows == SKINNY_ROWS else f"takes tiles of {SKINNY_ROWS} rows"
 
 
 def _variant(dtype: torch.dtype, is_fp8: bool, warps: int) -> jit.Variant:

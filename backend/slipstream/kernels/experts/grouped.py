@@ -24,6 +24,7 @@ from slipstream.kernels.gemm.op import Matrix, unpacked
 from slipstream.kernels.gemm.packing import Groups, Packing
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
+from slipstream.kernels.runtime.registry import CPU, Target, target_of
 
 DTYPES = (torch.float16, torch.bfloat16)  # that have kernels
 MULTIPLE = 8  # of which widths and outputs are, on a GPU; widths of e4m3 of twice as many
@@ -39,7 +40,6 @@ _CHUNK_BYTES = 128  # of a weight row in a slot
 _SLOTS_BYTES = 98 << 10  # two CTAs a multiprocessor
 _MOST_SLOTS = 6
 _SKINNY_OUTPUTS = 8  # of 16 weight rows, gated
-_CPU = torch.device("cpu")
 _FIXED_ROWS = 16  # of every product on a CPU whose rows may not depend on each other
 
 
@@ -103,7 +103,7 @@ def tile_rows(
     num_experts: int,
     is_fp8: bool = False,
     deterministic: bool = False,
-    device: torch.device = _CPU,
+    target: Target = CPU,
     packings: Sequence[Packing] = (),
 ) -> int:
     """Return the rows of a tile for so many pairs on a device, by which the kernel is chosen.
@@ -116,7 +116,7 @@ def tile_rows(
     if packings:
         all_e2m1 = all(each.scales_numbers for each in packings)
         sizes = packed.MOST_E2M1_PAIRS if all_e2m1 else packed.MOST_PAIRS
-    elif piped.runs_on(device, deterministic):
+    elif piped.runs_on(target, deterministic):
         few = {rows: most for rows, most in sizes.items() if rows < piped.TILE_ROWS[0]}
         sizes = few | piped.MOST_PAIRS
     found = next(rows for rows, most in sizes.items() if average <= most)
@@ -236,6 +236,13 @@ def _slot_bytes(rows: int, row_bytes: int) -> int:
     return rows * row_bytes + _COLUMNS * _CHUNK_BYTES
 
 
+def tiles_of(target: Target, deterministic: bool) -> dict[str, tuple[int, ...]]:
+    """Return the kernels of weights that are not packed, and the rows of the tiles of each."""
+    taken = piped.TILE_ROWS if piped.runs_on(target, deterministic) else ()
+    few = tuple(size for size in TILE_ROWS if not taken or size < taken[0])
+    return {"skinny": (SKINNY_ROWS,), "tiled": few, "piped": taken}
+
+
 def _variant(dtype: torch.dtype, is_fp8: bool, is_gated: bool, rows: int) -> jit.Variant:
     kinds = {"FP8": int(is_fp8), "GATED": int(is_gated)}
     if rows == SKINNY_ROWS:
@@ -309,9 +316,9 @@ def _launch(
         return out
     rows, is_fp8 = routed.tile_rows, values.dtype == E4M3
     how = (x.dtype, is_fp8, gate is not None)
-    taken = piped.TILE_ROWS if piped.runs_on(x.device, deterministic) else ()
-    few = (size for size in (SKINNY_ROWS, *TILE_ROWS) if not taken or size < taken[0])
-    jit.compile_too(_variant(*how, size) for size in few)
+    sizes_of = tiles_of(target_of(x.device), deterministic)
+    taken = sizes_of["piped"]
+    jit.compile_too(_variant(*how, size) for size in (*sizes_of["skinny"], *sizes_of["tiled"]))
     jit.compile_too(piped.variant(*how, size) for size in taken)
     if rows in taken:
         piped.launch(piped.variant(*how, rows), values, routed, streams, outputs, args)

@@ -67,16 +67,27 @@ def choose_rows(x: Tensor, weight: Tensor, norm: Tensor, stages: RouterStages) -
 def takes(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernel is the one for rows and a router.
 
-    The device must have teams that are clusters, and the router must be so small that the CTAs of
-    one read it fast enough. Sums have an order of their own: deterministic mode has more rows.
+    Sums have an order of their own: deterministic mode has more rows.
+    """
+    if x.device.type == "cpu" or refusal(x, weight) is not None:
+        return False
+    return team.team_size(x.get_device()) > 1
+
+
+def refusal(x: Tensor, weight: Tensor) -> str | None:
+    """Say why the kernel is not that of rows and a router on a GPU that has teams; None: it is.
+
+    Teams are clusters. The router must be so small that the CTAs of one read it fast enough.
     """
     num_rows, (columns, width) = len(x), weight.shape
-    if x.device.type == "cpu" or x.dtype not in DTYPES or weight.dtype != x.dtype:
-        return False
-    fits = 0 < num_rows <= MAX_ROWS and _bytes(num_rows, width) <= _MAX_BYTES
-    is_small = columns <= _MAX_COLUMNS and columns * width <= _MAX_WEIGHTS
+    if x.dtype not in DTYPES or weight.dtype != x.dtype:
+        return "takes rows and weights of 16 bits"
+    if not 0 < num_rows <= MAX_ROWS or _bytes(num_rows, width) > _MAX_BYTES:
+        return f"takes 1 to {MAX_ROWS} rows of {_MAX_BYTES} bytes together"
+    if columns > _MAX_COLUMNS or columns * width > _MAX_WEIGHTS:
+        return f"takes {_MAX_COLUMNS} columns and {_MAX_WEIGHTS} weights at most"
     is_aligned = columns % MULTIPLE == 0 and jit.vector_width(width, x, weight) == MULTIPLE
-    return fits and is_small and is_aligned and team.team_size(x.get_device()) > 1
+    return None if is_aligned else "takes aligned rows"
 
 
 def _bytes(num_rows: int, width: int) -> int:

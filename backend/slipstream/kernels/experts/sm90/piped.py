@@ -14,7 +14,9 @@ from torch import Tensor
 from slipstream.kernels.elementwise.fp8 import E4M3
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.runtime import jit, tensor_map
+from slipstream.kernels.runtime.registry import Target
 
+ARCHITECTURE = "sm_90a"
 TILE_ROWS = (32, 48, 64, 128)  # `tiled.cu` is as fast or faster by tiles of 16
 # The most pairs an expert, on average, for each size of tiles. On an H200 tiles of 64 are the
 # fastest with averages of 32, of 128 with one of 128; between them most experts have one tile.
@@ -27,12 +29,12 @@ _PLACE_BYTES = 12  # of a tile's row: where it comes from and goes to, and its f
 _MEMORY = 226 << 10
 
 
-def runs_on(device: torch.device, deterministic: bool) -> bool:
+def runs_on(target: Target, deterministic: bool) -> bool:
     """Whether this kernel multiplies tiles of experts on a device.
 
     Deterministic mode takes `tiled.cu` for tiles of all sizes, as sums here may have another order.
     """
-    return not deterministic and jit.is_hopper(device)
+    return not deterministic and target.architecture == ARCHITECTURE
 
 
 def num_slots(rows: int, is_fp8: bool) -> int:
