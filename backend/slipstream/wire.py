@@ -117,6 +117,7 @@ class Ping(ToEngine, frozen=True):
 
     number: int
     with_figures: bool = False
+    with_adapters: bool = False  # with `Status.adapter_counts`
 
 
 class Bye(ToEngine, frozen=True):
@@ -317,6 +318,15 @@ class ReplicaState(msgspec.Struct, frozen=True):
     num_restarts: int = 0
 
 
+class AdapterCount(msgspec.Struct, frozen=True, array_like=True):
+    """What requests of an adapter's name have used since the engine started."""
+
+    name: str
+    num_requests: int  # accepted
+    num_prompt_tokens: int
+    num_output_tokens: int  # of sequences that have ended
+
+
 class Status(ToBridge, frozen=True):
     """The answer to `Ping`. A cached block that no sequence uses counts as free."""
 
@@ -340,6 +350,7 @@ class Status(ToBridge, frozen=True):
     running_adapters: list[str] = []  # names, of sequences that run
     waiting_adapters: list[str] = []
     replicas: list[ReplicaState] = []  # if there are several
+    adapter_counts: list[AdapterCount] = []  # if the `Ping` requested them
 
 
 EngineMessage = Hello | Submit | Cancel | LoadAdapter | UnloadAdapter | Ping | Bye

@@ -161,6 +161,25 @@ def _adapters(statuses: Iterable[tuple[str, int, wire.Status | None]]) -> Iterab
             yield f'{name}{{{labels},max_lora="{MAX_ADAPTERS}"}} {time.time():.3f}'
 
 
+def adapter_counts(statuses: Iterable[tuple[str, wire.Status | None]]) -> bytes:
+    """Return what requests of each adapter have used, a line for each: on request alone."""
+    lines: list[str] = []
+    for name, text, field in _OF_ADAPTERS:
+        lines += [f"# HELP slipstream_adapter_{name} {text}"]
+        lines += [f"# TYPE slipstream_adapter_{name} counter"]
+        for model, status in statuses:
+            for each in [] if status is None else status.adapter_counts:
+                own = each.name.replace("\\", "\\\\").replace('"', '\\"')
+                labels = f'model="{model}",lora_name="{own}"'
+                lines.append(f"slipstream_adapter_{name}{{{labels}}} {getattr(each, field)}")
+    return ("\n".join(lines) + "\n").encode()
+
+
+_OF_ADAPTERS = (
+    ("requests_total", "Requests of the adapter.", "num_requests"),
+    ("prompt_tokens_total", "Tokens of their prompts.", "num_prompt_tokens"),
+    ("output_tokens_total", "Tokens of their answers.", "num_output_tokens"),
+)
 MAX_ADAPTERS = 1 << 16  # for a number without a limit
 _OF_ENGINE = (
     ("running", "gauge", "Sequences that run.", "running"),

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
-from slipstream import __version__
+from slipstream import __version__, wire
 from slipstream_contract.errors import ContractError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -19,7 +19,7 @@ from slipstream_gateway.body import GoneError, parse_object, read_body
 from slipstream_gateway.errors import ApiError, api_error, openai_body
 from slipstream_gateway.fields import read_flag
 from slipstream_gateway.history import prepare_messages
-from slipstream_gateway.metrics import Metrics
+from slipstream_gateway.metrics import Metrics, adapter_counts
 from slipstream_gateway.model_text import ModelText
 from slipstream_gateway.models import Model, Models
 from slipstream_gateway.openapi import FILE
@@ -204,8 +204,11 @@ class Routes:
         return json_response({"server_load": self._metrics.num_open})
 
     async def show_metrics(self, request: Request) -> Response:
-        """Return the metrics in Prometheus' text format."""
+        """Return metrics in Prometheus' text format; with `adapters` counts of each adapter."""
         models = self._models.all
+        if read_query_flag(request, "adapters"):
+            counted = await asyncio.gather(*map(_counted, models))
+            return Response(adapter_counts(counted), media_type=_PLAIN)
         await asyncio.gather(*(_fault(model) for model in models))  # asks each for its status
         rows = [(m.names[0], m.config.block_size, m.engine.connection.status) for m in models]
         page = self._metrics.page(rows)
@@ -246,6 +249,21 @@ def _card(model: Model, name: str) -> dict[str, object]:
         "has_chat_template": None if model.text is None else model.text.can_chat,
         "permission": [],
     }
+
+
+def read_query_flag(request: Request, name: str) -> bool:
+    """Return a flag of the query. Raises ApiError if it is neither true nor false."""
+    value = request.query_params.get(name, "false")
+    if value not in ("true", "false"):
+        raise ApiError(400, f"{name} is {value!r:.64}, neither true nor false", name)
+    return value == "true"
+
+
+async def _counted(model: Model) -> tuple[str, wire.Status | None]:
+    """Return a model's name and its engine's status, with counts of adapters."""
+    ask = model.engine.connection.request_status
+    status = await asyncio.to_thread(ask, _ANSWER_S, with_adapters=True)
+    return model.names[0], status
 
 
 async def _fault(model: Model) -> str:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from fixtures.bridge.texts import CHECKPOINT, TEXT
 from fixtures.features import answers
@@ -68,6 +69,22 @@ def test_adapters_come_and_go_by_messages(house: House) -> None:
     ):
         with pytest.raises(ContractError, match=why):
             change()
+
+
+def test_counts_of_an_adapter_are_had_on_request(house: House) -> None:
+    def counts() -> dict[str, tuple[int, int, int]]:
+        status = house._bridge.connection.request_status(60, with_adapters=True)
+        return {each[0]: each[1:] for each in map(msgspec.structs.astuple, status.adapter_counts)}
+
+    before = counts().get("zero", (0, 0, 0))
+    text_of(house, None)
+    assert counts().get("zero", (0, 0, 0)) == before
+    for num_tokens in (5, 9):
+        text_of(house, "zero", "def main(argv):", num_tokens)
+    prompts = 2 * len(TEXT.encode("def main(argv):"))
+    after = tuple(old + new for old, new in zip(before, (2, prompts, 14), strict=True))
+    assert counts()["zero"] == after
+    assert house._bridge.connection.request_status(60).adapter_counts == []
 
 
 @pytest.mark.rest

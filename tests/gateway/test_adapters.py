@@ -60,6 +60,12 @@ def test_an_adapter_is_a_model_while_it_is_loaded(
         wrong = gateway.complete(**asked, model="one", lora_name="two")
         assert (wrong.status, wrong.error["param"]) == (400, "lora_name")
         assert "vllm:lora_requests_info{" in gateway.get("/metrics").data.decode()
+        page = gateway.get("/metrics?adapters=true").data.decode()
+        tokens = f'slipstream_adapter_output_tokens_total{{model="{MODEL}",lora_name="one"}} 24'
+        assert tokens in page.splitlines()
+        assert "slipstream_adapter" not in gateway.get("/metrics?adapters=false").data.decode()
+        wrong = gateway.get("/metrics?adapters=1")
+        assert (wrong.status, wrong.error["param"]) == (400, "adapters")
         url = ["--url", gateway.url]
         assert cli.main(["adapter", *url, "load", "two", "one"]) == 0
         assert cli.main(["adapter", "list", *url]) == 0

@@ -53,6 +53,10 @@ def test_an_adapter_is_loaded_everywhere_and_again_after_a_death(server, client)
     wait_for(lambda: names(client) == ["mine"])
     assert client.complete(21, prompt, adapter="mine") == adapted
     assert [client.complete(30 + n, [*prompt, n], adapter="mine") for n in range(4)] == texts
+    (count,) = client.connection.request_status(60, with_adapters=True).adapter_counts
+    assert (count.name, count.num_requests) == ("mine", 10)
+    assert count.num_prompt_tokens == 8 * 6 + 2 * 5
+    assert count.num_output_tokens == sum(map(len, [*texts, *texts, adapted, adapted]))
     with pytest.raises(ContractError, match="no such"):
         client.connection.load_adapter("other", "absent", 120)
     client.connection.unload_adapter("mine", 60)

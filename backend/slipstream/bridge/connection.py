@@ -143,10 +143,12 @@ class Connection:
         if has_come:  # its descriptor signals only once, and has done so here
             os.eventfd_write(self._wake, 1)
 
-    def request_status(self, timeout_s: float, with_figures: bool = False) -> wire.Status:
+    def request_status(
+        self, timeout_s: float, with_figures: bool = False, with_adapters: bool = False
+    ) -> wire.Status:
         """Return the engine's state now. Raises ContractError if it does not answer in time."""
         number = next(self._numbers)
-        answer = self._ask(wire.Ping(number, with_figures), timeout_s)
+        answer = self._ask(wire.Ping(number, with_figures, with_adapters), timeout_s)
         assert isinstance(answer, wire.Status), "numbers are used once"
         return answer
 

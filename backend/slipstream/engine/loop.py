@@ -36,6 +36,7 @@ from slipstream import wire
 from slipstream.config import EngineConfig
 from slipstream.core.laps import Laps, process_age
 from slipstream.engine import drafter_choice
+from slipstream.engine.adapter_counts import AdapterCounts
 from slipstream.engine.chores import Chores
 from slipstream.engine.keepers import Keepers
 from slipstream.engine.reading import ReadingEngine
@@ -77,7 +78,7 @@ class EngineLoop:
         self._welcome = welcome
         self._bridges: dict[bytes, wire.Hello] = {}  # connected bridges
         self._followers: set[bytes] = set()  # connected bridges that want `Prefixes`
-        self._keepers = Keepers()
+        self._keepers, self._adapter_counts = Keepers(), AdapterCounts(engine.has_request)
         self._heard_s: dict[bytes, float] = {}
         self._next_probe_s = 0.0
         self._status_line = StatusLine(time.monotonic())
@@ -131,8 +132,9 @@ class EngineLoop:
             self._publish_load()
         if self._engine.has_work:
             self._chores.put_off()
-            outputs = self._engine.step()
-            for bridge, rejected in self._engine.take_rejected():
+            outputs, refused = self._engine.step(), self._engine.take_rejected()
+            self._adapter_counts.take(outputs, refused)
+            for bridge, rejected in refused:
                 if bridge in self._bridges:
                     self._send(bridge, rejected)
             made_ns = time.time_ns()
@@ -262,8 +264,9 @@ class EngineLoop:
     def _status(self, bridge: bytes, ping: wire.Ping) -> wire.Status:
         status = self._engine.status(ping.number, self._bridge_names())
         figures = self._engine.figures(self.num_dropped) if ping.with_figures else None
-        requests = self._engine.requests_of(bridge)
-        return msgspec.structs.replace(status, figures=figures, requests=requests)
+        counts = self._adapter_counts.all() if ping.with_adapters else []
+        more = {"requests": self._engine.requests_of(bridge), "adapter_counts": counts}
+        return msgspec.structs.replace(status, figures=figures, **more)
 
     def _greet(self, bridge: bytes, message: wire.Hello) -> None:
         ours = (self._welcome.protocol, self._welcome.version)
@@ -296,6 +299,7 @@ class EngineLoop:
             if self._keepers.are_gone:
                 raise ContractError("the model was unloaded", Code.UNAVAILABLE)
             self._engine.submit(bridge, message)
+            self._adapter_counts.start(bridge, message)
         except ContractError as error:
             rejected = wire.Rejected(message.request, error.code, error.message, error.reason)
             self._send(bridge, rejected)
@@ -330,6 +334,7 @@ class EngineLoop:
             self._engine.prefixes.stop_sharing()
         self._keepers.remove(bridge)
         num_requests = self._engine.cancel_bridge(bridge)
+        self._adapter_counts.leave(bridge)
         if self._bridges.pop(bridge, None) is not None:
             _log.info("bridge %.64r %s; %d requests cancelled", name, why, num_requests)
 
