@@ -34,6 +34,13 @@ from slipstream.quant.matrix import dequantise
 HOST = torch.device("cpu")
 CASES = {  # what a GPU keeps
     "awq-gemm-32": "4 bits by 32, packed",
+    "awq-gemv-32": "4 bits by 32, packed",
+    "awq-gemv-64": "4 bits by 64, packed",
+    "gptq-v1-2-32": "4 bits by 32, packed",
+    "gptq-v1-3-64": "4 bits by 64, packed",
+    "gptq-v2-2-32": "4 bits by 32, packed",
+    "gptq-v2-3-64": "4 bits by 64, packed",
+    "gptq-v1-8-64": "8 bits by 64, packed",
     "gptq-v1-4-32": "4 bits by 32, packed",
     "gptq-v2-8-64": "8 bits by 64, packed",
     "modelopt-int4": "4 bits by 32, packed",
@@ -41,11 +48,34 @@ CASES = {  # what a GPU keeps
     "modelopt-fp8": "e4m3",
     "modelopt-nvfp4": "e2m1 by 16, packed",
     "bnb-int8": "8 bits by a row, packed",
+    "modelopt-mxfp4": "e2m1 by 32, packed",
+    "modelopt-fp8-rows": "e4m3",
     "bnb-nf4": "16 bits",
+    "bnb-nf4-double": "16 bits",
+    "ct-pack-2": "4 bits by 32, packed",
+    "ct-pack-3": "4 bits by 32, packed",
+    "ct-pack-4": "4 bits by 32, packed",
+    "ct-pack-5": "8 bits by 32, packed",
+    "ct-pack-6": "8 bits by 32, packed",
+    "ct-pack-8": "8 bits by 32, packed",
+    "ct-pack-4-rows": "4 bits by a row, packed",
+    "ct-pack-8-rows": "8 bits by a row, packed",
+    "ct-int-rows": "8 bits by a row, packed",
+    "ct-int-rows-zeros": "8 bits by a row, packed",
+    "ct-float-rows": "e4m3",
+    "ct-float-blocks": "e4m3 by 64, packed",
+    "ct-naive-4": "4 bits by 32, packed for e4m3",
+    "ct-nvfp4": "e2m1 by 16, packed",
+    "ct-mxfp4": "e2m1 by 32, packed",
+    "hf-fp8-float": "e4m3 by 64, packed",
+    "hf-fp8-ue8m0": "e4m3 by 64, packed",
 }
 
+QUICK = {"awq-gemm-32", "awq-gemv-32", "gptq-v1-4-32", "gptq-v2-8-64", "modelopt-int4", "bnb-int8"}
+QUICK |= {"modelopt-int8", "modelopt-fp8", "modelopt-nvfp4", "bnb-nf4", "ct-pack-4", "hf-fp8-float"}
 
-@pytest.mark.parametrize("case", CASES)
+
+@pytest.mark.parametrize("case", quick_of(CASES, QUICK))
 def test_logits_are_those_of_the_dequantised_model(case: str, tmp_path: Path) -> None:
     model = model_of(case, tmp_path)
     driver = Driver(make_runner(tmp_path / "model"), keep_logits=True)
@@ -55,7 +85,7 @@ def test_logits_are_those_of_the_dequantised_model(case: str, tmp_path: Path) ->
         truth = model(torch.tensor([generation.tokens])).logits[0]
     for i, logits in enumerate(generation.logits):
         expected = truth[len(generation.prompt) - 1 + i]
-        assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+        assert (logits - expected).abs().max() <= 2e-4 * expected.abs().max()
 
 
 def kept(matrix: Matrix) -> tuple[str, torch.Tensor]:
@@ -73,7 +103,7 @@ def kept(matrix: Matrix) -> tuple[str, torch.Tensor]:
     return "16 bits", matrix.values.float()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_of(CASES, QUICK))
 def test_a_gpu_keeps_these_weights(case: str, tmp_path: Path) -> None:
     """Fused: q, k and v are one matrix, gate and up another."""
     layer = model_of(case, tmp_path).model.layers[1]
@@ -119,7 +149,7 @@ def test_rearranged_and_of_experts(
     assert torch.equal(*logits)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick_of(CASES, QUICK))
 @pytest.mark.parametrize("stored", [64, 32])
 def test_moves_keep_what_a_matrix_stands_for(case: str, stored: int, tmp_path: Path) -> None:
     """Heads with zeros: rows of q, interleaved, and inputs of what follows attention."""

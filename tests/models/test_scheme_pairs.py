@@ -22,7 +22,8 @@ from slipstream.engine.scheduler import Limits
 
 SCHEMES = ("awq-gemm-32", "awq-gemm-128", "gptq-v1-4-32", "gptq-v2-8-64", "gptq-v1-3-64")
 SCHEMES += ("modelopt-int4", "modelopt-int8", "modelopt-fp8", "modelopt-nvfp4", "modelopt-mxfp4")
-SCHEMES += ("bnb-int8", "bnb-nf4", "bnb-nf4-double")
+SCHEMES += ("bnb-int8", "bnb-nf4", "bnb-nf4-double", "awq-gemv-32", "gptq-v2-2-32")
+SCHEMES += ("ct-pack-4", "ct-int-rows", "ct-float-blocks", "ct-naive-4", "ct-nvfp4", "hf-fp8-float")
 _MOE = {"num_key_value_heads": 1, "intermediate_size": 256}
 _TYPES = ["sliding_attention", "full_attention"]
 FAMILIES: dict[str, dict[str, object]] = {
