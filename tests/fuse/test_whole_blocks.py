@@ -107,8 +107,9 @@ def test_weights_are_multiplied_as_they_are_stored(dtype: torch.dtype, tmp_path:
         ("mixtral", {}),
         ("qwen3_moe", {"norm_topk_prob": False}),
         ("qwen3_moe", {"norm_topk_prob": True}),
+        ("gpt_oss", {"num_hidden_layers": 3}),
     ],
-    ids=["mixtral", "qwen3 moe", "normalised"],
+    ids=["mixtral", "qwen3 moe", "normalised", "gpt-oss"],
 )
 def test_mixtures_of_experts(family: str, own: dict[str, object], tmp_path: Path) -> None:
     """Logits are those of transformers; steps with terms of adapters are apart."""

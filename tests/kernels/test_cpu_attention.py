@@ -1,7 +1,7 @@
 """The processor's rotation, cache writes and attention, beside their oracles in torch."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.kernels.attention.decode import decode_attention
 from slipstream.kernels.attention.prefill import prefill_attention
+from slipstream.kernels.attention.scores import UNCHANGED, Scores
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cpu.native import library
 from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
@@ -33,6 +34,7 @@ class Drawn:
     block_size: int
     format: str
     window: int
+    sinks: list[float] | None  # of heads, by turns
     seed: int
 
 
@@ -45,20 +47,32 @@ drawn = st.builds(
     block_size=st.sampled_from([16, 32]),
     format=st.sampled_from(sorted(FORMATS)),
     window=st.integers(0, 90),
+    sinks=st.none()
+    | st.lists(st.sampled_from([-torch.inf, -30.0, -2.0, 0.5, 4.0, 90.0]), min_size=1),
     seed=st.integers(0, 1 << 16),
 )
+
+
+def changed_by(d: Drawn) -> Scores:
+    """Return scores with the sinks that were drawn, if any."""
+    if d.sinks is None:
+        return UNCHANGED
+    return Scores(sinks=torch.tensor([*itertools.islice(itertools.cycle(d.sinks), d.heads[0])]))
 
 
 @settings(deadline=None)
 @given(drawn, st.booleans(), forms, forms)
 def test_attention_is_its_definition(d: Drawn, decodes: bool, form: str, other: str) -> None:
-    """Blocks that no query sees are NaN, or nowhere; two instruction sets have the same bits."""
+    """Blocks that no query sees are NaN, or nowhere; two instruction sets have the same bits.
+
+    Sinks are far below scores, among them and far above.
+    """
     chunks = [min(chunk, 1) for chunk in d.chunks] if decodes else d.chunks
     if decodes:
         chunks = [1] * len(chunks)
     lengths = [before + chunk for before, chunk in zip(d.before, chunks, strict=False)]
     sizes = d.heads, d.head_size, d.block_size, torch.float32, "cpu", d.seed, d.window
-    case = make_case(chunks, lengths, *sizes)
+    case = replace(make_case(chunks, lengths, *sizes), changed=changed_by(d))
     plain = case
     if d.format != "float32":
         case, plain = in_format(case, FORMATS[d.format])
@@ -69,29 +83,28 @@ def test_attention_is_its_definition(d: Drawn, decodes: bool, form: str, other: 
         with within(each):
             if decodes:
                 how = case.lengths, NO_PLAN, case.scale, out
-                decode_attention(case.q, *where, *how, window=d.window)
+                decode_attention(case.q, *where, *how, window=d.window, changed=case.changed)
             else:
                 starts = (case.query_starts, case.lengths, case.scale, max(chunks), out, d.window)
-                prefill_attention(case.q, *where, *starts)
+                prefill_attention(case.q, *where, *starts, changed=case.changed)
         outs.append(out)
     want = attend(plain, torch.float64)
     assert torch.allclose(outs[0].double(), want, rtol=1e-5, atol=1e-5)
     assert torch.equal(*outs)
 
 
-def test_a_token_has_the_same_bits_whatever_chunk_it_comes_in() -> None:
+@pytest.mark.parametrize("changed", [UNCHANGED, Scores(sinks=torch.linspace(-1, 3, 9))])
+def test_a_token_has_the_same_bits_whatever_chunk_it_comes_in(changed: Scores) -> None:
     case = make_case([97], [97], (9, 3), 64, 16, torch.float32, "cpu", 3, 50)
-    whole = prefill_attention(
-        case.q, case.cache, case.block_tables, case.query_starts, case.lengths, 0.125, 97, None, 50
-    )
+    where = case.cache, case.block_tables, case.query_starts, case.lengths, 0.125, 97
+    whole = prefill_attention(case.q, *where, None, 50, changed=changed)
     begin = 0
     for end, form in zip((1, 2, 40, 96, 97), itertools.cycle(HERE), strict=False):
         starts = torch.tensor([0, end - begin], dtype=torch.int32)
         lengths = torch.tensor([end], dtype=torch.int32)
-        size, how = end - begin, (None, 50)
-        where = (case.cache, case.block_tables, starts, lengths, 0.125, size)
+        where = case.cache, case.block_tables, starts, lengths, 0.125, end - begin
         with within(form):
-            part = prefill_attention(case.q[begin:end], *where, *how)
+            part = prefill_attention(case.q[begin:end], *where, None, 50, changed=changed)
         assert torch.equal(part, whole[begin:end]), (begin, end)
         begin = end
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slipstream.fuse.places import FusedGatedLinear, FusedLinearAdd, FusedNormLinear
 from slipstream.fuse.slices import SlicedGatedLinear, SlicedLinearAdd, SlicedNormLinear
-from slipstream.kernels.attention.cpu import MOST_GROUP
+from slipstream.kernels.attention.cpu import MOST_GROUP, takes_scores
 from slipstream.kernels.cpu.native import (
     Cache,
     Layer,
@@ -214,6 +214,8 @@ def _of_linears(
     heads = q_width // attention.head_size
     if attention.head_size % 2 or q_width > MOST_GROUP * kv_width:
         return None
+    if not takes_scores(attention.changed, heads):
+        return None
     of = (norms[0], None, norms[1], None)
     products = [
         _product(linear, norm, gated=place == 2)
@@ -228,7 +230,8 @@ def _of_linears(
     rotation = Rotation(attention.cos_sin.data_ptr(), *where, *how)
     found += [Product()] * (len(of) - len(found))
     pointer = None if mixture is None else ctypes.pointer(mixture)
-    return Layer(*found, rotation, Cache(), None, pointer, heads, attention.scale)
+    sinks = address(attention.changed.sinks)
+    return Layer(*found, rotation, Cache(), None, pointer, sinks, heads, attention.scale)
 
 
 def _product(linear: Linear, norm: object, gated: bool) -> Product | None:

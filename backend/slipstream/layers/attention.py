@@ -235,9 +235,12 @@ class Attention:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but the rotation's norms comes between projection, attention and sum."""
+        """Whether nothing but the rotation's norms comes between projection, attention and sum.
+
+        Scores may be changed.
+        """
         is_early = bool(self.early_norms) or self._most is not None
-        return not is_early and self.static is None and not self.changed.changes
+        return not is_early and self.static is None
 
     def __call__(
         self, norm: RowNorm, residual: Residual, inputs: AttentionInputs, cache: Tensor

@@ -6,8 +6,10 @@ from torch import Tensor
 from slipstream.kernels.attention.calls import takes
 from slipstream.kernels.attention.decode import DecodeCall, decode_attention
 from slipstream.kernels.attention.prefill import PrefillCall, prefill_attention
+from slipstream.kernels.attention.rules import SINKING
+from slipstream.kernels.attention.scores import Scores
 from slipstream.kernels.cache import kv_format
-from slipstream.kernels.cpu.native import Sequences, loaded, num_threads
+from slipstream.kernels.cpu.native import Sequences, address, loaded, num_threads
 from slipstream.kernels.elementwise.rope_cpu import cache_struct, takes_heads
 
 MOST_GROUP = 128  # heads that share a kv head
@@ -20,6 +22,17 @@ def _takes(spec: tuple[tuple[object, ...], ...]) -> str | None:
     if shape[1] > MOST_GROUP * cached[1]:
         return f"takes {MOST_GROUP} heads of a kv head"
     return takes_heads(spec[0])
+
+
+def takes_scores(changed: Scores, num_heads: int) -> bool:
+    """Whether the kernel has these scores: plain ones, or those with sinks of fp32 `[hq]`."""
+    if changed.changes not in ((), (SINKING,)):
+        return False
+    sinks = changed.sinks
+    if sinks is None:
+        return True
+    is_vector = sinks.shape == (num_heads,) and sinks.is_contiguous()
+    return is_vector and sinks.dtype == torch.float32
 
 
 def _is_dense(q: Tensor, cache: Tensor, tables: Tensor, out: Tensor, *vectors: Tensor) -> bool:
@@ -35,12 +48,16 @@ def decode(call: DecodeCall) -> Tensor:
     """`decode_attention`; what the kernel does not take is computed by torch."""
     q, cache, tables, lengths, _, scale, out, newest, window, sinks, _, changed = call
     out = torch.empty(q.shape, dtype=q.dtype) if out is None else out
-    is_plain = newest is None and sinks is None and scale > 0 and not changed.changes
-    if not is_plain or not _is_dense(q, cache, tables, out, lengths):
+    is_plain = newest is None and sinks is None and scale > 0
+    if (
+        not is_plain
+        or not takes_scores(changed, q.shape[1])
+        or not _is_dense(q, cache, tables, out, lengths)
+    ):
         return decode_attention.oracle(*call._replace(out=out))
     kv_format.check_cache("decode_attention", cache, q)
     count = len(lengths)
-    where = tables.data_ptr(), tables.stride(0), lengths.data_ptr(), None
+    where = tables.data_ptr(), tables.stride(0), lengths.data_ptr(), None, address(changed.sinks)
     _attend(q, cache, Sequences(*where, count, count, window, scale), out)
     return out
 
@@ -51,11 +68,13 @@ def prefill(call: PrefillCall) -> Tensor:
     """`prefill_attention`; what the kernel does not take is computed by torch."""
     q, cache, tables, starts, lengths, scale, _, out, window, _, changed = call
     out = torch.zeros(q.shape, dtype=q.dtype) if out is None else out
-    if changed.changes or not _is_dense(q, cache, tables, out, starts, lengths):
+    is_taken = takes_scores(changed, q.shape[1])
+    if not is_taken or not _is_dense(q, cache, tables, out, starts, lengths):
         return prefill_attention.oracle(*call._replace(out=out))
     kv_format.check_cache("prefill_attention", cache, q)
     where = tables.data_ptr(), tables.stride(0), lengths.data_ptr(), starts.data_ptr()
-    _attend(q, cache, Sequences(*where, len(lengths), 0, window, scale), out)
+    how = address(changed.sinks), len(lengths), 0, window, scale
+    _attend(q, cache, Sequences(*where, *how), out)
     return out
 
 

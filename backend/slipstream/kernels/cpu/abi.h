@@ -108,6 +108,7 @@ struct Sequences {
     int64_t table_stride;
     const int32_t *lengths;  // [s]
     const int32_t *starts;   // [s - num_decodes + 1], of chunks, from their first query on
+    const float *sinks;      // [heads]: scores beside those of tokens, which give nothing; or null
     int32_t count, num_decodes;
     int32_t window;  // tokens that a query sees; 0: all
     float scale;     // of scores
@@ -131,6 +132,7 @@ struct Layer {
     Cache cache;
     const Step *step;
     const Mixture *mixture;  // in the place of gate_up and down; or null
+    const float *sinks;      // [heads], as `Sequences` has them; or null
     int32_t heads;
     float scale;  // of scores
 };

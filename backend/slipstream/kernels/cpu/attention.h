@@ -1,7 +1,8 @@
 // Rotation, and attention over the paged cache, for one instruction set.
 //
 // A query's tokens come in tiles of 32, counted from the start of its sequence, and its sums in the
-// order of tokens: its bits depend on its position and the tokens before it alone.
+// order of tokens, behind its head's sink, if it has one: its bits depend on its position and the
+// tokens before it alone.
 #pragma once
 
 #include "cached.h"
@@ -173,7 +174,8 @@ void attend_item(const Sequences &q_of, const Cache &c, const Item &item, int he
             s.queries[r * wide + i] = i < size ? from[i] * q_of.scale : 0.0f;
             s.sums[r * wide + i] = 0.0f;
         }
-        s.most[r] = -INFINITY, s.total[r] = 0.0f;
+        s.most[r] = q_of.sinks ? q_of.sinks[head * group + r % group] : -INFINITY;
+        s.total[r] = 1.0f;  // e ** (sink - most); without a sink the first token seen forgets it
     }
     const int32_t *table = q_of.tables + item.sequence * q_of.table_stride;
     const int64_t window = q_of.window, last = item.position + item.count;

@@ -147,6 +147,7 @@ class Sequences(ctypes.Structure):
         ("table_stride", c_int64),
         ("lengths", c_void_p),
         ("starts", c_void_p),
+        ("sinks", c_void_p),
         ("count", c_int32),
         ("num_decodes", c_int32),
         ("window", c_int32),
@@ -210,6 +211,7 @@ class Layer(ctypes.Structure):
         ("cache", Cache),
         ("step", c_void_p),
         ("mixture", POINTER(Mixture)),
+        ("sinks", c_void_p),
         ("heads", c_int32),
         ("scale", c_float),
     )

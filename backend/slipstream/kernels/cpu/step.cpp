@@ -150,8 +150,8 @@ void run_block(const Layer &l, float *x, int64_t n, float *out, int threads, Blo
         q = queries, q_stride = q_width, x = out;
     }
     float *heads = Blocks::room(memory.heads, n * q_width);
-    const Sequences sequences{step.tables, step.table_stride, step.lengths,     step.starts,
-                              step.count,  step.num_decodes,  step.window, l.scale};
+    const Sequences sequences{step.tables, step.table_stride, step.lengths, step.starts, l.sinks,
+                              step.count,  step.num_decodes,  step.window,  l.scale};
     chosen->attend(sequences, l.cache, q, q_stride, n, l.heads, heads, threads);
     chosen->product(l.out, heads, q_width, n, x, hidden, true, threads);
     if (l.mixture) return run_experts(*l.mixture, x, n, hidden, threads, memory);
