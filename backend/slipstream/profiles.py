@@ -33,10 +33,16 @@ _WORKSPACE = 2_000_000_000  # bytes
 _LAUNCH_S = 10e-6  # of each layer
 _FP8_S = 8e-6  # more of a layer whose rows are put into fp8
 _UNHIDDEN = 0.65  # of the time of the GEMMs
-_PACKED_S = 8e-6  # more of a layer of packed matrices
+_PACKED_S = 2e-6  # more of each packed matrix
 _PACKED_READ = {4: 0.55, 8: 0.74}  # of the rate of other weights, by bits
-_EXPERTS_S = 27e-6  # more of a layer of experts: its router, and rows in their order
+_EXPERTS_S = 20e-6  # more of a layer of experts: its router, and rows in their order
 _EXPERTS_READ = 0.92  # of the rate of other weights
+_PACKED_EXPERTS_READ = {  # likewise, by bits and type of their codes
+    (4, "integers"): 0.95,
+    (8, "integers"): 0.74,  # as other matrices': none has been measured
+    (8, "e4m3"): 0.57,
+    (4, "e2m1"): 0.43,
+}
 _EXPERTS_RATE = 0.6  # of operations in 16 bits
 _SUM_S = 5e-6  # of a sum over ranks, of which a layer has two
 _SUM_RATE = 300e9  # bytes a second of it
@@ -179,11 +185,13 @@ class StepModel:
         packed = sum(each.num_elements for each in weights.packed)
         others = weights.expert_elements + packed
         self._elements, self._head = plan.block_elements - others, head
-        more_s = _FP8_S if is_fp8 else _PACKED_S if packed else 0.0
-        self._launches_s = dims.num_layers * (_LAUNCH_S + more_s)
+        self._launches_s = dims.num_layers * (_LAUNCH_S + (_FP8_S if is_fp8 else 0.0))
+        self._launches_s += weights.num_packed * _PACKED_S
         self._launches_s += weights.num_expert_layers * _EXPERTS_S
         self._weights, self._chosen = weights, 0.0
-        self._experts_read = _PACKED_READ.get(weights.expert_bits, _EXPERTS_READ)
+        self._experts_read = _EXPERTS_READ
+        if weights.expert_codes is not None:
+            self._experts_read = _PACKED_EXPERTS_READ[weights.expert_codes]
         if (experts := model.axes.experts) is not None:
             self._chosen = experts.routing.top_k / experts.routing.num_experts
         self.token_bytes = plan.block_bytes * plan.window.num_tables / plan.block_size

@@ -15,7 +15,7 @@ from slipstream.config import EngineConfig
 from slipstream.fuse.rewrite import Place, places
 from slipstream.kernels.gemm.cpu_packing import LAYOUT
 from slipstream.kernels.gemm.op import E4M3, Matrix, Spec
-from slipstream.kernels.gemm.packing import Packing
+from slipstream.kernels.gemm.packing import CodeType, Packing
 from slipstream.kernels.runtime.registry import Target
 from slipstream.layers.decoder import Decoder, StepDecoder
 from slipstream.layers.experts import Experts
@@ -131,9 +131,10 @@ class WeightParts:
     num_bytes: int
     expert_bytes: int = 0
     expert_elements: int = 0
-    expert_bits: int = 0  # that most of them are packed in; 0: they are not
+    expert_codes: tuple[int, CodeType] | None = None  # bits and type of packed ones
     num_expert_layers: int = 0
     packed: tuple[PackedPart, ...] = ()
+    num_packed: int = 0  # matrices, not of experts
 
 
 def weight_bytes(
@@ -159,7 +160,7 @@ def weight_parts(
         _num_bytes(found),
         _num_bytes(_objects(matrices)),
         sum(len(each.values) * each.outputs * each.inputs for each in matrices),
-        max((each.groups.packing.bits for each in matrices if each.groups is not None), default=0),
+        max(map(_codes, (each.groups.packing for each in matrices if each.groups)), default=None),
         len(layers),
         tuple(
             PackedPart(
@@ -169,7 +170,12 @@ def weight_parts(
             )
             for bits in sorted({packing.bits for _, packing in packed})
         ),
+        len(packed),
     )
+
+
+def _codes(packing: Packing) -> tuple[int, CodeType]:
+    return packing.bits, packing.code_type
 
 
 def _num_bytes(parts: Iterable[object]) -> int:
