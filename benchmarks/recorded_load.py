@@ -60,6 +60,14 @@ def at_rate(arrivals: Sequence[Arrival], rate: float, seconds: float) -> list[Ar
     return list(itertools.takewhile(lambda each: each.due_s < seconds, _again(arrivals, faster)))
 
 
+def piece(arrivals: Sequence[Arrival], first: int, count: int, rate: float) -> list[Arrival]:
+    """Return some of the requests at a mean rate, in requests a second; the first comes at 0 s."""
+    found = arrivals[first : first + count]
+    begin_s = found[0].due_s
+    faster = (len(found) - 1) / rate / ((found[-1].due_s - begin_s) or 1.0)
+    return [replace(each, due_s=(each.due_s - begin_s) * faster) for each in found]
+
+
 def _again(arrivals: Sequence[Arrival], faster: float) -> Iterator[Arrival]:
     mean = arrivals[-1].due_s / max(1, len(arrivals) - 1)
     for turn in itertools.count():

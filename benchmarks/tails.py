@@ -6,26 +6,31 @@ one's peak, so neither is overloaded. For each trace it prints first tokens and 
 in ms; the last table gives ours over the best of the stand-in's settings: goals are 0.85 for the
 first token's p50 and p90 and 1.0 for its p99, and 1.0 for both between tokens, beside the setting
 with the best p99 of first tokens. All tokens of a kind count alike, so a trace's p99 is that of
-some 300 requests.
+some 300 requests. Traces of the kind `recorded` are pieces of an hour that was recorded
+(`recorded_load.py`), made faster to the rate; the peak is that of its requests, too.
 """
 
 import argparse
+import functools
 import json
 import secrets
 import statistics
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import recorded_load
 import simulated
 from slipstream.engine.scheduler import Limits
 from step_times import SIZES, times_of
-from traces import FIGURES, KINDS, Answers, Trace, at_once, trace
+from traces import FIGURES, KINDS, Answers, Arrival, Trace, at_once, trace
 
 GOALS = dict(zip(FIGURES, (0.85, 0.85, 1.0, 1.0, 1.0, 1.0), strict=True))
 PEER_BUDGETS = (2048, 4096, 8192)
+RECORDED = "recorded"
+_REQUESTS, _PEAK_REQUESTS = 300, 600
 
 Run = Callable[[Trace], Answers]
 
@@ -52,10 +57,33 @@ def runs(case: Case, limits: Limits) -> tuple[Run, dict[str, Run]]:
     return engine, {f"vllm {budget}": setting(budget) for budget in PEER_BUDGETS}
 
 
-def peak(case: Case, limits: Limits) -> float:
+@functools.cache
+def hour() -> list[Arrival]:
+    """Return the recorded load."""
+    return recorded_load.read()
+
+
+def drawn(kind: str, rate: float, seed: int) -> Trace:
+    """Draw a trace of a kind, recorded ones by their beginning."""
+    if kind != RECORDED:
+        return trace(kind, rate, seed, _REQUESTS)
+    first = np.random.default_rng(seed).integers(len(hour()) - _REQUESTS)
+    found = recorded_load.piece(hour(), int(first), _REQUESTS, rate)
+    return Trace(kind, rate, seed, tuple(found))
+
+
+def closed_of(kind: str) -> Trace:
+    """Return requests of a kind that come all at once."""
+    if kind != RECORDED:
+        return at_once(count=_PEAK_REQUESTS)
+    spread = hour()[:: len(hour()) // _PEAK_REQUESTS][:_PEAK_REQUESTS]
+    return Trace(kind, 0.0, 0, tuple(replace(each, due_s=0.0) for each in spread))
+
+
+def peak(case: Case, limits: Limits, kind: str = "poisson") -> float:
     """Return requests a second of the slower one, of its best setting."""
     ours, peers = runs(case, limits)
-    closed = at_once(count=600)
+    closed = closed_of(kind)
     return min(ours(closed).peak, max(run(closed).peak for run in peers.values()))
 
 
@@ -77,12 +105,14 @@ def shown(values: Iterable[float]) -> str:
 def measure(case: Case, kinds: list[str], seeds: list[int], limits: Limits) -> dict[str, object]:
     """Run every trace of a case, and print its figures."""
     ours, peers = runs(case, limits)
-    rate = case.load * peak(case, limits)
-    print(f"\n{case.card} {case.shape}, {case.load:.0%} of the peak: {rate:.1f} requests/s")
+    rates = {kind: case.load * peak(case, limits, kind) for kind in kinds}
+    said = ", ".join(f"{kind} {rate:.1f}" for kind, rate in rates.items())
+    print(f"\n{case.card} {case.shape}, {case.load:.0%} of the peak: {said} requests/s")
     print(f"{'':26}" + "".join(f"{name:>12}" for name in FIGURES))
     found = []
     for number, seed in enumerate(seeds):
-        each = trace(kinds[number % len(kinds)], rate, seed)
+        kind = kinds[number % len(kinds)]
+        each = drawn(kind, rates[kind], seed)
         row = ours(each).figures()
         others = {name: run(each).figures() for name, run in peers.items()}
         for name, values in {"slipstream": row, **others}.items():
@@ -91,7 +121,7 @@ def measure(case: Case, kinds: list[str], seeds: list[int], limits: Limits) -> d
         found.append({"trace": each.name, "slipstream": row, "peers": others, "ratios": ratios})
     ratios = {name: statistics.median(each["ratios"][name] for each in found) for name in FIGURES}
     print(f"{'median ratio':26}{shown(ratios.values())}")
-    parts = {"card": case.card, "shape": case.shape, "load": case.load, "rate": rate}
+    parts = {"card": case.card, "shape": case.shape, "load": case.load, "rates": rates}
     return {**parts, "ratios": ratios, "traces": found}
 
 
@@ -103,7 +133,7 @@ def main() -> int:
     parser.add_argument("--cards", nargs="+", default=["H100"], choices=("H100", "H200"))
     parser.add_argument("--shapes", nargs="+", default=["8b"], choices=SIZES)
     parser.add_argument("--loads", nargs="+", type=float, default=[0.5, 0.7, 0.9])
-    parser.add_argument("--kinds", nargs="+", default=["poisson"], choices=KINDS)
+    parser.add_argument("--kinds", nargs="+", default=["poisson"], choices=(*KINDS, RECORDED))
     parser.add_argument("--traces", type=int, default=20, help="of each case; kinds take turns")
     parser.add_argument("--seed", type=int, help="of all traces (default: drawn)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="ours")

@@ -12,8 +12,8 @@ from slipstream_serve.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
 NAMES = (
-    *("shapes", "workloads", "limits", "step_times", "traces", "simulated", "tails"),
-    *("open_load", "open_rows"),
+    *("shapes", "workloads", "limits", "step_times", "traces", "recorded_load", "simulated"),
+    *("tails", "open_load", "open_rows"),
 )
 
 
@@ -104,6 +104,29 @@ def test_the_command_prints_and_keeps_all_traces(bench, tmp_path, capsys, monkey
     assert len(case["traces"]) == 2
     assert set(case["ratios"]) == set(bench.tails.FIGURES)
     assert capsys.readouterr().out.count("vllm 4096") == 2
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("kind", ["poisson", "recorded"])
+def test_the_policy_reaches_its_goals_over_recorded_steps(bench, kind):
+    """Medians of seven traces, beside the best settings of the stand-in."""
+    tails = bench.tails
+    for load in (0.5, 0.9):
+        case = tails.Case("H100", "8b", load)
+        found = tails.measure(case, [kind], [*range(7)], Limits(256, 2048))
+        for name, goal in tails.GOALS.items():
+            assert found["ratios"][name] <= goal + 0.02, (load, name)
+
+
+def test_a_piece_of_the_recorded_hour_comes_at_the_rate(bench):
+    one, same, other = (bench.tails.drawn("recorded", 20.0, seed) for seed in (5, 5, 6))
+    assert one == same
+    assert one.arrivals != other.arrivals
+    assert len(one.arrivals) == 300
+    dues = [each.due_s for each in one.arrivals]
+    assert (dues[0], dues[-1]) == (0.0, pytest.approx(299 / 20.0))
+    assert dues == sorted(dues)
+    assert {each.due_s for each in bench.tails.closed_of("recorded").arrivals} == {0.0}
 
 
 class Instant:
