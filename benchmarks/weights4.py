@@ -3,6 +3,7 @@
     PYTHONPATH=backend python benchmarks/weights4.py [--bits 4] [--group 128] [--zeros] [--rows 1 8]
     ... --e4m3 [--scale float32]    codes of e4m3, whose long prompts' rows may be e4m3, too
     ... --type q4_k    GGUF's Q4_K, or q6_k, or another type with records
+    ... --ends    a head of Llama-3's vocabulary, then lookups of as many rows of an embedding
 
 Random weights; each product runs in a graph over several copies that together exceed the L2 cache,
 for `--seconds`: by default every kernel that takes it, at nine sizes, in less than 90 seconds. The
@@ -13,7 +14,8 @@ Rows in e4m3 have the same limit, which they can beat. Beside 4 bits without zer
 e4m3, stand weights in e4m3 by row (`e4m3 NAME`). Products of e4m3 that are left unscaled, as those
 of prompts are, are timed without the kernel that scales them with what follows. Prompts:
 `--rows 512 1024 2048 4096`; of `unpacked_e4m3` they show the parts, too: unpacking, and the product
-by each way to scale x.
+by each way to scale x. Lookups read `--rows` random rows of a packed matrix, and of one in 16 bits
+by torch.
 """
 
 import argparse
@@ -31,20 +33,24 @@ from slipstream.kernels.elementwise.fp8 import Quantized
 from slipstream.kernels.gemm import cublaslt_groups, packing, records
 from slipstream.kernels.gemm.cublaslt_groups import matmul_by_groups
 from slipstream.kernels.gemm.linear import linear
+from slipstream.kernels.gemm.lookup import lookup
 from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Matrix, gemm, spec_of
 from slipstream.kernels.gemm.packing import BLOCK, TILE, CodeType, Groups, Packing
 from slipstream.kernels.gemm.search import describe
 from slipstream.kernels.gemm.unpacked_e4m3 import unpacked_e4m3
 from slipstream.kernels.runtime import jit
 from timing import DTYPE, ROTATION
+from torch.nn import functional
 
 Rows = torch.Tensor | Quantized
 # GGUF's types with records: bits and record; "mixed": several under one another.
 TYPES = {"q4_1": (4, "pair"), "q4_k": (4, "shared"), "q5_1": (8, "pair"), "q5_k": (8, "shared")}
 TYPES |= {"q6_k": (8, "halves"), "mixed": (8, "wide")}
 SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))  # inputs, outputs
+HEAD = (4096, 128256)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 STEADY_S, WARM_S = 0.15, 0.02
+LOOKUPS = 16  # of other rows each
 LARGE = 8192  # of the products that show what the GPU multiplies
 
 
@@ -248,7 +254,7 @@ def packings_of(options: argparse.Namespace, inputs: int, outputs: int) -> list[
 def table(options: argparse.Namespace, read: float, flops: float) -> list[str]:
     """Print a line for each kernel; return one for each size."""
     best = []
-    for inputs, outputs in SHAPES:
+    for inputs, outputs in (HEAD,) if options.ends else SHAPES:
         print(f"-- {inputs} x {outputs}")
         packings, kinds = packings_of(options, inputs, outputs), []
         made = packings[0]
@@ -280,6 +286,21 @@ def table(options: argparse.Namespace, read: float, flops: float) -> list[str]:
     return best
 
 
+def lookups(options: argparse.Namespace) -> None:
+    """Print what it takes to look up rows of an embedding, packed and in 16 bits."""
+    inputs, outputs = HEAD
+    made = packings_of(options, inputs, outputs)[0]
+    (values, _, groups), (dense, *_) = random_packed(made), random_dense(made)
+    assert groups is not None, "it is packed"
+    print("  rows of an embedding: us packed, us in 16 bits")
+    for rows in options.rows:
+        drawn = [torch.randint(0, outputs, (rows,), device="cuda") for _ in range(LOOKUPS)]
+        runs = [partial(lookup, values, ids, groups, DTYPE) for ids in drawn]
+        plain = [partial(functional.embedding, ids, dense) for ids in drawn]
+        times = [steady_seconds(each, options.seconds) * 1e6 for each in (runs, plain)]
+        print(f"{rows:6} {times[0]:8.2f} {times[1]:8.2f}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
@@ -289,6 +310,7 @@ def main() -> None:
     scales = ("bfloat16", "float16", "float32")
     parser.add_argument("--scale", choices=scales, default="bfloat16", help="type of scales")
     parser.add_argument("--type", choices=TYPES, default="", help="of GGUF, in place of these")
+    parser.add_argument("--ends", action="store_true", help="head and embedding alone")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--seconds", type=float, default=STEADY_S, help="of each kernel and size")
     parser.add_argument("--skip", nargs="+", default=[], help="kernels to leave out")
@@ -304,6 +326,8 @@ def main() -> None:
     best = table(options, read, flops)
     print("the fastest: gain over the fastest with 16 bits, share of the limit, us")
     print("\n".join(best))
+    if options.ends:
+        lookups(options)
 
 
 if __name__ == "__main__":

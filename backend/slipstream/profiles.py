@@ -177,13 +177,17 @@ class StepModel:
         self._tensor, self._row_bytes = model.num_ranks, dims.hidden_size * plan.dtype.itemsize
         self._card = card
         self._layers = dims.num_layers
-        embedding = 0 if model.ties_embeddings else head * plan.dtype.itemsize
         self._packed_bytes = sum(each.num_bytes for each in weights.packed)
+        embedding = weights.embedding_bytes
+        if model.build is not None and not model.ties_embeddings:  # a class of transformers
+            embedding = head * plan.dtype.itemsize
         self._read = weights.num_bytes - weights.expert_bytes - self._packed_bytes - embedding
         is_fp8 = plan.config.quantization == "fp8" and card.fp8 > 0
         self._rate = card.fp8 if is_fp8 else card.bf16
         packed = sum(each.num_elements for each in weights.packed)
         others = weights.expert_elements + packed
+        if weights.has_packed_head:  # counted among what is packed
+            others, head = others - head, 0
         self._elements, self._head = plan.block_elements - others, head
         self._launches_s = dims.num_layers * (_LAUNCH_S + (_FP8_S if is_fp8 else 0.0))
         self._launches_s += weights.num_packed * _PACKED_S

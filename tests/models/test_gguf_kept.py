@@ -1,6 +1,7 @@
 """GGUF's types of 4 to 8 bits stay packed on a GPU: a GEMM's weights are what the file has."""
 
 import logging
+import re
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from slipstream.kernels.cpu.native import library
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.gemm.packing import dense
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Target
+from slipstream.layers.decoder import Decoder
+from slipstream.layers.embedding import Table
 from slipstream.models.decoder import build
 from slipstream.models.entries import TensorEntry
 from slipstream.models.gguf.kept import KEPT, kept
@@ -25,7 +28,7 @@ from slipstream.models.hf import read_config
 from slipstream.models.source import Weights
 from slipstream.models.weights import FileSource
 from slipstream.quant.matrix import dequantise
-from slipstream.runner.matrices import weight_bytes
+from slipstream.runner.matrices import weight_bytes, weight_parts
 
 HOST = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -61,13 +64,17 @@ def test_a_matrix_is_what_its_blocks_are(kind: str, heads: int, tmp_path: Path) 
         assert size == raw.nbytes
 
 
-def matrices(directory: Path, target: Target) -> dict[str, Matrix]:
-    """Matrices of a checkpoint's places, read to this host in the form of a target."""
+def decoder_of(directory: Path, target: Target) -> Decoder:
+    """A checkpoint's model, read to this host in the form of a target."""
     model = read_config(directory)
     source = FileSource(directory, HOST, model.tensors)
-    decoder = build(model, Weights(source, HOST, BF16, target=target), max_model_len=8)
+    return build(model, Weights(source, HOST, BF16, target=target), max_model_len=8)
+
+
+def matrices(directory: Path, target: Target) -> dict[str, Matrix]:
+    """Matrices of a checkpoint's places, read to this host in the form of a target."""
     found: dict[str, Matrix] = {}
-    for name, place in places(decoder):
+    for name, place in places(decoder_of(directory, target)):
         assert isinstance(place.linear.weights, Matrix)
         found[f"{name} {len(found)}"] = place.linear.weights
     return found
@@ -84,27 +91,64 @@ def test_packed_weights_are_those_of_a_cpu(
     with caplog.at_level(logging.INFO):
         packed = matrices(directory, KNOWN["sm_90a"])
     assert f": {PACKED} (8)" in caplog.text
+    assert re.search(f"the head's weights of .*: {PACKED}", caplog.text)
+    assert re.search("the embedding of .*: kept packed, rows dequantised one by one", caplog.text)
     plain = matrices(directory, CPU)
     assert packed.keys() == plain.keys()
     for name, matrix in packed.items():
-        if name.startswith("head"):
-            continue
         assert matrix.groups is not None, name
         weight = dense(matrix.values, matrix.groups)
         weight = weight if matrix.scales is None else weight * matrix.scales[:, None]
         assert torch.equal(weight.bfloat16(), plain[name].values), name
     config, model = EngineConfig(checkpoint=str(directory)), read_config(directory)
     bytes_on = [weight_bytes(config, model, BF16, target) for target in (CPU, KNOWN["sm_90a"])]
-    count = sum(each.values.numel() for name, each in plain.items() if not name.startswith("head"))
+    count = sum(each.values.numel() for each in plain.values())
     rows = model.dims.vocab_size * model.dims.hidden_size  # that a CPU looks up in the file
-    more = 2 - QUANTISED[kind].num_bytes / QUANTISED[kind].elements
-    factors = 4 * sum(0 if each.scales is None else len(each.scales) for each in packed.values())
-    assert bytes_on[0] - bytes_on[1] == (2 - BITS[kind] / 8) * count - more * rows - factors
+    more = BITS[kind] / 8 - QUANTISED[kind].num_bytes / QUANTISED[kind].elements
+    factors = [0 if each.scales is None else len(each.scales) for each in packed.values()]
+    factors.append(model.dims.vocab_size if any(factors) else 0)  # of the embedding
+    less = (2 - BITS[kind] / 8) * count - more * rows - 4 * sum(factors)
+    assert bytes_on[0] - bytes_on[1] == less
+
+
+@pytest.mark.parametrize("kind", quick_of(KEPT, {"Q8_0", "Q6_K"}))
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head_are_those_of_a_cpu(
+    kind: str, tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A matrix that is both is there once."""
+    sizes = SIZES | {"tie_word_embeddings": tied}
+    path = write_gguf(make_model("llama", **sizes), "llama", tmp_path / "model.gguf", kind)
+    directory = unpacked(path, tmp_path / "checkpoint")
+    with caplog.at_level(logging.INFO):
+        packed = decoder_of(directory, KNOWN["sm_90a"])
+    assert ("embedding and head, one matrix of " in caplog.text) is tied
+    plain = decoder_of(directory, CPU)
+    table, ids = packed.embedding.table, torch.tensor([0, 3, 3, 200, SIZES["vocab_size"] - 1])
+    assert torch.equal(table.rows(ids), plain.embedding.table.rows(ids))
+    assert torch.equal(packed.head.table.rows(ids), plain.head.table.weight[ids])
+    assert "weight" not in vars(table), "all of it was dequantised"
+    assert torch.equal(table.weight, plain.embedding.table.weight)
+    assert (table is packed.head.table) is tied
+    config, model = EngineConfig(checkpoint=str(directory)), read_config(directory)
+    found = weight_parts(config, model, BF16, KNOWN["sm_90a"])
+    each = sum(x.nbytes for x in tensors_of(packed.head.matrix))
+    assert found.has_packed_head
+    assert found.embedding_bytes == (0 if tied else each)
+    blocks = [place.linear.weights for name, place in places(packed) if name != "head"]
+    kept = sum(x.nbytes for matrix in blocks for x in tensors_of(matrix))
+    assert sum(part.num_bytes for part in found.packed) == kept + each
+
+
+def tensors_of(matrix: Matrix) -> list[torch.Tensor]:
+    assert matrix.groups is not None
+    found = (matrix.values, matrix.scales, matrix.groups.scales, matrix.groups.zeros)
+    return [each for each in found if each is not None]
 
 
 @pytest.mark.parametrize("kind", KEPT)
 @pytest.mark.parametrize("tied", [False, True])
-def test_rows_of_the_embedding_are_dequantised_as_they_are_looked_up(
+def test_rows_of_both_ends_are_dequantised_as_they_are_looked_up(
     kind: str, tied: bool, tmp_path: Path
 ) -> None:
     if tied and library() is None:
@@ -115,16 +159,20 @@ def test_rows_of_the_embedding_are_dequantised_as_they_are_looked_up(
     model = read_config(directory)
     source = FileSource(directory, HOST, model.tensors)
     decoder = build(model, Weights(source, HOST, torch.float32), max_model_len=8)
-    entry = source.entry("model.embed_tokens.weight")
-    assert entry is not None
-    whole = torch.empty(entry.shape)
-    blocks = np.frombuffer(path.read_bytes()[entry.begin : entry.end], np.uint8).copy()
-    restore(entry, torch.from_numpy(blocks), whole)
-    ids = torch.tensor([0, 3, 3, len(whole) - 1])
-    table = decoder.embedding.table
-    assert torch.equal(table.rows(ids), whole[ids])
-    assert "weight" not in vars(table), "all of it was dequantised"
-    assert torch.equal(table.weight, whole)
+    ids = torch.tensor([0, 3, 3, SIZES["vocab_size"] - 1])
+    names = ["model.embed_tokens", "model.embed_tokens" if tied else "lm_head"]
+    for name, end in zip(names, (decoder.embedding, decoder.head), strict=True):
+        entry, table = source.entry(f"{name}.weight"), end.table
+        assert entry is not None
+        whole = torch.empty(entry.shape)
+        blocks = np.frombuffer(path.read_bytes()[entry.begin : entry.end], np.uint8).copy()
+        restore(entry, torch.from_numpy(blocks), whole)
+        assert torch.equal(table.rows(ids), whole[ids])
+        parts = torch.cat([rows for _, rows in table.parts(HOST)])
+        assert torch.equal(parts, whole)
+        if library() is not None:
+            assert "weight" not in vars(table), "all of it was dequantised"
+        assert torch.equal(Table(table._source).weight, whole)
 
 
 def test_types_that_differ_within_a_gemm_are_one_of_8_bits(
@@ -144,7 +192,7 @@ def test_types_that_differ_within_a_gemm_are_one_of_8_bits(
             weight = dense(matrix.values, matrix.groups)
             assert torch.equal(weight.bfloat16(), plain[name].values), name
     found = [each.groups.packing.record for each in packed.values() if each.groups is not None]
-    assert found == ["wide", "shared", "wide", ""] * 2
+    assert found == ["wide", "shared", "wide", ""] * 2 + ["shared"]  # the head
 
 
 def test_the_start_says_what_is_dequantised(

@@ -13,6 +13,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import ConfigError
+from slipstream.runner.memory import left_on_gpu
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve
 from slipstream_contract.ids import pack
@@ -44,6 +45,22 @@ WIDE = {
 def empty_gpu() -> None:
     gc.collect()
     torch.cuda.empty_cache()
+
+
+def test_what_loading_freed_is_left() -> None:
+    """Packing a head takes several times its bytes for a moment."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    kept = torch.zeros(1 << 20, device=device)
+
+    def step() -> None:
+        torch.empty(64 << 20, dtype=torch.uint8, device=device)
+
+    free = torch.cuda.mem_get_info(device)[0]
+    passing = torch.empty(2 << 30, dtype=torch.uint8, device=device)
+    del passing
+    left = left_on_gpu(device, step, [step])
+    assert free - left < 300 << 20
+    assert float(kept.sum()) == 0.0
 
 
 def pool_bytes(directory: Path, **changes: object) -> int:

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -16,13 +16,23 @@ from slipstream.kernels.gemm.op import Matrix
 from slipstream.layers.dims import Dims
 from slipstream.layers.linear import Linear, NormLinear
 from slipstream.layers.norm import RowNorm, identity
+from slipstream.layers.packed_rows import PackedRows
 from slipstream.layers.residual import Residual
 from slipstream.layers.source import Stored, WeightSource
-from slipstream.quant.forms import as_rows, make_tiles, read_numbers, takes_tiles
+from slipstream.quant.forms import (
+    as_rows,
+    form_of_ends,
+    make_tiles,
+    packs_ends,
+    read_numbers,
+    takes_tiles,
+)
 from slipstream.quant.matrix import write
 
 _log = logging.getLogger(__name__)
 _HALVES = (torch.bfloat16, torch.float16)
+_EMBEDDING = "model.embed_tokens"
+_PART = 4096  # rows of a table that are looked up together
 
 
 class Ends(NamedTuple):
@@ -51,9 +61,10 @@ PLAIN = Ends()
 
 
 class Table:
-    """Rows by token id: a tensor, or what a file has of them, of which rows are looked up.
+    """Rows by token id: a tensor, or what is in fewer bits, of which rows are looked up.
 
-    `weight` is all of it: of what a file has it is made when it is first asked for, and kept.
+    `weight` is all of it: of fewer bits it is made when it is first asked for, and kept. `parts`
+    are some rows at a time, and not kept.
     """
 
     def __init__(self, source: Tensor | Stored) -> None:
@@ -71,6 +82,15 @@ class Table:
         if isinstance(self._source, Tensor):
             return functional.embedding(token_ids, self._source)
         return self._source(token_ids)
+
+    def parts(self, device: torch.device) -> Iterator[tuple[slice, Tensor]]:
+        """Yield some rows after another, `[n, hidden]`, and which these are.
+
+        `device` is that of the rows.
+        """
+        for first in range(0, self.shape[0], _PART):
+            here = slice(first, min(first + _PART, self.shape[0]))
+            yield here, self.rows(torch.arange(here.start, here.stop, device=device))
 
 
 class VirtualTokens(Protocol):
@@ -121,10 +141,10 @@ class Embedding:
 
 
 class Head:
-    """Logits of every token id: `table [vocab, hidden]`, whose weight is never quantised here.
+    """Logits of every token id: `table [vocab, hidden]`.
 
-    A bias is added to the product; then come a scale and a cap. `matrix` is the same weights as
-    the checkpoint has them, in fewer bits, where a GEMM takes them so.
+    A bias is added to the product; then come a scale and a cap. `matrix` is what the product reads:
+    the same weights as the checkpoint has them, in fewer bits, where a GEMM takes them so.
     """
 
     def __init__(
@@ -138,8 +158,8 @@ class Head:
     ) -> None:
         self.table = table
         self._project = project  # `[n, hidden] -> [n, width]`
-        own = Matrix(table.weight) if matrix is None else matrix
-        self.product = NormLinear(Linear(quant.named("none"), own, bias, is_sliced))
+        self.matrix = Matrix(table.weight) if matrix is None else matrix
+        self.product = NormLinear(Linear(quant.named("none"), self.matrix, bias, is_sliced))
         self._scale, self._cap = ends.logit_scale, ends.logit_cap
 
     def __call__(self, norm: RowNorm, residual: Residual) -> Tensor:
@@ -171,23 +191,28 @@ def embedding_and_head(
     positions = _positions(w, dims, ends)
     into, out_of = _projections(w, dims, ends)
     dims = replace(dims, hidden_size=ends.width or dims.hidden_size)
-    below, above = w.at("model.embed_tokens"), w.at("lm_head")
+    below, above = w.at(_EMBEDDING), w.at("lm_head")
     if is_tied and w.is_quantised("lm_head"):
         raise CheckpointError(
             "config.json: tie_word_embeddings = true, said or by default, but lm_head has "
             "quantised tensors of its own"
         )
     is_one = is_tied and not (below.has("weight") and above.has("weight"))
-    source = above if is_one and above.has("weight") else below
-    name = "lm_head" if source is above else "model.embed_tokens"
-    matrix = _as_stored(w, name, dims) if is_one else None
-    is_multiplied = is_tied and matrix is None
-    table = _table(w, name, dims, is_multiplied)
-    embedding = Embedding(table, ends.scale, positions, norm, into)
     bias = above.tensor("bias", dims.vocab_size) if ends.head_bias else None
+    name = "lm_head" if is_one and above.has("weight") else _EMBEDDING
+    matrix = _packed_embedding(w, name, dims, is_one) if is_one or not is_tied else None
+    kept = matrix
+    if is_one and matrix is None:
+        matrix = _as_stored(w, name, dims)
+    table = _table(w, name, dims, kept, is_multiplied=is_tied and matrix is None)
+    embedding = Embedding(table, ends.scale, positions, norm, into)
     if is_one:
         return embedding, _head(w, table, bias, ends, matrix, out_of)
-    matrix = _as_stored(w, "lm_head", dims)
+    matrix = _packed(w, "lm_head", dims, "the head's weights")
+    matrix = matrix if matrix is not None else _as_stored(w, "lm_head", dims)
+    if matrix is not None and not is_tied:
+        own = Table(PackedRows(matrix, w.dtype))
+        return embedding, _head(w, own, bias, ends, matrix, out_of)
     weight = _head_weight(w, above, dims, matrix is None)
     # Where only shapes are checked there are no numbers to compare.
     if is_tied and (weight.is_meta or torch.equal(weight, table.weight)):
@@ -223,14 +248,51 @@ def _projections(w: WeightSource, dims: Dims, ends: Ends) -> tuple[Linear | None
     return into, Linear.read(model, ("project_out",), (ends.width,), hidden)
 
 
-def _table(w: WeightSource, name: str, dims: Dims, is_multiplied: bool) -> Table:
-    """Return the embedding: as the file has it, unless all of it is multiplied as numbers."""
+def _table(
+    w: WeightSource, name: str, dims: Dims, packed: Matrix | None, is_multiplied: bool
+) -> Table:
+    """Return the embedding: packed, or as the file has it, unless all of it is multiplied as
+    numbers.
+    """
+    if packed is not None:
+        return Table(PackedRows(packed, w.dtype))
     sizes = (dims.vocab_size, dims.hidden_size)
     stored = None if is_multiplied else w.stored_rows(name, *sizes)
     if stored is None:
         return Table(w.at(name).tensor("weight", *sizes))
     w.note("the embedding: rows are dequantised when they are looked up")
     return Table(stored)
+
+
+def _packed_embedding(w: WeightSource, name: str, dims: Dims, is_head: bool) -> Matrix | None:
+    """Read the embedding, which may be the head, too, as a GPU's kernels take it; None: not so.
+
+    Blocks of GGUF files are kept; other formats have no quantised embeddings.
+    """
+    if not w.is_in_blocks(name):
+        return None
+    if is_head:
+        return _packed(w, name, dims, "embedding and head, one matrix")
+    return _packed(w, name, dims, "the embedding", "kept packed, rows dequantised one by one")
+
+
+def _packed(
+    w: WeightSource, name: str, dims: Dims, whose: str, how: str | None = None
+) -> Matrix | None:
+    """Read a quantised matrix as a GPU's kernels for rows of 16 bits take it; None: not so.
+
+    The start says `whose` it is, and how it is kept: as the form has it, if `how` is None.
+    """
+    if not packs_ends(w.target) or w.quantization == "none" or not w.is_quantised(name):
+        return None
+    found = w.quantized(name, dims.vocab_size, dims.hidden_size)
+    form = None if found is None else form_of_ends(found, w.target, w.dtype)
+    if found is None or form is None:
+        return None
+    w.note(f"{whose} of {found}: {how or form.name}")
+    made = form.make(found)
+    assert isinstance(made, Matrix), "it is packed for GEMMs"
+    return made
 
 
 def _as_stored(w: WeightSource, name: str, dims: Dims) -> Matrix | None:

@@ -46,3 +46,6 @@ class WeightSource(MatrixSource, Protocol):
 
     def is_quantised(self, name: str) -> bool:
         """Whether the checkpoint has the matrix `name` quantised."""
+
+    def is_in_blocks(self, name: str) -> bool:
+        """Whether the checkpoint has the matrix `name` in blocks of 4 to 8 bits, as GGUF files."""

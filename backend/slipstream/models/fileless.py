@@ -40,6 +40,10 @@ class _Unquantised:
         """Return False."""
         return False
 
+    def is_in_blocks(self, name: str) -> bool:
+        """Return False."""
+        return False
+
     def dtype_of(self, name: str) -> torch.dtype | None:
         """Return None: values come in any dtype."""
         return None

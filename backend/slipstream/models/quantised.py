@@ -41,9 +41,12 @@ class Matrices:
 
     def is_quantised(self, stored: str) -> bool:
         """Return whether the matrix `stored`, the checkpoint's name, is quantised."""
+        return self.is_in_blocks(stored) or self._formats.is_quantised(stored)
+
+    def is_in_blocks(self, stored: str) -> bool:
+        """Return whether the matrix `stored` is in blocks of 4 to 8 bits of a GGUF file."""
         entry = self._source.entry(f"{stored}.weight")
-        is_kept = entry is not None and entry.dtype in KEPT
-        return is_kept or self._formats.is_quantised(stored)
+        return entry is not None and entry.dtype in KEPT
 
     def read(self, name: str, stored: str, rows: int, inputs: int) -> QuantMatrix | None:
         """Read a matrix that the checkpoint has quantised, with all that belongs to it.
@@ -60,8 +63,7 @@ class Matrices:
             whole if moves is None else moves.shape(*whole),
             f"{self._directory}: {stored}",
         )
-        entry, own = self._source.entry(f"{stored}.weight"), (rows, inputs)
-        is_kept = entry is not None and entry.dtype in KEPT
+        own, is_kept = (rows, inputs), self.is_in_blocks(stored)
         if cut is None:
             found = (
                 self._blocks(name, stored, own) if is_kept else self._formats.load(stored, *shape)

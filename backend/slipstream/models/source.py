@@ -48,6 +48,9 @@ class Source(Protocol):
     def is_quantised(self, name: str) -> bool:
         """Return whether the matrix `name` is quantised."""
 
+    def is_in_blocks(self, name: str) -> bool:
+        """Return whether the matrix `name` is in blocks of 4 to 8 bits."""
+
     def dtype_of(self, name: str) -> torch.dtype | None:
         """Return the dtype in which the source has exactly this tensor; None: in none."""
 
@@ -139,6 +142,10 @@ class Weights:
     def is_quantised(self, name: str) -> bool:
         """Return whether the source has the matrix `name` quantised."""
         return self._source.is_quantised(self._prefix + name)
+
+    def is_in_blocks(self, name: str) -> bool:
+        """Return whether the source has the matrix `name` in blocks of 4 to 8 bits."""
+        return self._source.is_in_blocks(self._prefix + name)
 
     def note(self, text: str) -> None:
         """Have the source say this when all is read, once."""

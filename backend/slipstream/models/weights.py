@@ -108,6 +108,10 @@ class _Checkpoint:
         """Return whether the checkpoint has the matrix quantised."""
         return self._matrices.is_quantised(self.stored(name))
 
+    def is_in_blocks(self, name: str) -> bool:
+        """Return whether the checkpoint has the matrix in blocks of a type that stays so."""
+        return self._matrices.is_in_blocks(self.stored(name))
+
     def dtype_of(self, name: str) -> torch.dtype | None:
         """Return the dtype of a tensor that is taken as its file has it; None: it is changed."""
         entry = self._entries.get(self.stored(name))

@@ -46,6 +46,7 @@ class Form(NamedTuple):
     takes: Callable[[QuantMatrix, Target, torch.dtype], bool]
     make: Callable[[QuantMatrix], Matrix | Packed]
     for_experts: bool = False  # whether kernels for experts take it
+    keeps_rows: bool = False  # whether it is packed for a GPU, and rows stay in 16 bits
 
 
 def _is_exact(scales: Tensor) -> bool:
@@ -347,14 +348,17 @@ FORMS = (
     Form("torch's product with 4 bits", _takes_int4, _make_int4),
     Form("kept packed, rows quantised by token", _takes_packed_e4m3, make_packed_e4m3),
     Form("kept packed, rows of long prompts quantised by token", _takes_blocks, make_blocks),
-    Form("kept packed, multiplied with 16-bit rows", _takes_packed, make_packed, True),
-    Form("kept packed, multiplied with 16-bit rows", takes_records, make_records, True),
+    Form("kept packed, multiplied with 16-bit rows", _takes_packed, make_packed, True, True),
+    Form("kept packed, multiplied with 16-bit rows", takes_records, make_records, True, True),
     *(
         Form(
-            "kept packed, multiplied with 16-bit rows", takes, partial(make_floats, of=dtype), True
+            "kept packed, multiplied with 16-bit rows",
+            partial(_takes_floats, of=dtype),
+            partial(make_floats, of=dtype),
+            True,
+            True,
         )
         for dtype in fp8.DTYPES
-        for takes in (partial(_takes_floats, of=dtype),)
     ),
 )
 
@@ -362,6 +366,20 @@ FORMS = (
 def form_of(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> Form | None:
     """Return the first form that takes weights on a device; None: they must be dequantised."""
     return next((form for form in FORMS if form.takes(matrix, target, dtype)), None)
+
+
+def packs_ends(target: Target) -> bool:
+    """Return whether head and embedding may stay packed as `form_of_ends` has them."""
+    return target.device == "cuda"
+
+
+def form_of_ends(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> Form | None:
+    """Return the form on a GPU of head or embedding, whose rows keep 16 bits; None: as `form_of`.
+
+    Rows of an embedding are no product's, and logits of a head are not rounded further.
+    """
+    own = (form for form in FORMS if form.keeps_rows)
+    return next((form for form in own if form.takes(matrix, target, dtype)), None)
 
 
 def form_of_experts(

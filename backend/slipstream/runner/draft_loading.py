@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from slipstream.layers.decoder import Decoder, StepDecoder
-from slipstream.layers.embedding import Table, embedding_and_head
+from slipstream.layers.embedding import Head, Table, embedding_and_head
 from slipstream.models.axes import TensorNames
 from slipstream.models.decoder import build
 from slipstream.models.drafts.eagle3 import Eagle3, read_draft_ids
@@ -65,7 +65,7 @@ def load_drafter(
     assert taps is not None, "it reads states"
     if draft.medusa is not None:
         w = _weights(plan, draft, NAMES, FILE)
-        return MedusaDrafter(load_medusa(w, draft.medusa, ends.head.weight), taps)
+        return MedusaDrafter(load_medusa(w, draft.medusa, ends.head), taps)
     config = draft.eagle3
     assert config is not None
     assert draft.attention is not None
@@ -77,7 +77,7 @@ def load_drafter(
         draft_ids = torch.arange(config.draft_vocab_size)
     if draft_ids is not None:
         draft_ids = draft_ids.to(plan.device)
-    head = Eagle3(w, config, ends.embedding.weight, draft_ids, plan.max_model_len)
+    head = Eagle3(w, config, ends.embedding, draft_ids, plan.max_model_len)
     w.finish()
     return Eagle3Drafter(head, draft.attention, taps, plan.max_model_len)
 
@@ -108,7 +108,7 @@ class _Ends(NamedTuple):
     """The model's embedding and head, all rows of both."""
 
     embedding: Table
-    head: Table
+    head: Head
 
 
 def _ends(plan: Plan, decoder: Decoder) -> _Ends:
@@ -117,11 +117,11 @@ def _ends(plan: Plan, decoder: Decoder) -> _Ends:
     """
     model = plan.model
     if model.num_ranks == 1:
-        return _Ends(decoder.embedding.table, decoder.head.table)
+        return _Ends(decoder.embedding.table, decoder.head)
     tensors = replace(model.tensors, cuts=None)
     source: Source = RandomSource(plan.device)
     if plan.config.load_format != "random":
         source = FileSource(plan.checkpoint, plan.device, tensors)
-    w = Weights(source, plan.device, plan.dtype)
+    w = Weights(source, plan.device, plan.dtype, plan.config.quantization)
     embedding, head = embedding_and_head(w, model.dims, model.ties_embeddings)
-    return _Ends(embedding.table, head.table)
+    return _Ends(embedding.table, head)

@@ -18,9 +18,11 @@ from slipstream.kernels.gemm.op import E4M3, Matrix, Spec
 from slipstream.kernels.gemm.packing import CodeType, Packing
 from slipstream.kernels.runtime.registry import Target
 from slipstream.layers.decoder import Decoder, StepDecoder
+from slipstream.layers.embedding import Head, Table
 from slipstream.layers.experts import Experts
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd
 from slipstream.layers.norm import LayerNorm, Norm
+from slipstream.layers.stages import Inlet
 from slipstream.models.decoder import build_any
 from slipstream.models.fileless import SizeSource
 from slipstream.models.model_config import ModelConfig
@@ -126,7 +128,13 @@ class PackedPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WeightParts:
-    """Bytes of all weights as a target keeps them, and what of them is experts' and packed."""
+    """Bytes of all weights as a target keeps them, and what of them is experts' and packed.
+
+    num_bytes: of all.
+    expert_bytes, expert_elements, expert_codes, num_expert_layers: of experts.
+    packed: matrices that are multiplied packed, the head with `has_packed_head` among them.
+    embedding_bytes: of the embedding, of which a step reads rows; 0 where it is the head, too.
+    """
 
     num_bytes: int
     expert_bytes: int = 0
@@ -135,6 +143,8 @@ class WeightParts:
     num_expert_layers: int = 0
     packed: tuple[PackedPart, ...] = ()
     num_packed: int = 0  # matrices, not of experts
+    has_packed_head: bool = False
+    embedding_bytes: int = 0
 
 
 def weight_bytes(
@@ -148,13 +158,16 @@ def weight_parts(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, target: Target
 ) -> WeightParts:
     """Count as `weight_bytes` does, experts and packed matrices apart."""
-    found = list(_objects(built(config, model, dtype, target)))
+    decoder = built(config, model, dtype, target)
+    found = list(_objects(decoder))
+    embedding, head = _ends(decoder)
+    alone = {id(each) for each in _objects(embedding)} - {id(each) for each in _objects(head)}
     layers = [each for each in found if isinstance(each, Experts)]
     matrices = [matrix for layer in layers for matrix in (layer.gate_up, layer.down)]
     packed = [
         (each, each.groups.packing)
         for each in found
-        if isinstance(each, Matrix) and each.groups is not None
+        if isinstance(each, Matrix) and each.groups is not None and id(each) not in alone
     ]
     return WeightParts(
         _num_bytes(found),
@@ -171,7 +184,16 @@ def weight_parts(
             for bits in sorted({packing.bits for _, packing in packed})
         ),
         len(packed),
+        head is not None and head.matrix.groups is not None,
+        _num_bytes(each for each in _objects(embedding) if id(each) in alone),
     )
+
+
+def _ends(decoder: StepDecoder) -> tuple[Table | None, Head | None]:
+    """Return the embedding's rows and the head of a family's decoder, of a stage that has them."""
+    if not isinstance(decoder, Decoder) or isinstance(decoder.embedding, Inlet):
+        return None, None
+    return decoder.embedding.table, decoder.head
 
 
 def _codes(packing: Packing) -> tuple[int, CodeType]:

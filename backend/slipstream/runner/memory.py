@@ -83,8 +83,9 @@ def left_on_gpu(
     """Bytes of the device free after steps of the largest kinds, less what graphs will take.
 
     Graphs are of steps no larger than those of `with_graphs`. They share one pool of memory, beside
-    that of all other steps.
+    that of all other steps. What loading and packing freed is the device's again.
     """
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     for step in with_graphs:

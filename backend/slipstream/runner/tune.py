@@ -23,6 +23,7 @@ from slipstream.kernels.gemm import cublaslt_groups, search, tuning
 from slipstream.kernels.gemm.cublaslt import DTYPES
 from slipstream.kernels.gemm.linear import choose
 from slipstream.kernels.gemm.op import ALIGNED, E4M3
+from slipstream.kernels.gemm.unpacked import outputs_at_once
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import Target, target_of
 from slipstream.runner.graphs import row_buckets
@@ -102,7 +103,10 @@ def _tune(matrix: Weight, rows: list[int], target: Target) -> Iterable[tuning.Ch
         yield from _tune_by_groups(matrix, rows, target)
         if matrix.packing.for_e4m3:  # else fewer rows stay in 16 bits
             return
-    sizes = (matrix.inputs, matrix.outputs)
+    outputs = matrix.outputs
+    if matrix.packing is not None:
+        outputs = outputs_at_once(matrix.packing, not matrix.gate and not matrix.adds)
+    sizes = (matrix.inputs, outputs)
     operands = search.Operands.random(*sizes, matrix.dense_dtype, adds_in_product(matrix))
     for num_rows in rows:
         if matrix.packing is not None and _keeps_packed(matrix, num_rows, target):

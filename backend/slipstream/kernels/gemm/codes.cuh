@@ -180,8 +180,9 @@ struct Block {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) of_part[part] = part;
   }
-  DEVICE Block(const Codes& weights, const u8* codes, const u8* scales, const u8* zeros, u32 block, u32 first_group)
-      : codes(codes), scales(scales), zeros(zeros) {
+  DEVICE Block(const Codes& weights, const u8* codes, const u8* scales, const u8* zeros, u32 block, u32 first_group,
+               u32 as_lane = threadIdx.x % 32)
+      : codes(codes), scales(scales), zeros(zeros), lane(as_lane), g(as_lane / 4) {
 #pragma unroll
     for (int part = 0; part < PARTS; ++part) of_part[part] = weights.group(block, part) - first_group;
   }

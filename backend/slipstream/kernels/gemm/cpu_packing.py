@@ -122,3 +122,13 @@ def dense(values: Tensor, groups: Groups) -> Tensor:
     if groups.minimums is None:
         return (numbers - MIDDLE[packing.bits]) * scales
     return numbers * scales + by_row(groups.minimums, packing)
+
+
+def rows(values: Tensor, groups: Groups, ids: Tensor) -> Tensor:
+    """Return rows `ids [n] i64` of what codes in tiles stand for, `[n, k]` fp32; see `dense`."""
+    tiles, minimums = ids // TILE, groups.minimums
+    own = groups.packing._replace(outputs=len(ids) * TILE)
+    scales = groups.scales[tiles] if groups.scales.numel() else groups.scales  # numbers have none
+    some = Groups(own, scales, minimums=None if minimums is None else minimums[tiles])
+    found = dense(values[tiles], some)
+    return found[torch.arange(len(ids), device=ids.device) * TILE + ids % TILE]

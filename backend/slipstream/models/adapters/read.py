@@ -19,6 +19,7 @@ from torch import Tensor
 from slipstream.errors import CheckpointError
 from slipstream.fuse.adapt import EMBEDDING, HEAD, VIRTUAL
 from slipstream.layers.adapted import Term
+from slipstream.layers.embedding import Table
 from slipstream.layers.magnitudes import folded
 from slipstream.models.adapters.blocks import are_finite
 from slipstream.models.adapters.config import LoraConfig, PromptConfig, read_config
@@ -329,7 +330,7 @@ def _term(part: Part, stored: Stored, dtype: torch.dtype, path: Path, targets: T
     if stored.base is not None:
         _check_whole(part, stored.base, where)
         if part.table is None or (
-            targets.has_weights and _is_apart(part.own(stored.base), part.table.weight)
+            targets.has_weights and _is_apart(part.own(stored.base), part.table, part.kind.device)
         ):
             raise CheckpointError(f"{where}: base_layer.weight is not the model's matrix")
     b = stored.b
@@ -354,10 +355,14 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype and x.is_contiguous() else x.to(dtype).contiguous()
 
 
-def _is_apart(base: Tensor, ours: Tensor) -> bool:
-    """Return whether a stored base is another matrix than ours."""
-    far = (base.float() - ours.float().cpu()).abs().max()
-    return bool(far > _MOST_APART * ours.abs().max())
+def _is_apart(base: Tensor, ours: Table, device: torch.device) -> bool:
+    """Return whether a stored base is another matrix than ours, whose rows are on a device."""
+    far = most = 0.0
+    for here, rows in ours.parts(device):
+        numbers = rows.float().cpu()
+        far = max(far, float((base[here].float() - numbers).abs().max()))
+        most = max(most, float(numbers.abs().max()))
+    return far > _MOST_APART * most
 
 
 def _check_whole(part: Part, matrix: Tensor, where: str) -> None:

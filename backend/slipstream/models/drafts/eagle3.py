@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from slipstream.errors import CheckpointError
 from slipstream.fuse.rewrite import fused
 from slipstream.layers.attention import Attention, AttentionInputs
+from slipstream.layers.embedding import Table
 from slipstream.layers.linear import Linear, LinearAdd
 from slipstream.layers.mlp import GatedMLP
 from slipstream.layers.norm import Norm
@@ -178,7 +178,7 @@ class Eagle3:
         self,
         w: Weights,
         config: Eagle3Config,
-        embedding: Tensor,
+        embedding: Table,
         draft_ids: Tensor | None,
         num_positions: int,
     ) -> None:
@@ -186,7 +186,7 @@ class Eagle3:
         self.draft_ids, self.vocab_size = draft_ids, d.vocab_size
         self.embedding = embedding
         if config.has_embedding:
-            self.embedding = w.tensor("embed_tokens.weight", d.vocab_size, d.hidden_size)
+            self.embedding = Table(w.tensor("embed_tokens.weight", d.vocab_size, d.hidden_size))
         self._fc = Linear.read(w, ("fc",), (d.hidden_size,), 3 * d.hidden_size)
         layer = w.at("midlayer")
 
@@ -230,7 +230,7 @@ class Eagle3:
 
         Writes keys and values at the places of the states.
         """
-        embedded = functional.embedding(token_ids, self.embedding)
+        embedded = self.embedding.rows(token_ids)
         beside = Residual(torch.cat((embedded, states), dim=-1))
         residual = Residual(states.clone())
         projected = self.attention.project(self._norms, beside)

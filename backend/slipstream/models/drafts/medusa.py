@@ -14,6 +14,7 @@ from torch.nn import functional
 from slipstream import quant
 from slipstream.errors import CheckpointError
 from slipstream.kernels.gemm.op import Matrix
+from slipstream.layers.embedding import Head
 from slipstream.layers.linear import Linear
 from slipstream.models.axes import TensorNames
 from slipstream.models.files import read_json
@@ -55,14 +56,14 @@ class MedusaHeads:
         w: their weights.
         config: their numbers.
         hidden_size, vocab_size: of the model.
-        output: the model's output layer, `[vocab, hidden]`.
+        output: the model's output layer, `[vocab, hidden]`, packed if the model has it so.
     """
 
     def __init__(
-        self, w: Weights, config: MedusaConfig, hidden_size: int, vocab_size: int, output: Tensor
+        self, w: Weights, config: MedusaConfig, hidden_size: int, vocab_size: int, output: Matrix
     ) -> None:
         sizes = ((hidden_size,), hidden_size)
-        shared = Linear(quant.named("none"), Matrix(output))
+        shared = Linear(quant.named("none"), output)
         self._blocks: list[list[Linear]] = []
         self._outputs: list[Linear] = []
         last = str(config.num_blocks)
@@ -82,12 +83,12 @@ class MedusaHeads:
         return self._outputs[number](states)
 
 
-def load_medusa(w: Weights, config: MedusaConfig, output: Tensor) -> MedusaHeads:
-    """Build the heads for a model with this output layer `[vocab, hidden]`, and end the reading.
+def load_medusa(w: Weights, config: MedusaConfig, head: Head) -> MedusaHeads:
+    """Build the heads for a model with this head, and end the reading.
 
     Raises `CheckpointError` if a tensor is missing, wrong or left over.
     """
-    vocab_size, hidden_size = output.shape
-    heads = MedusaHeads(w, config, hidden_size, vocab_size, output)
+    vocab_size, hidden_size = head.table.shape
+    heads = MedusaHeads(w, config, hidden_size, vocab_size, head.matrix)
     w.finish()
     return heads
