@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import driving
+import packed_weights
 import torch
 import workloads
 from driving import Run
@@ -126,13 +127,14 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--quantization", default="none", help="none, fp8, int8, int4, w4a8")
+    schemes = ["none", "fp8", "int8", "int4", "w4a8", *packed_weights.FORMS]
+    parser.add_argument("--quantization", default="none", choices=schemes, help="the last as files")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--max-num-batched-tokens", type=int, default=4096)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     started = time.perf_counter()
-    options = {"quantization": args.quantization}
+    options = {"quantization": packed_weights.settled(args.quantization)}
     engine = build(args.shape, args.dtype, args.max_num_batched_tokens, **options)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     head = {

@@ -98,10 +98,7 @@ def ours(name: str, scheme: str, repeat: int) -> dict[str, float]:
     """Time the engine."""
     from engine import EngineTarget, build
 
-    if scheme in FORMS:
-        packed_weights.use(scheme)
-    own = "auto" if scheme in FORMS else scheme
-    options = {"quantization": own, "max_num_seqs": max(ROWS)}
+    options = {"quantization": packed_weights.settled(scheme), "max_num_seqs": max(ROWS)}
     return timed(name, EngineTarget(build(name, "bfloat16", 4096, **options)), repeat)
 
 

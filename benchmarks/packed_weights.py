@@ -29,6 +29,7 @@ FORMS = {
     "int4": Form(Kind.W4, 128, torch.bfloat16, ALL, 4 + 16 / 128),
     "fp8-blocks": Form(Kind.F8, 128, torch.float32, ALL, 8 + 32 / 128**2),
     "mxfp4": Form(Kind.F4, 32, torch.bfloat16, r"experts\.", 4 + 8 / 32),
+    "nvfp4": Form(Kind.F4, 16, E4M3, ALL, 4 + 8 / 16),
 }
 
 
@@ -52,11 +53,15 @@ class PackedSource(RandomSource):
         largest = {Kind.W4: 8, Kind.F4: 6, Kind.F8: 448}[kind]
         scales = torch.rand(rows, -(-inputs // group), device=self._device) + 0.5
         scales = scales / largest / inputs**0.5
-        if kind is Kind.F4:  # powers of two
+        outer = None
+        if dtype == E4M3:  # which a number of the whole matrix makes small
+            outer = torch.full((rows,), 1 / 64 / largest / inputs**0.5, device=self._device)
+            scales = scales / outer[0]
+        elif kind is Kind.F4:  # powers of two
             scales = torch.exp2(torch.log2(scales).round())
         if kind is Kind.F8:
             codes = codes.masked_fill_(codes & 0x7F == 0x7F, 0).view(E4M3)
-        return QuantMatrix(kind, codes, scales.to(dtype), group, inputs)
+        return QuantMatrix(kind, codes, scales.to(dtype), group, inputs, outer=outer)
 
 
 def packed_experts(
@@ -73,7 +78,10 @@ def packed_experts(
     return expert_matrix(made, count, None)
 
 
-def use(name: str) -> None:
-    """Let engines over random weights that are made from now on have them in a form."""
+def settled(name: str) -> str:
+    """Return the engine's option for a form, which engines made from now on have; else the name."""
+    if name not in FORMS:
+        return name
     PackedSource.form = FORMS[name]
     load_weights.RandomSource = PackedSource  # type: ignore[misc]
+    return "auto"

@@ -11,7 +11,7 @@ from slipstream.runner.plan import resolve
 from slipstream_serve.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
-NAMES = ("shapes", "workloads", "limits", "driving", "engine", "packed_weights", "mixtures")
+NAMES = ("shapes", "workloads", "limits", "driving", "packed_weights", "engine", "mixtures")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,9 @@ def test_bytes_of_all_experts_are_those_of_the_model(
     assert one == pytest.approx(found.experts * share, rel=1e-6)
 
 
-@pytest.mark.parametrize(("name", "bits"), [("int4", 4.125), ("fp8-blocks", 8.25), ("mxfp4", 4.5)])
+@pytest.mark.parametrize(
+    ("name", "bits"), [("int4", 4.125), ("fp8-blocks", 8.25), ("mxfp4", 4.5), ("nvfp4", 5)]
+)
 def test_experts_as_a_gpu_keeps_them(bench, name: str, bits: float) -> None:
     """Numbers of about 1 / sqrt(inputs), in the bits that a layer's benchmark counts."""
     matrix = bench.packed_weights.packed_experts(name, 3, 64, 512, torch.device("cpu"))
@@ -73,6 +75,7 @@ def test_experts_as_a_gpu_keeps_them(bench, name: str, bits: float) -> None:
         ("mixtral-8x7b", "int4", "experts of 4 bits by 128 inputs"),
         ("qwen3-30b-a3b", "fp8-blocks", "experts of e4m3 by 128 inputs"),
         ("gpt-oss-20b", "mxfp4", "experts of e2m1 by 32 inputs"),
+        ("llama-3.1-8b", "nvfp4", "weights of e2m1 by 16 inputs"),
     ],
 )
 def test_a_small_one_runs(
@@ -82,6 +85,7 @@ def test_a_small_one_runs(
     mixtures, shapes, packed = bench.mixtures, bench.shapes.SHAPES, bench.packed_weights
     small = {"hidden_size": 256, "num_hidden_layers": 2, "intermediate_size": 64}
     small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300}
+    small |= {"eos_token_id": 2, "bos_token_id": 1} if shape == "llama-3.1-8b" else {}
     small |= {"moe_intermediate_size": 64} if shape == "qwen3-30b-a3b" else {}
     if "layer_types" in shapes[shape]:
         small["layer_types"] = shapes[shape]["layer_types"][:2]
@@ -95,4 +99,4 @@ def test_a_small_one_runs(
     assert found.keys() == {"1", "3"}
     assert all(milliseconds > 0 for milliseconds in found.values())
     assert any(kept in note for note in notes) == bool(kept)
-    assert any("weights of" in note for note in notes) == (scheme in ("int4", "fp8-blocks"))
+    assert any("weights of" in note for note in notes) == (scheme not in ("none", "mxfp4"))
