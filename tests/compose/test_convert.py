@@ -8,7 +8,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from fixtures.stages.qwen_ranks import QwenRanks, fetch
+from fixtures.stages.qwen_ranks import QwenRanks, fetch_ranks
 from fixtures.stages.zoo import CORPUS
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from slipstream_compose.compose import ComposeError
@@ -156,8 +156,9 @@ def test_ranks_encode_as_the_original(name: str, tmp_path: Path) -> None:
 def test_qwens_own_vocabulary(tmp_path: Path) -> None:
     """As published: 151,643 ranks, of which texts use many."""
     path = folder(tmp_path / "model", "QWenTokenizer")
-    original = QwenRanks(fetch(ROOT / ".slipstream" / "vocabularies"))
-    shutil.copy(ROOT / ".slipstream/vocabularies/qwen.tiktoken", path)
+    file = fetch_ranks()
+    original = QwenRanks(file)
+    shutil.copy(file, path)
     convert_tokenizer(path)
     ours, table, rng = load_tokenizer(path), TokenBytes.load(path), random.Random(1)
     assert ours.token_to_id("<|endoftext|>") == len(original.ranks) == 151643

