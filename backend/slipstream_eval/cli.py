@@ -17,7 +17,8 @@ import msgspec
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.models.gguf.unpack import as_directory
-from slipstream.models.hf import read_config
+from slipstream.preflight import preflight
+from slipstream_contract.arguments import count, count_or_zero
 
 PACKAGE = "lm_eval==0.4.13"
 _MARK = "made"
@@ -33,8 +34,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--output", type=Path, metavar="FILE", required=True, help="gets the results, as JSON"
     )
-    parser.add_argument("--limit", type=_whole, metavar="N", help="questions of a task, at most")
-    parser.add_argument("--num-fewshot", type=int, metavar="N", help="default: the task's")
+    parser.add_argument("--limit", type=count, metavar="N", help="questions of a task, at most")
+    parser.add_argument(
+        "--num-fewshot", type=count_or_zero, metavar="N", help="default: the task's"
+    )
     parser.add_argument(
         "--include-path", type=Path, metavar="DIR", help="tasks of your own, lm-eval's YAML"
     )
@@ -55,16 +58,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Run the tasks; return the exit code. Raises `ConfigError` or `CheckpointError`."""
-    if args.output.exists():
-        raise ConfigError(f"--output {args.output}: is there already")
+    tasks = [name for name in args.tasks.split(",") if name]
+    _check(args, tasks)
     names = ("device", "dtype", "quantization", "kv_cache_dtype")
     options = {name: getattr(args, name) for name in names if getattr(args, name)}
     with as_directory(args.checkpoint) as (directory, _):
-        read_config(directory)  # what cannot be served is refused before anything is installed
         config = EngineConfig(checkpoint=os.path.abspath(directory), **options)
+        preflight(config)  # what cannot be served is refused before anything is installed
         python = _python(args.environment)
         given = {
-            "tasks": [name for name in args.tasks.split(",") if name],
+            "tasks": tasks,
             "output": os.path.abspath(args.output),
             "limit": args.limit,
             "num_fewshot": args.num_fewshot,
@@ -80,6 +83,18 @@ def run(args: argparse.Namespace) -> int:
         return subprocess.run(command, input=json.dumps(given), text=True, check=False).returncode
 
 
+def _check(args: argparse.Namespace, tasks: list[str]) -> None:
+    """Raise `ConfigError` for what is wrong whatever the checkpoint and the tasks are."""
+    if not tasks:
+        raise ConfigError(f"--tasks {args.tasks!r} names no task")
+    if args.output.exists():
+        raise ConfigError(f"--output {args.output}: is there already")
+    if not args.output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {args.output}: its directory does not exist")
+    if args.include_path is not None and not args.include_path.is_dir():
+        raise ConfigError(f"--include-path {args.include_path}: no such directory")
+
+
 def _python(home: Path) -> Path:
     """Return the Python of the environment, which is made if it is not there."""
     python, mark = home / "bin" / "python", home / _MARK
@@ -93,10 +108,3 @@ def _python(home: Path) -> Path:
             raise ConfigError(f"pip cannot install {PACKAGE}: {' '.join(lines[:1])}")
         mark.write_text(PACKAGE)
     return python
-
-
-def _whole(text: str) -> int:
-    """Read a whole number above zero (an argparse type)."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
-    return int(text)

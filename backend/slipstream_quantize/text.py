@@ -87,7 +87,9 @@ def pieces(
     first = _prefix(tokenizer)
     size = length - len(first)
     if size < _LEAST_PIECE:
-        raise ConfigError(f"pieces of {length} tokens: at least {len(first) + _LEAST_PIECE} needed")
+        raise ConfigError(
+            f"--sample-length {length}: a piece has at least {len(first) + _LEAST_PIECE} tokens"
+        )
     ids = [i for text in texts for i in tokenizer.encode(text, add_special_tokens=False).ids]
     found = [first + ids[at : at + size] for at in range(0, len(ids) - size + 1, size)]
     if not found:

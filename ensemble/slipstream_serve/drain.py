@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+from slipstream_contract.arguments import seconds
 from slipstream_runtime import draining
 from slipstream_runtime.directory import Runtime
 from slipstream_runtime.processes import is_running
@@ -26,7 +27,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser("drain", help="refuse new requests, wait for running ones")
     parser.add_argument(
         "--delay",
-        type=_seconds,
+        type=seconds,
         default=DELAY_S,
         metavar="SECONDS",
         help="report not ready, but accept requests for so long: until load balancers know "
@@ -34,7 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument(
         "--timeout",
-        type=_seconds,
+        type=seconds,
         default=TIMEOUT_S,
         metavar="SECONDS",
         help="wait for so long at most, the delay included (%(default)g)",
@@ -104,10 +105,3 @@ def _is_served(folder: Path) -> bool:
     """Return whether a `slipstream serve` of this user has that runtime directory."""
     owner = folder.name.removeprefix(RUNTIME_PREFIX).partition("-")[0]
     return owner.isdigit() and is_running(int(owner)) and folder.stat().st_uid == os.getuid()
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 <= value <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 86400 seconds")
-    return value

@@ -12,6 +12,7 @@ import msgspec
 from slipstream import __version__
 from slipstream.config import EngineConfig
 from slipstream.launch import CANNOT_START, die_with_parent
+from slipstream_contract.arguments import patience
 from slipstream_contract.deployment import DEFAULT, deployments_of
 from slipstream_contract.shares import memory_share
 from slipstream_runtime.rendezvous import RendezvousError, place_of
@@ -36,7 +37,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--name", default=DEFAULT, help="of the deployment (%(default)s)")
     parser.add_argument(
         "--start-timeout",
-        type=float,
+        type=patience,
         default=900.0,
         metavar="S",
         help="seconds to wait for rank 0 (%(default)g)",

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from slipstream.config import EngineConfig
 from slipstream.launch import die_with_parent
+from slipstream_contract.arguments import count, patience, port
 from slipstream_contract.deployment import DEFAULT
 from slipstream_runtime.rendezvous import KEY_VARIABLE
 
@@ -117,17 +118,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "ray", help="serve a model on several nodes of a Ray cluster", epilog=_EPILOG
     )
     parser.add_argument("--model-repository", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="to share the ranks")
+    parser.add_argument(
+        "--nodes", type=count, required=True, metavar="N", help="to share the ranks"
+    )
     parser.add_argument("--name", default=DEFAULT, help="of the deployment (%(default)s)")
     parser.add_argument(
         "--address", default="auto", help="of the cluster, as ray.init takes it (%(default)s)"
     )
     parser.add_argument(
-        "--port", type=int, metavar="N", help="of the first node, for the others (default: a free)"
+        "--port", type=port, metavar="N", help="of the first node, for the others (default: a free)"
     )
     parser.add_argument(
         "--placement-timeout",
-        type=float,
+        type=patience,
         default=300.0,
         metavar="S",
         help="seconds to wait for nodes with room (%(default)g)",

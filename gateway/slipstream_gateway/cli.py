@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+from slipstream_contract.arguments import count, patience, port_or_zero, seconds
+
 from slipstream_gateway.keys import Keys
 from slipstream_gateway.settings import MAX_BODY_BYTES, QUIET_S, STALL_S, Settings
 
@@ -51,18 +53,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="let requests bring chat templates, which are code: they run in a sandbox",
     )
     parser.add_argument(
-        "--max-body-bytes", type=int, default=MAX_BODY_BYTES, metavar="N", help="(%(default)s)"
+        "--max-body-bytes", type=count, default=MAX_BODY_BYTES, metavar="N", help="(%(default)s)"
     )
     parser.add_argument(
         "--keep-alive",
-        type=float,
+        type=patience,
         default=QUIET_S,
         metavar="SECONDS",
         help="a silent stream gets a comment after so long (%(default)g)",
     )
     parser.add_argument(
         "--stall",
-        type=float,
+        type=patience,
         default=STALL_S,
         metavar="SECONDS",
         help="a client that reads nothing for so long is disconnected (%(default)g)",
@@ -107,10 +109,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="the runtime directory of a running server (default: start an engine for this alone)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    parser.add_argument("--port", type=int, default=9000, metavar="N", help="(%(default)s)")
+    parser.add_argument(
+        "--port", type=port_or_zero, default=9000, metavar="N", help="(%(default)s)"
+    )
     parser.add_argument(
         "--drain",
-        type=float,
+        type=seconds,
         default=4.0,
         metavar="SECONDS",
         help="time for running answers when it ends (%(default)g)",

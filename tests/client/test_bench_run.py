@@ -131,6 +131,8 @@ def test_a_warm_up_that_fails_says_why(bench_run, prompts, capsys):
         (["--concurrency", "0"], "list of numbers above 0"),
         (["--concurrency", "1", "--rates", "2"], "not allowed with"),
         (["--rates", "fast"], "list of numbers above 0"),
+        (["--timeout", "0"], "--timeout: '0' is not a number of seconds above 0 to 86400"),
+        (["--http-port", "65536"], "--http-port: '65536' is not a whole number from 1 to 65535"),
     ],
 )
 def test_options_that_the_parser_refuses(options, said, capsys):
@@ -148,7 +150,6 @@ def test_options_that_the_parser_refuses(options, said, capsys):
         (["--processes", "0"], "--processes is 0"),
         (["--seconds", "0"], "--seconds is 0"),
         (["--seconds", "1", "--ramp", "1"], "--ramp is 1"),
-        (["--timeout", "0"], "--timeout is 0"),
         (["--price-per-hour", "-1"], "--price-per-hour is -1"),
         (["--model", "llmapi_model"], "--model 'llmapi_model' is none of those that stream"),
         (["--input-len", "x"], "--input-len is 'x'"),

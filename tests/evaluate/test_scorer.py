@@ -82,6 +82,40 @@ def test_the_process_answers_lines_and_names_what_is_wrong(config: EngineConfig)
     assert "no such directory" in error["error"]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tasks", ","], "--tasks ',' names no task"),
+        (["--output", "/nowhere/x"], "--output /nowhere/x: its directory does not exist"),
+        (["--include-path", "/nowhere"], "--include-path /nowhere: no such directory"),
+        (["--num-fewshot", "-1"], "--num-fewshot: '-1' is not a whole number of at least 0"),
+        (["--limit", "0"], "--limit: '0' is not a whole number of at least 1"),
+        (["--device", "tpu"], "device = 'tpu'"),
+        (["--dtype", "int3"], "dtype = 'int3'"),
+        (["--quantization", "int3"], "quantization = 'int3'"),
+        (["--kv-cache-dtype", "int3"], "kv_cache_dtype = 'int3'"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_installed(
+    options: list[str],
+    said: str,
+    directory: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    apart = tmp_path / "environment"
+    given = ["--tasks", "a", "--output", str(tmp_path / "x"), "--environment", str(apart)]
+    try:
+        code = main(["eval", str(directory), *given, *options])
+    except SystemExit as refused:
+        code = refused.code
+    assert code in (1, 2)
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert not apart.exists()
+
+
 def test_wrong_options(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "results.json"
     output.write_text("mine")

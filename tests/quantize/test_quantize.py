@@ -220,7 +220,7 @@ def test_default_texts_do_not_overlap() -> None:
         ),
         (["--scheme", "gptq", "--calibration", "none.txt"], "none.txt: cannot be read: No such"),
         (["--scheme", "gptq", "--sample-length", "129"], "129 tokens are longer than the"),
-        (["--scheme", "gptq", "--sample-length", "9"], "pieces of 9 tokens"),
+        (["--scheme", "gptq", "--sample-length", "9"], "--sample-length 9: a piece has at least"),
     ],
 )
 def test_wrong_options(

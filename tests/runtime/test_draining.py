@@ -59,7 +59,7 @@ def test_a_drain_waits_for_the_last_request_and_no_longer_than_it_may(tmp_path):
     [
         (["--delay", "5", "--timeout", "4"], "--timeout is 4, less than --delay, 5"),
         (["--runtime", "/nowhere/at/all"], "/nowhere/at/all: no such directory"),
-        (["--timeout", "nan"], "nan is not between 0 and 86400 seconds"),
+        (["--timeout", "nan"], "'nan' is not a number of seconds from 0 to 86400"),
     ],
 )
 def test_what_cannot_be_drained_is_named(words, said, capsys):

@@ -3,6 +3,7 @@
 import argparse
 import json
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def _add_gateway(parser: argparse.ArgumentParser) -> None:
     """Declare the options of a gateway, which may stand before the act or behind it."""
-    parser.add_argument("--url", default=argparse.SUPPRESS, help=f"of the gateway ({_URL})")
+    parser.add_argument(
+        "--url", type=_address, default=argparse.SUPPRESS, help=f"of the gateway ({_URL})"
+    )
     parser.add_argument(
         "--api-key", metavar="KEY", default=argparse.SUPPRESS, help="of the gateway, if it has keys"
     )
@@ -52,6 +55,14 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="whose adapters they are, where there are several models",
     )
+
+
+def _address(text: str) -> str:
+    """Read the address of a gateway (an argparse type)."""
+    parts = urllib.parse.urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise argparse.ArgumentTypeError(f"{text!r} is no address such as {_URL}")
+    return text
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from slipstream_contract.arguments import port
 from slipstream_contract.deployment import role_of
 from slipstream_contract.errors import ContractError, clip
 from tqdm import tqdm
@@ -51,7 +52,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     add_connection(parser, timeout_s=300.0)
     add = parser.add_argument
-    add("--http-port", type=int, default=8000, metavar="N", help="(%(default)s)")
+    add("--http-port", type=port, default=8000, metavar="N", help="(%(default)s)")
     add("--protocol", choices=("grpc", "http"), default="grpc", help="(%(default)s)")
     add("--model", default="ensemble", help=MODEL_HELP)
     load = parser.add_mutually_exclusive_group()
@@ -75,7 +76,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--retries", type=int, default=0, metavar="N", help="retries of a refused request")
     add("--processes", type=int, default=default_processes(), help="of clients (%(default)s)")
     add("--price-per-hour", type=float, metavar="X", help="for the cost (default: the server's)")
-    add("--metrics-port", type=int, default=8002, metavar="N", help="(%(default)s)")
+    add("--metrics-port", type=port, default=8002, metavar="N", help="(%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write all figures")
     add("--html", type=Path, metavar="FILE", help="write a page with plots")
 

@@ -3,6 +3,7 @@
 import argparse
 from typing import Any, TextIO
 
+from slipstream_contract.arguments import patience, port
 from slipstream_contract.deployment import role_of
 from slipstream_contract.limits import INT32_MAX
 from slipstream_contract.sampling import FIELDS
@@ -22,10 +23,10 @@ SAMPLING = tuple(name for name, entry in FIELDS.items() if entry.field.is_option
 def add_connection(parser: argparse.ArgumentParser, timeout_s: float | None) -> None:
     """Add the options for the server's address and the time to wait for a whole answer."""
     parser.add_argument("--host", default="127.0.0.1", help="the server's host (%(default)s)")
-    parser.add_argument("--grpc-port", type=int, default=8001, metavar="N", help="(%(default)s)")
+    parser.add_argument("--grpc-port", type=port, default=8001, metavar="N", help="(%(default)s)")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=patience,
         default=timeout_s,
         metavar="S",
         help=f"seconds to wait for a whole answer ({timeout_s or 'no limit'})",
