@@ -114,6 +114,7 @@ def made(
     tmp_path: Path, embedding: str, head: str, tied: bool, **sizes: int
 ) -> tuple[torch.nn.Module, Path, Path]:
     """A model, a file of it whose ends are of blocks, and the same numbers in 32 bits."""
+    tmp_path.mkdir(exist_ok=True)
     model = make_model("llama", **(SIZES | sizes), tie_word_embeddings=tied)
     others = {"embed_tokens": embedding, "lm_head": head}
     path = write_gguf(model, "llama", tmp_path / "model.gguf", "F32", others=others)
