@@ -10,6 +10,7 @@ from slipstream.kernels.experts.route import Routed, most_tiles
 from slipstream.kernels.experts.spec import Routing, Score
 from slipstream.kernels.experts.table import ExpertProduct
 from slipstream.kernels.gemm.op import Matrix
+from slipstream.kernels.lora.terms import Table
 from slipstream.kernels.runtime.registry import KNOWN, Target
 from slipstream.layers import experts
 from slipstream.layers.adapted import Group, StepGroups, Term
@@ -32,7 +33,7 @@ ROUTES = {1: ["route_rows"], 16: ["route_once"], 17: ["choose", "place"]}
 class _NoPairs(ExpertTerms):
     """Terms of experts that nobody has chosen: choices have no numbers here."""
 
-    def __call__(self, x: Tensor, routed: Routed, products: Tensor) -> None:
+    def _add_groups(self, x: Tensor, routed: Routed, products: Tensor) -> None:
         """Change nothing."""
 
 
@@ -249,6 +250,26 @@ def test_products_stay_apart_only_where_an_adapter_changes_them(place: str) -> N
     names = [name for name, _ in launches(1, "none", groups=groups)]
     apart, whole = ["skinny", "skinny", "combine"], ["skinny", "down_add"]
     assert names == ["route_rows", *(apart if "experts" in place else whole)]
+
+
+@pytest.mark.parametrize("num_rows", [1, 32, 128])
+def test_terms_of_all_pairs_take_five_kernels(num_rows: int) -> None:
+    """Whatever experts and adapters there are; none where no adapter of the step has terms here."""
+    groups, size = StepGroups(), num_rows
+    none = torch.empty(0, 2, dtype=torch.int64, device=META)
+    rows = torch.empty(size, dtype=torch.int32, device=META)
+    table = Table(none, rows, rows, 48)
+    groups.tables = {"tokens": table}
+    plain = [name for name, _ in launches(num_rows, "none", groups=groups)]
+    assert plain == [name for name, _ in launches(num_rows, "none")]
+    addresses = torch.empty(size, dtype=torch.int64, device=META)
+    groups.tables = {"tokens": table._replace(experts=addresses)}
+    notes = launches(num_rows, "none", groups=groups)
+    kernel = "tiled" if num_rows > 6 else "skinny"
+    both = ["group_pairs", "shrink", "expand_new", kernel, kernel, "shrink", "expand", "combine"]
+    assert [name for name, _ in notes][-8:] == both
+    of_kernels = [arguments for name, arguments in notes if name == kernel]
+    assert ["TERMS=1" in each for each in of_kernels] == [True, False]
 
 
 @pytest.mark.parametrize("has_out_norm", [False, True])

@@ -353,7 +353,7 @@ def each_tensor(decoder: Decoder) -> list[torch.Tensor]:
 def test_where_nothing_is_measured(changes: dict[str, object], said: str, decoder: Decoder) -> None:
     refused = plan(**changes)
     assert said in str(refusal(refused, decoder))  # type: ignore[arg-type]
-    given = None, lambda shape: None, lambda shape: None
+    given = None, lambda shape: None, lambda shape, experts: None
     assert list(idle_tuning.chores(refused, decoder, *given)) == []  # type: ignore[arg-type]
 
 
@@ -378,6 +378,7 @@ def test_graphs_are_captured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
     graphs = Graphs.__new__(Graphs)
     graphs._graphs = {**old, shapes[3]: None}
     graphs._adapted = {shapes[0]: old[shapes[0]]}
+    graphs._of_experts = {shapes[0]: old[shapes[0]]}
     made: list[tuple[str, int]] = []
 
     def captured(shape: StepShape, step: Callable[[], torch.Tensor], mode: str) -> Captured | None:
@@ -390,11 +391,14 @@ def test_graphs_are_captured_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None
     is_stale = stale([Choice(product, 16, BLOB.hex(), "", 1.0, 2.0)])
     counts = []
     for _ in graphs.recaptured(
-        lambda shape: lambda: "plain", lambda shape: lambda: "adapted", is_stale
-    ):  # type: ignore[return-value]
+        lambda shape: lambda: "plain",  # type: ignore[return-value]
+        lambda shape, experts: lambda: f"adapted {experts}",  # type: ignore[return-value]
+        is_stale,
+    ):
         counts.append(len(made))
-    assert counts == [1, 2, 3]
-    assert made == [("plain", 8), ("plain", 16), ("adapted", 8)]
+    assert counts == [1, 2, 3, 4]
+    adapted = [("adapted False", 8), ("adapted True", 8)]
+    assert made == [("plain", 8), ("plain", 16), *adapted]
     assert graphs._graphs[shapes[0]] is not old[shapes[0]]
     assert graphs._graphs[shapes[1]] is old[shapes[1]]  # memory is too short
     assert graphs._graphs[shapes[2]] is old[shapes[2]]

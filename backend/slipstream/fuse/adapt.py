@@ -59,13 +59,15 @@ def adapt(decoder: Decoder, groups: StepGroups, vocab_size: int) -> list[Adapted
     have no ends.
     """
     found: list[AdaptedPlace] = []
-    apart: list[AdaptedPlace] = []  # that tables do not have
+    apart: list[AdaptedPlace] = []  # that tables do not have, or apart from others
+    num_experts = 0  # of all layers before
     for number, (prefix, layer) in layers_of(decoder):
         is_last = number == len(decoder.blocks) - 1
         if isinstance(layer, LatentAttention):
             apart.append(_heads(layer, prefix, groups, is_last))
         if isinstance(layer, Experts):
-            apart += _experts(layer, prefix, groups, is_last)
+            apart += _experts(layer, prefix, groups, is_last, 2 * num_experts)
+            num_experts += layer.config.routing.num_experts
         if isinstance(layer, Experts) and layer.shared is not None:
             layer, prefix = layer.shared, f"{prefix}.shared_expert"
         if not isinstance(layer, Attention | LatentAttention | SharedExpert | TwoStepMLP):
@@ -121,9 +123,11 @@ def _heads(layer: LatentAttention, prefix: str, groups: StepGroups, is_last: boo
     return AdaptedPlace(name, (name,), (layer.num_heads * sum(rows),), latent.rank)
 
 
-def _experts(layer: Experts, prefix: str, groups: StepGroups, is_last: bool) -> list[AdaptedPlace]:
-    """Make routed experts ready."""
-    layer.adapt = ExpertTerms(layer, prefix, groups, "kept" if is_last else "tokens")
+def _experts(
+    layer: Experts, prefix: str, groups: StepGroups, is_last: bool, first: int
+) -> list[AdaptedPlace]:
+    """Make routed experts ready, whose matrices are in tables from number `first` on."""
+    layer.adapt = ExpertTerms(layer, prefix, groups, "kept" if is_last else "tokens", first)
     count, inner, hidden = len(layer.down.values), layer.down.inputs, layer.down.outputs
     turns = layer.config.takes_turns
     found = []

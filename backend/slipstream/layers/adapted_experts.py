@@ -1,6 +1,7 @@
-"""Terms that adapters add to routed experts: to outputs of pairs of rows and experts that have one.
+"""Terms that adapters add to routed experts: to what pairs of rows and experts have that have one.
 
-What the terms change is added to what the grouped GEMMs made, so pairs whose terms are zero keep
+By tables kernels add all of a step, those of gates and ups before the gate. By groups torch adds
+them, one expert after another, to what the grouped GEMMs made. Pairs whose terms are zero keep
 their bits, as all others do.
 """
 
@@ -8,17 +9,19 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from slipstream.kernels.experts.grouped import gated
+from slipstream.kernels.experts.grouped import Added, gated
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.lora.add import times
+from slipstream.kernels.lora.pairs import group_pairs
+from slipstream.kernels.lora.terms import Table, expand, expand_new, shrink
 from slipstream.layers.adapted import Group, StepGroups, Term
-from slipstream.layers.experts import Experts
+from slipstream.layers.experts import Experts, Started
 
 GATE_UP, DOWN = "experts.gate_up", "experts.down"  # ends of places' names
 
 
 class ExpertTerms:
-    """What adapters make of the outputs of a layer's experts.
+    """What adapters make of a layer's experts.
 
     The places are `PREFIX.experts.gate_up`, whose outputs are gate and up of expert 0, then those
     of expert 1, and so on, and `PREFIX.experts.down`.
@@ -28,11 +31,16 @@ class ExpertTerms:
         prefix: of the layer, by the decoder's names.
         groups: of the step.
         which: the field of `groups` whose rows the layer sees.
+        first: number of expert 0's gate and up in tables; those of all experts follow each other,
+            and then their last matrices.
     """
 
-    def __init__(self, layer: Experts, prefix: str, groups: StepGroups, which: str) -> None:
+    def __init__(
+        self, layer: Experts, prefix: str, groups: StepGroups, which: str, first: int = 0
+    ) -> None:
         self._layer = layer
         self._places = f"{prefix}.{GATE_UP}", f"{prefix}.{DOWN}"
+        self._numbers = first, first + layer.config.routing.num_experts
         self._groups, self._which = groups, which
 
     @property
@@ -41,21 +49,56 @@ class ExpertTerms:
         return found
 
     @property
+    def _table(self) -> Table | None:
+        table = self._groups.tables.get(self._which)
+        return None if table is None or table.experts is None else table
+
+    @property
     def in_step(self) -> bool:
         """Whether an adapter of the step that runs has terms for the layer's experts."""
+        if self._table is not None:
+            return True
         return any(group.terms.get(place) for group in self._found for place in self._places)
 
-    def __call__(self, x: Tensor, routed: Routed, products: Tensor) -> None:
-        """Change the experts' outputs, `[n * k, hidden]`, of rows `x [n, hidden]`, in place."""
+    def start(self, x: Tensor, routed: Routed) -> Started:
+        """Compute what is added to gates and ups of rows `x [n, hidden]`."""
+        step = self._table
+        if step is None:
+            return Started()
+        assert step.experts is not None, "such tables are left out"
+        table = group_pairs(routed.experts, routed.order, routed.weights, step.experts)
+        number, fixed, size = self._numbers[0], self._layer.is_fixed, self._layer.down.inputs
+        given = number, step.width, None, fixed
+        t = shrink(x, table.groups, table.rows, *given, are_late=True)
+        values = x.new_empty(len(routed.order), 2 * size)
+        expand_new(values, table.groups, table.places, t, number, (size, size))
+        return Started(table, Added(values, table.marks))
+
+    def finish(
+        self, x: Tensor, inner: Tensor, routed: Routed, products: Tensor, started: Started
+    ) -> None:
+        """Change the experts' outputs, `[n * k, hidden]` of `inner [n * k, i]`, in place."""
+        step, table = self._table, started.table
+        if step is None or table is None:
+            self._add_groups(x, routed, products)
+            return
+        number, size = self._numbers[1], products.shape[-1]
+        given = number, step.width, None, self._layer.is_fixed
+        t = shrink(inner, table.groups, table.places, *given, table.factors, are_late=True)
+        expand(products, table.groups, routed.order, t, number, (size,), are_late=True)
+
+    def _add_groups(self, x: Tensor, routed: Routed, products: Tensor) -> None:
+        """Add the terms of groups, expert by expert, to outputs of rows `x [n, hidden]`."""
         pairs = products.view(len(x), routed.top_k, products.shape[-1])
         for group in self._found:
             ups, downs = (group.terms.get(place, ()) for place in self._places)
             if not ups and not downs:
                 continue
             chosen = routed.experts[group.rows]
+            all_ups = ByExpert(ups, self._layer.gate_up.outputs)
+            all_downs = ByExpert(downs, self._layer.down.outputs)
             for expert in sorted(set(chosen.flatten().tolist())):
-                of_up = _terms_of(expert, ups, self._layer.gate_up.outputs)
-                of_down = _terms_of(expert, downs, self._layer.down.outputs)
+                of_up, of_down = all_ups.of(expert), all_downs.of(expert)
                 if not of_up and not of_down:
                     continue
                 own, column = (chosen == expert).nonzero(as_tuple=True)
@@ -84,22 +127,39 @@ class ExpertTerms:
         return change
 
 
-def _terms_of(expert: int, terms: Sequence[Term], count: int) -> list[Term]:
-    """Return what terms of all experts have of one, by its own `count` outputs."""
-    begin, end = expert * count, (expert + 1) * count
-    found = []
-    for term in terms:
-        assert term.a is not None, "whole matrices are of head and embedding"
-        if term.a.ndim == 3:
-            place = expert - term.first // count
+class ByExpert:
+    """The terms of a place of all experts, by expert.
+
+    Args:
+        terms: of the place.
+        size: outputs of an expert.
+    """
+
+    def __init__(self, terms: Sequence[Term], size: int) -> None:
+        self._size = size
+        self._of_all = [term for term in terms if term.a is not None and term.a.ndim == 3]
+        self._of_each: dict[int, list[Term]] = {}
+        for term in terms:
+            assert term.a is not None, "whole matrices are of head and embedding"
+            if term.a.ndim == 3:
+                continue
+            for expert in range(term.first // size, (term.first + len(term.b) - 1) // size + 1):
+                self._of_each.setdefault(expert, []).append(term)
+
+    def of(self, expert: int) -> list[Term]:
+        """Return what there is of one, by its own outputs."""
+        found = []
+        for term in self._of_all:
+            assert term.a is not None, "checked"
+            place = expert - term.first // self._size
             if 0 <= place < len(term.a):
                 found.append(Term(0, term.a[place], term.b[place]))
-            continue
-        first, last = max(begin, term.first), min(end, term.first + len(term.b))
-        if first < last:
+        begin, end = expert * self._size, (expert + 1) * self._size
+        for term in self._of_each.get(expert, ()):
+            first, last = max(begin, term.first), min(end, term.first + len(term.b))
             b = term.b[first - term.first : last - term.first]
             found.append(Term(first - begin, term.a, b))
-    return found
+        return found
 
 
 def _add(y: Tensor, x: Tensor, terms: Sequence[Term], fixed: bool) -> None:

@@ -7,7 +7,7 @@ that CUDA graphs hold them. Weights of all experts are one tensor, `[e, 2i, h]` 
 or packed.
 """
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from slipstream.kernels.experts.combine import Shared, combine
 from slipstream.kernels.experts.down_add import down_add
 from slipstream.kernels.experts.down_add import takes as takes_down
 from slipstream.kernels.experts.grouped import (
+    Added,
     ExpertMatrix,
     down,
     expert_matrix,
@@ -30,6 +31,7 @@ from slipstream.kernels.experts.router import Chosen, RouterStages, choose_rows
 from slipstream.kernels.experts.router import takes as takes_router
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.gemm.packing import TILE
+from slipstream.kernels.lora.pairs import PairTable
 from slipstream.kernels.runtime.registry import Target, target_of
 from slipstream.layers.dims import ExpertsConfig
 from slipstream.layers.linear import Linear
@@ -50,15 +52,27 @@ from slipstream.quant.rounding import rounded_e4m3
 _ALIGNED = 8  # outputs of the router
 
 
+class Started(NamedTuple):
+    """What terms of a choice's pairs are finished with."""
+
+    table: PairTable | None = None  # None: torch adds them
+    added: Added | None = None  # to gates and ups
+
+
 class PairTerms(Protocol):
-    """What adapters make of the outputs of a layer's experts."""
+    """What adapters make of a layer's experts."""
 
     @property
     def in_step(self) -> bool:
         """Whether an adapter of the step that runs has terms for them."""
 
-    def __call__(self, x: Tensor, routed: Routed, products: Tensor) -> None:
-        """Change the outputs of experts `[n * k, h]` of rows `[n, h]`, in place."""
+    def start(self, x: Tensor, routed: Routed) -> Started:
+        """Compute what is added to gates and ups of rows `[n, h]`."""
+
+    def finish(
+        self, x: Tensor, inner: Tensor, routed: Routed, products: Tensor, started: Started
+    ) -> None:
+        """Change the outputs of experts `[n * k, h]`, made of `inner [n * k, i]`, in place."""
 
 
 class SharedExpert:
@@ -137,12 +151,13 @@ class Experts:
         """Add the outputs of rows' experts, and what is shared, to `residual`; return it."""
         fixed, up, last = self.is_fixed, self.gate_up, self.down
         adapt = self.adapt if self.adapt is not None and self.adapt.in_step else None
-        inner = gate_up(x, up.values, up, routed, self.config.gate, fixed)
+        started = Started() if adapt is None else adapt.start(x, routed)
+        inner = gate_up(x, up.values, up, routed, self.config.gate, fixed, started.added)
         if adapt is None and takes_down(routed, last, x.device):
             return down_add(inner, last.values, residual, last, routed, shared)
         products = down(inner, last.values, last, routed, fixed)
         if adapt is not None:
-            adapt(x, routed, products)
+            adapt.finish(x, inner, routed, products, started)
         return combine(residual, products, shared)
 
     def tile_rows(self, num_rows: int, target: Target, fixed: bool) -> int:

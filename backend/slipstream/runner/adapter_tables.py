@@ -3,7 +3,7 @@
 They lie where they lay before in every step of the same shape, so CUDA graphs can read them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +16,13 @@ from slipstream.kernels.lora import terms as lora
 from slipstream.kernels.lora.terms import TILE, Pair, Table
 from slipstream.kernels.lora.terms import tiles_of as cut
 from slipstream.layers.adapted import Term, Terms
+from slipstream.layers.adapted_experts import ByExpert
 from slipstream.models.adapters.config import MAX_RANK
 from slipstream.runner.adapter_pages import (
     PageCopies,
     Spot,
     Tile,
     at,
-    bytes_of,
     filled,
     in_a_row,
     pack,
@@ -32,7 +32,7 @@ from slipstream.runner.staging import Staging
 from slipstream.runner.step_arrays import Array, Int32s, Int64s, StepShape
 
 WIDEST = lora.PARTS * MAX_RANK  # of any adapter: graphs have room for it
-_ROW_BYTES = 64  # of both tables, with what lies between arrays
+_ROW_BYTES = 80  # of both tables, with what lies between arrays
 
 
 class InPages(NamedTuple):
@@ -61,6 +61,7 @@ class HostPages(NamedTuple):
     spots: list[Spot]  # of tiles
     shapes: list[tuple[int, int]]  # of tiles, filled up
     ranks: list[list[int]]  # of each place those of its parts; 0: no term
+    num_dense: int  # of the places, in front; the others are of experts
 
 
 class Laid(NamedTuple):
@@ -69,6 +70,7 @@ class Laid(NamedTuple):
     words: Tensor  # see `describe`
     address: int  # of them
     width: int
+    expert_address: int  # of those of experts; 0: there are none
     pages: list[Tensor]
     host: HostPages  # without its memory, where that is not the device's
     layout: "TileLayout"
@@ -80,13 +82,14 @@ class Laid(NamedTuple):
             at(self.pages[spot.page], spot.offset, shape, layout.dtype)
             for spot, shape in zip(host.spots, host.shapes, strict=True)
         )
-        for place, of_parts in zip(layout.places, host.ranks, strict=True):
-            first = 0
-            for size, rank in zip(place.sizes, of_parts, strict=True):
+        places = [(place.name, 0, place.sizes) for place in layout.places]
+        if len(host.ranks) > host.num_dense:
+            places += [(each.name, each.first, each.sizes) for each in layout.experts]
+        for (name, first, sizes), of_parts in zip(places, host.ranks, strict=True):
+            for size, rank in zip(sizes, of_parts, strict=True):
                 pairs = [(next(tiles), next(tiles)) for _ in range(-(-rank // TILE))]
                 if pairs:
-                    whole = InPages(place.name, first, rank, pairs, size, layout.is_turned)
-                    found.append(whole)
+                    found.append(InPages(name, first, rank, pairs, size, layout.is_turned))
                 first += size
         return found
 
@@ -105,6 +108,15 @@ class Uploaded(NamedTuple):
     is_home: bool  # whether they lie where graphs read them
 
 
+class ExpertPlace(NamedTuple):
+    """The matrices of one expert that have the same inputs."""
+
+    name: str  # of the place of all experts
+    expert: int
+    first: int  # output of that place
+    sizes: tuple[int, ...]  # outputs of each
+
+
 class TileLayout:
     """The tiles of adapters that kernels take.
 
@@ -117,44 +129,51 @@ class TileLayout:
     def __init__(self, places: Sequence[AdaptedPlace], is_turned: bool, dtype: torch.dtype) -> None:
         self.places = [each for each in places if each.linear is not None and each.name != HEAD]
         self.is_turned, self.dtype = is_turned, dtype
-        largest = max((max(each.inputs, *each.sizes) for each in self.places), default=1)
+        mixtures = [each for each in places if each.num_experts]
+        self.experts = [own for each in mixtures for own in _of_experts(each)]
+        self._mixtures = {each.name for each in mixtures}
+        taken = [*self.places, *mixtures]
+        largest = max((max(each.inputs, *each.sizes) for each in taken), default=1)
         largest = -(-largest // TILE) * TILE
         self.page_bytes = page_bytes_of(largest, dtype.itemsize)
         refusals = [lora.refusal(each.inputs, each.sizes) for each in self.places]
         self.refusal = next(filter(None, refusals), None)
+        of_experts = [lora.refusal(each.inputs, each.sizes[:2]) for each in mixtures]
+        self._expert_refusal = next(filter(None, of_experts), None)
 
     def num_pages(self, terms: Terms) -> int | None:
         """Count the pages that an adapter takes; None: the kernels do not take it."""
         described = self.described(terms)
         if described is None:
             return None
-        return pack(self.sizes(self.shapes(described)), self.page_bytes)[1]
+        return pack([tile.num_bytes for tile in self.tiles(described)[0]], self.page_bytes)[1]
 
-    def shapes(self, described: Sequence[Sequence[Pair | None]]) -> list[tuple[int, int]]:
-        """Return the shapes of the tiles of all pairs, filled up, in the order of `tiles`."""
-        found: list[tuple[int, int]] = []
-        for a, b in (pair for parts in described for pair in parts if pair is not None):
-            rows = -(-len(b) // TILE) * TILE if self.is_turned else len(b)
-            found += [(TILE, a.shape[1]), (rows, TILE)] * -(-len(a) // TILE)
-        return found
+    def tiles(self, described: Sequence[Sequence[Pair | None]]) -> tuple[list[Tile], list[int]]:
+        """Return the tiles of all pairs, and of each 16 ranks the numbers of A's and B's tile.
 
-    def sizes(self, shapes: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the bytes of tiles of some shapes."""
-        return [bytes_of(rows, columns, self.dtype.itemsize) for rows, columns in shapes]
-
-    def tiles(self, described: Sequence[Sequence[Pair | None]]) -> list[Tile]:
-        """Return the tiles of all pairs, of each 16 ranks A's and then B's."""
-        pairs = (pair for parts in described for pair in parts if pair is not None)
-        halves = [half for pair in pairs for tile in cut(pair) for half in tile]
-        shapes = self.shapes(described)
-        return [
-            Tile(half, shape, self.is_turned and bool(number % 2))
-            for number, (half, shape) in enumerate(zip(halves, shapes, strict=True))
-        ]
+        Gate and up of an expert share A's if they have the same.
+        """
+        found: list[Tile] = []
+        numbers: list[int] = []
+        for place, parts in enumerate(described):
+            known: dict[int, int] = {}  # of A, by address
+            for pair in (pair for pair in parts if pair is not None):
+                for a, b in cut(pair):
+                    rows = -(-len(b) // TILE) * TILE if self.is_turned else len(b)
+                    number = known.get(a.data_ptr(), len(found))
+                    if number == len(found):
+                        found.append(Tile(a, (TILE, a.shape[1])))
+                    if place >= len(self.places):
+                        known[a.data_ptr()] = number
+                    numbers += [number, len(found)]
+                    found.append(Tile(b, (rows, TILE), self.is_turned))
+        return found, numbers
 
     def described(self, terms: Terms) -> list[list[Pair | None]] | None:
-        """Return the pairs of all parts of all places; None: the kernels do not take a term."""
-        names = {place.name for place in self.places}
+        """Return the pairs of all parts of all places, and behind them of all experts if there are
+        any; None: the kernels do not take a term.
+        """
+        names = {place.name for place in self.places} | self._mixtures
         plain = all(t.a is not None and t.gain is None for each in terms.values() for t in each)
         if self.refusal is not None or not plain or not names.issuperset(terms):
             return None
@@ -162,6 +181,23 @@ class TileLayout:
         for place in self.places:
             parts = list[Pair | None]([None] * len(place.sizes))
             if not all(_put(term, place.sizes, parts) for term in terms.get(place.name, ())):
+                return None
+            described.append(parts)
+        if self._mixtures.isdisjoint(terms):
+            return described
+        of_experts = None if self._expert_refusal else self._of_experts(terms)
+        return None if of_experts is None else described + of_experts
+
+    def _of_experts(self, terms: Terms) -> list[list[Pair | None]] | None:
+        """Return the pairs of all experts."""
+        found: dict[str, ByExpert] = {}
+        described: list[list[Pair | None]] = []
+        for place in self.experts:
+            if place.name not in found:
+                found[place.name] = ByExpert(terms.get(place.name, ()), sum(place.sizes))
+            parts = list[Pair | None]([None] * len(place.sizes))
+            own = found[place.name].of(place.expert)
+            if not all(_put(term, place.sizes, parts) for term in own):
                 return None
             described.append(parts)
         return described
@@ -193,8 +229,8 @@ class AdapterTables:
         described = self._layout.described(terms)
         if described is None:
             return None
-        shapes = self._layout.shapes(described)
-        sizes = self._layout.sizes(shapes)
+        tiles, numbers = self._layout.tiles(described)
+        sizes = [tile.num_bytes for tile in tiles]
         page_bytes = self._page_bytes
         if self._device.type == "cpu":  # whose memory has no pages to be handed out again
             (spots, page_bytes), num_pages = in_a_row(sizes), 1
@@ -202,9 +238,11 @@ class AdapterTables:
             spots, num_pages = pack(sizes, page_bytes)
         if most is not None and num_pages * page_bytes > most:
             return None
-        memory = filled(self._layout.tiles(described), spots, num_pages, page_bytes)
+        memory = filled(tiles, spots, num_pages, page_bytes)
         ranks = [[0 if pair is None else len(pair[0]) for pair in parts] for parts in described]
-        return HostPages(memory, num_pages, page_bytes, spots, shapes, ranks)
+        shapes, where = [tiles[i].shape for i in numbers], [spots[i] for i in numbers]
+        given = memory, num_pages, page_bytes, where, shapes, ranks
+        return HostPages(*given, len(self._layout.places))
 
     def place(self, host: HostPages) -> Laid:
         """Copy an adapter to the device, on the current stream; on a CPU it is there."""
@@ -213,20 +251,30 @@ class AdapterTables:
             pages = self._copies(host.memory, host.num_pages)
             host = host._replace(memory=host.memory[:0])
         bases = [page.data_ptr() for page in pages]
-        addresses = iter([bases[spot.page] + spot.offset for spot in host.spots])
-
-        def of(rank: int) -> list[tuple[int, int]] | None:
-            if not rank:
-                return None
-            return [(next(addresses), next(addresses)) for _ in range(0, rank, TILE)]
-
-        found = [[of(rank) for rank in ranks] for ranks in host.ranks]
-        words, width = lora.describe(found, self._layout.is_turned)
+        flat = [bases[spot.page] + spot.offset for spot in host.spots]
+        addresses = np.array(flat, np.int64).reshape(-1, 2)
+        counts = [[-(-rank // TILE) for rank in ranks] for ranks in host.ranks]
+        dense, of_experts = counts[: host.num_dense], counts[host.num_dense :]
+        end = sum(map(sum, dense))
+        is_turned = self._layout.is_turned
+        words, width = lora.words_of(dense, addresses[:end], is_turned)
+        begin = len(words)
+        if of_experts:
+            numbers = [place.expert for place in self._layout.experts]
+            more, wide = lora.words_of(of_experts, addresses[end:], is_turned, numbers)
+            words, width = torch.cat([words, more]), max(width, wide)
         words = words.to(self._device)
-        return Laid(words, words.data_ptr(), width, pages, host, self._layout)
+        base = words.data_ptr()
+        expert_address = base + 8 * begin if of_experts else 0
+        return Laid(words, base, width, expert_address, pages, host, self._layout)
 
     def upload(
-        self, tokens: Int64s, kept: Int64s | None, active: Mapping[int, Laid], shape: StepShape
+        self,
+        tokens: Int64s,
+        kept: Int64s | None,
+        active: Mapping[int, Laid],
+        shape: StepShape,
+        has_experts: bool,
     ) -> Uploaded:
         """Copy the tables of a step to the device.
 
@@ -235,28 +283,46 @@ class AdapterTables:
             kept: of each token that the last block goes on with; None: of all.
             active: the step's adapters by number.
             shape: the step's.
+            has_experts: whether kernels look for terms of experts.
         """
         addresses = {number: laid.address for number, laid in active.items()}
+        of_experts = {number: laid.expert_address for number, laid in active.items()}
         width = max((laid.width for laid in active.values()), default=0)
         of = {"tokens": tokens} if kept is None else {"tokens": tokens, "kept": kept}
-        made = [tabulate(each, addresses, most_groups(len(each), shape)) for each in of.values()]
+        made: list[tuple[Array, ...]] = []
+        for numbers in of.values():
+            found = tabulate(numbers, addresses, most_groups(len(numbers), shape))
+            # In every step, so that all lies where it lay.
+            more = [addresses_of(numbers, of_experts)] if self._layout.experts else []
+            made.append((*found, *more))
         views, is_home = self._copied([array for arrays in made for array in arrays])
-        tables = {
-            name: Table(
-                groups=views[3 * i],
-                rows=views[3 * i + 1],
-                marks=views[3 * i + 2],
-                width=max(width, TILE),
-                scratch=self._scratch,
-            )
-            for i, name in enumerate(of)
-        }
+        size = len(made[0])
+        tables: dict[str, Table] = {}
+        for i, name in enumerate(of):
+            groups, rows, marks, *more_views = views[i * size : (i + 1) * size]
+            own = more_views[0] if has_experts and more_views else None
+            given = groups, rows, marks, max(width, TILE), self._scratch, own
+            tables[name] = Table(*given)
         tables.setdefault("kept", tables["tokens"])
         return Uploaded(tables, is_home)
 
     def _copied(self, arrays: Sequence[Array]) -> tuple[list[Tensor], bool]:
         views = self.staging.upload(arrays)
         return views, self.staging.is_home(views[0])
+
+
+def _of_experts(place: AdaptedPlace) -> Iterator[ExpertPlace]:
+    """Yield a place of all experts expert by expert."""
+    count = len(place.sizes) // place.num_experts
+    sizes = place.sizes[:count]
+    for expert in range(place.num_experts):
+        yield ExpertPlace(place.name, expert, expert * sum(sizes), sizes)
+
+
+def addresses_of(numbers: Int64s, addresses: Mapping[int, int]) -> Int64s:
+    """Return the address for each row, by the number of its adapter; 0: there is none."""
+    which, where = np.unique(numbers, return_inverse=True)
+    return np.array([addresses.get(n, 0) for n in which.tolist()], np.int64)[where]
 
 
 def _put(term: Term, sizes: Sequence[int], parts: list[Pair | None]) -> bool:

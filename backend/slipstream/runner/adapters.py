@@ -341,19 +341,33 @@ class Adapters:
         """Whether kernels add all terms of a step."""
         return self.by_tables and all(each.laid is not None for each in active.values())
 
+    @staticmethod
+    def have_experts(active: Active) -> bool:
+        """Whether adapters that kernels add have terms of experts, which take kernels more."""
+        return any(each.laid is not None and each.laid.expert_address for each in active.values())
+
     @torch.inference_mode()
     def upload(
-        self, active: Active, tokens: Int64s, shape: StepShape, arrays: StepArrays, keeps_all: bool
+        self,
+        active: Active,
+        tokens: Int64s,
+        shape: StepShape,
+        arrays: StepArrays,
+        keeps_all: bool,
+        has_experts: bool = False,
     ) -> Uploaded:
         """Copy to the device what kernels read of the adapters of a step's `tokens`."""
         kept = tokens[arrays.sample_rows] if self._has_kept(shape, keeps_all) else None
         laid = {number: each.laid for number, each in active.items() if each.laid is not None}
-        return self._tables.upload(tokens, kept, laid, shape)
+        looks = has_experts or self.have_experts(active)
+        return self._tables.upload(tokens, kept, laid, shape, looks)
 
-    def prepare(self, shape: StepShape, arrays: StepArrays) -> Mapping[str, Table]:
+    def prepare(
+        self, shape: StepShape, arrays: StepArrays, has_experts: bool
+    ) -> Mapping[str, Table]:
         """Return tables of padding, where those of a graph's steps are going to lie."""
         none = np.zeros(shape.num_tokens, np.int64)
-        made = self.upload({}, none, shape, arrays, keeps_all=False)
+        made = self.upload({}, none, shape, arrays, keeps_all=False, has_experts=has_experts)
         assert made.is_home, "there is room for the tables of all graphs"
         return {name: table._replace(width=WIDEST) for name, table in made.tables.items()}
 

@@ -37,6 +37,8 @@ MAX_CHUNK_ROWS = 8  # of a step
 _log = logging.getLogger(__name__)
 # From a shape to a step without rows: its inputs lie in place; a call launches it.
 Prepare = Callable[[StepShape], Callable[[], Tensor]]
+# The same of a step with adapters, with whether some have terms of experts.
+PrepareAdapted = Callable[[StepShape, bool], Callable[[], Tensor]]
 
 
 def row_buckets(max_num_seqs: int) -> list[int]:
@@ -238,8 +240,9 @@ class Capture:
 
 
 class Graphs:
-    """Holds one graph for each shape of `buckets`, all made at start, and a second one for steps
-    with adapters, made when the first such step comes. None is ever discarded.
+    """Holds one graph for each shape of `buckets`, all made at start, a second one for steps with
+    adapters, and a third for those with terms of experts, made when the first such step comes. None
+    is ever discarded.
 
     A shape for which memory is too short, of its first run, its capture or its instance, has no
     graph. Ranks that share layers have the same graphs: they make each at the same step, as it has
@@ -264,20 +267,30 @@ class Graphs:
         # None: memory was too short.
         self._graphs: dict[StepShape, Captured | None] = {}
         self._adapted: dict[StepShape, Captured | None] = {}
+        self._of_experts: dict[StepShape, Captured | None] = {}
         self._capture = capture or Capture()
 
-    def shape_of(self, shape: StepShape, is_adapted: bool = False) -> StepShape | None:
+    def shape_of(
+        self, shape: StepShape, is_adapted: bool = False, has_experts: bool = False
+    ) -> StepShape | None:
         """Return the shape of the graph for a step, padded; None: it has none.
 
-        `is_adapted`: the step has adapters; its graph may have to be captured yet.
+        `is_adapted`: the step has adapters; its graph may have to be captured yet. `has_experts`:
+        some have terms of experts.
         """
         found = self._buckets.find(shape)
-        if found is None or (is_adapted and found not in self._adapted):
+        of_adapters = self._of_experts if has_experts else self._adapted
+        if found is None or (is_adapted and found not in of_adapters):
             return found
-        graph = (self._adapted if is_adapted else self._graphs).get(found)
+        graph = (of_adapters if is_adapted else self._graphs).get(found)
         return None if graph is None else found
 
-    def graph(self, shape: StepShape, prepare_adapted: Prepare | None = None) -> Captured | None:
+    def graph(
+        self,
+        shape: StepShape,
+        prepare_adapted: PrepareAdapted | None = None,
+        has_experts: bool = False,
+    ) -> Captured | None:
         """Return the graph of a shape that `shape_of` gave; None: memory was too short.
 
         `prepare_adapted`: of a step with adapters, as `capture` has it. Its graph is captured now
@@ -285,18 +298,23 @@ class Graphs:
         """
         if prepare_adapted is None:
             return self._graphs.get(shape)
-        if shape not in self._adapted:
-            self._capture_adapted(shape, prepare_adapted)
-        return self._adapted[shape]
+        graphs = self._of_experts if has_experts else self._adapted
+        if shape not in graphs:
+            graphs[shape] = self._captured(shape, lambda: prepare_adapted(shape, has_experts))
+        return graphs[shape]
 
     @torch.inference_mode()
-    def _capture_adapted(self, shape: StepShape, prepare: Prepare) -> None:
+    def _captured(
+        self, shape: StepShape, prepare: Callable[[], Callable[[], Tensor]]
+    ) -> Captured | None:
+        """Capture the graph of a shape with adapters, beside steps."""
         begin = time.perf_counter()
         gc.collect()
         with without_collection():
-            self._adapted[shape] = self._made(shape, prepare(shape), "thread_local")
+            made = self._made(shape, prepare(), "thread_local")
         seconds = time.perf_counter() - begin
         _log.info("CUDA graph of %s with adapters captured in %.2f s", shape, seconds)
+        return made
 
     def capture(self, prepare: Prepare) -> None:
         """Capture all graphs.
@@ -315,13 +333,20 @@ class Graphs:
         _log.info("%d CUDA graphs captured in %.2f s", len(self._graphs), seconds)
 
     def recaptured(
-        self, prepare: Prepare, prepare_adapted: Prepare, is_stale: Callable[[StepShape], bool]
+        self,
+        prepare: Prepare,
+        prepare_adapted: PrepareAdapted,
+        is_stale: Callable[[StepShape], bool],
     ) -> Iterator[None]:
         """Capture graphs of stale shapes anew, each by a `next`; no step may be in flight.
 
         Where memory is too short the old graph stays.
         """
-        for graphs, make in ((self._graphs, prepare), (self._adapted, prepare_adapted)):
+        for graphs, make in (
+            (self._graphs, prepare),
+            (self._adapted, lambda shape: prepare_adapted(shape, False)),
+            (self._of_experts, lambda shape: prepare_adapted(shape, True)),
+        ):
             stale = [shape for shape, graph in graphs.items() if graph and is_stale(shape)]
             for shape in stale:
                 with torch.inference_mode(), without_collection():

@@ -27,7 +27,7 @@ from slipstream.kernels.gemm.tuning import Choice, Choices, Machine, Product
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import Target, target_of
 from slipstream.layers.decoder import Decoder, StepDecoder
-from slipstream.runner.graphs import Graphs, Prepare
+from slipstream.runner.graphs import Graphs, Prepare, PrepareAdapted
 from slipstream.runner.matrices import Weight, tensors_of
 from slipstream.runner.plan import Plan
 from slipstream.runner.step_arrays import StepShape
@@ -45,7 +45,7 @@ def chores(
     model: StepDecoder,
     graphs: Graphs | None,
     prepare: Prepare,
-    prepare_adapted: Prepare,
+    prepare_adapted: PrepareAdapted,
 ) -> Iterator[float | None]:
     """Return what is left to measure, a piece at a time; nothing where that is refused.
 

@@ -117,7 +117,7 @@ class ModelRunner:
     def _run_padding(self, shape: StepShape) -> Tensor:
         """Run a step of nothing but padding, and one with adapters if such are expected."""
         if self.adapters.by_tables and self.adapters.are_expected:
-            self._prepare_adapted(shape)()
+            self._prepare_adapted(shape, has_experts=True)()
         return self.padding(shape)()
 
     def _make_caches(self, plan: Plan, num_blocks: int) -> None:
@@ -276,13 +276,13 @@ class ModelRunner:
         """Return the shape of the graph for a step of a shape and some adapters, if it has one."""
         if self._graphs is None or not self.adapters.can_be_graph(active):
             return None
-        return self._graphs.shape_of(shape, bool(active))
+        return self._graphs.shape_of(shape, bool(active), self.adapters.have_experts(active))
 
     def _graph(self, shape: StepShape, active: Active) -> Captured | None:
         """Return the graph of a step that is announced, captured now if it is the first."""
         assert self.adapters.can_be_graph(active), "ranks have terms of the same places"
-        prepare = self._prepare_adapted if active else None
-        return None if self._graphs is None else self._graphs.graph(shape, prepare)
+        given = (self._prepare_adapted, self.adapters.have_experts(active)) if active else ()
+        return None if self._graphs is None else self._graphs.graph(shape, *given)
 
     def _placed(self, graph: Captured | None, base: Tensor, step: OfStep) -> Captured | None:
         """Return the graph of a step if what the step gives lies where the graph reads it."""
@@ -314,10 +314,10 @@ class ModelRunner:
         prepares = self.padding, self._prepare_adapted
         return idle_tuning.chores(plan, self._model, self._graphs, *prepares)
 
-    def _prepare_adapted(self, shape: StepShape) -> Callable[[], Tensor]:
+    def _prepare_adapted(self, shape: StepShape, has_experts: bool) -> Callable[[], Tensor]:
         """Stage a step of padding whose rows may have adapters; return what launches it."""
         arrays = self._builder.padding(shape)
-        inputs, tables = self._stage(arrays), self.adapters.prepare(shape, arrays)
+        inputs, tables = self._stage(arrays), self.adapters.prepare(shape, arrays, has_experts)
 
         def step() -> Tensor:
             with self.adapters.having(tables):

@@ -46,6 +46,8 @@ struct Experts {
     const float *weights;              // [pairs]; null: x has rows of pairs, y has places
     int32_t count;                     // with weights x has places, y pairs times their weights
     int32_t top_k;
+    const float *added;                // [places, outputs]: to sums, before a gate, or null
+    const int32_t *marks;              // [places]: 1: there is such
 };
 
 // Terms of rows, `[n, top_k, width]`, that are added to `y` in this order, and then `shared`.

@@ -10,7 +10,7 @@ void experts(const Experts &e, const float *x, int64_t x_stride, float *y, int64
              int threads) {
     const Input in{e.first, x, x_stride, e.offsets[e.count], &e};
     const int32_t *rows = e.weights ? e.order : nullptr;
-    run_product(in, {y, y_stride, false, rows, e.weights}, threads);
+    run_product(in, {y, y_stride, false, rows, e.weights, e.added, e.marks}, threads);
 }
 
 void combine(const Sum &s, int threads) {

@@ -273,6 +273,12 @@ struct Output {
     bool adds;
     const int32_t *rows = nullptr;   // where each goes; null: as they come
     const float *factors = nullptr;  // of those of y; null: none
+    const float *added = nullptr;    // [rows, outputs of weights]: to sums of rows; null: none
+    const int32_t *marks = nullptr;  // of rows that have such
+
+    const float *added_to(const Product &p, int64_t row) const {
+        return added && marks[row] ? added + row * p.weights.outputs : nullptr;
+    }
 };
 
 inline F16 gated(int32_t gate, F16 x, F16 up) {
@@ -293,6 +299,10 @@ inline void finish(const Product &p, int64_t tile, F16 sum, F16 up, int64_t row,
     const int64_t first = tile * TILE, count = std::min<int64_t>(TILE, width - first);
     if (p.bias) sum = sum + load_some(p.bias + first, count);
     if (p.gate && p.bias) up = up + load_some(p.bias + width + first, count);
+    if (const float *added = out.added_to(p, row)) {
+        sum = sum + load_some(added + first, count);
+        if (p.gate) up = up + load_some(added + width + first, count);
+    }
     if (p.gate) sum = gated(p.gate, sum, up);
     const int64_t to = out.rows ? out.rows[row] : row;
     if (out.factors) sum = sum * splat(out.factors[to]);

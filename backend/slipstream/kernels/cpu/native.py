@@ -77,6 +77,8 @@ class Experts(ctypes.Structure):
         ("weights", c_void_p),
         ("count", c_int32),
         ("top_k", c_int32),
+        ("added", c_void_p),
+        ("marks", c_void_p),
     )
 
 

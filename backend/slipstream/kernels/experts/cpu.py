@@ -18,7 +18,7 @@ from slipstream.kernels.cpu.native import (
     num_threads,
 )
 from slipstream.kernels.experts.combine import Shared, combine
-from slipstream.kernels.experts.grouped import ExpertMatrix, ExpertSpec, down, gate_up
+from slipstream.kernels.experts.grouped import Added, ExpertMatrix, ExpertSpec, down, gate_up
 from slipstream.kernels.experts.route import Routed, choose, most_tiles, route
 from slipstream.kernels.experts.spec import Gate, Routing, Score
 from slipstream.kernels.gemm.cpu_packed import product_of
@@ -49,7 +49,7 @@ def experts_of(
     if routed is not None:
         places = routed.order.data_ptr(), routed.offsets.data_ptr()
     product = product_of(values, groups, around._replace(bias=matrix.bias)).contents
-    return Experts(product, *strides, *places, None, len(values), top_k)
+    return Experts(product, *strides, *places, None, len(values), top_k, None, None)
 
 
 def choice_of(routing: Routing, correction: Tensor | None) -> Choice | None:
@@ -78,8 +78,11 @@ def _gate_up(
     routed: Routed,
     gate: Gate,
     deterministic: bool = False,
+    added: Added | None = None,
 ) -> Tensor:
     experts = experts_of(matrix, routed.top_k, Around(gate=GATES[gate]), routed)
+    if added is not None:
+        experts.added, experts.marks = added.values.data_ptr(), added.marks.data_ptr()
     return _run(x, experts, len(routed.order), matrix.outputs // 2)
 
 

@@ -19,7 +19,7 @@ from slipstream.kernels.elementwise.fp8 import E4M3
 from slipstream.kernels.experts import packed
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.experts.sm90 import piped
-from slipstream.kernels.experts.spec import Gate
+from slipstream.kernels.experts.spec import Gate, adapted
 from slipstream.kernels.gemm.op import Matrix, unpacked
 from slipstream.kernels.gemm.packing import Groups, Packing
 from slipstream.kernels.runtime import jit
@@ -41,6 +41,18 @@ _SLOTS_BYTES = 98 << 10  # two CTAs a multiprocessor
 _MOST_SLOTS = 6
 _SKINNY_OUTPUTS = 8  # of 16 weight rows, gated
 _FIXED_ROWS = 16  # of every product on a CPU whose rows may not depend on each other
+
+
+class Added(NamedTuple):
+    """What adapters add to sums of places."""
+
+    values: Tensor  # [p, m], of rows' dtype; undefined where there is none
+    marks: Tensor  # [p] i32: 1: there is such
+
+    def to(self, product: Tensor, part: slice) -> Tensor:
+        """Return sums of some places, `[_, m] f32`, with what is added to them."""
+        own = self.values[part].float()
+        return torch.where(self.marks[part, None] != 0, product + own, product)
 
 
 class ExpertMatrix(NamedTuple):
@@ -180,6 +192,7 @@ def gate_up(
     routed: Routed,
     gate: Gate,
     deterministic: bool = False,
+    added: Added | None = None,
 ) -> Tensor:
     """Return `act(gate) * up` of every place, `[p, m / 2]`: in fp32, rounded once.
 
@@ -190,11 +203,13 @@ def gate_up(
         routed: rows and experts of places.
         gate: the activation.
         deterministic: whether a row's result may not depend on its neighbours.
+        added: to sums before the gate, in fp32.
     """
     out = torch.empty(len(routed.order), matrix.outputs // 2, dtype=x.dtype, device=x.device)
     rows = x[routed.order.long() // routed.top_k]
     for part, product in _each(rows, matrix, routed, deterministic):
-        out[part] = gated(product, gate).to(x.dtype)
+        whole = product if added is None else added.to(product, part)
+        out[part] = gated(whole, gate).to(x.dtype)
     return out
 
 
@@ -243,8 +258,10 @@ def tiles_of(target: Target, deterministic: bool) -> dict[str, tuple[int, ...]]:
     return {"skinny": (SKINNY_ROWS,), "tiled": few, "piped": taken}
 
 
-def _variant(dtype: torch.dtype, is_fp8: bool, is_gated: bool, rows: int) -> jit.Variant:
-    kinds = {"FP8": int(is_fp8), "GATED": int(is_gated)}
+def _variant(
+    dtype: torch.dtype, is_fp8: bool, is_gated: bool, rows: int, is_adapted: bool = False
+) -> jit.Variant:
+    kinds = {"FP8": int(is_fp8), "GATED": int(is_gated), **adapted(is_adapted)}
     if rows == SKINNY_ROWS:
         return jit.variant("experts/skinny.cu", dtype, **kinds)
     slots = num_slots(rows, is_fp8)
@@ -257,6 +274,8 @@ def variants() -> Iterator[jit.Variant]:
     both = (False, True)
     for dtype, is_fp8, is_gated, rows in itertools.product(DTYPES, both, both, sizes):
         yield _variant(dtype, is_fp8, is_gated, rows)
+        if is_gated:
+            yield _variant(dtype, is_fp8, is_gated, rows, is_adapted=True)
 
 
 @gate_up.cuda
@@ -267,8 +286,9 @@ def _gate_up(
     routed: Routed,
     gate: Gate,
     deterministic: bool = False,
+    added: Added | None = None,
 ) -> Tensor:
-    return _launch("gate_up", x, matrix, routed, gate, deterministic)
+    return _launch("gate_up", x, matrix, routed, gate, deterministic, added)
 
 
 @down.cuda
@@ -299,6 +319,7 @@ def _launch(
     routed: Routed,
     gate: Gate | None,
     deterministic: bool,
+    added: Added | None = None,
 ) -> Tensor:
     values, width, streams = matrix.values, x.shape[1], 1 if gate is None else 2
     outputs = matrix.outputs // streams
@@ -310,20 +331,21 @@ def _launch(
     given = (0 if each is None else each for each in (matrix.scales, matrix.bias))
     places = (routed.order, routed.weights, routed.tiles)
     sizes = (width, outputs, routed.top_k, 0 if gate is None else gate.value)
-    args = (x, x.stride(0), values, *given, *places, out, *sizes)
+    args = (x, x.stride(0), values, *given, *places, out, *sizes, *(added or ()))
     if matrix.groups is not None:
-        packed.launch(name, x, matrix.groups, routed, streams, args)
+        packed.launch(name, x, matrix.groups, routed, streams, args, added is not None)
         return out
     rows, is_fp8 = routed.tile_rows, values.dtype == E4M3
-    how = (x.dtype, is_fp8, gate is not None)
+    how, is_adapted = (x.dtype, is_fp8, gate is not None), added is not None
     sizes_of = tiles_of(target_of(x.device), deterministic)
     taken = sizes_of["piped"]
-    jit.compile_too(_variant(*how, size) for size in (*sizes_of["skinny"], *sizes_of["tiled"]))
-    jit.compile_too(piped.variant(*how, size) for size in taken)
+    few = (*sizes_of["skinny"], *sizes_of["tiled"])
+    jit.compile_too(_variant(*how, size, is_adapted) for size in few)
+    jit.compile_too(piped.variant(*how, size, is_adapted) for size in taken)
     if rows in taken:
-        piped.launch(piped.variant(*how, rows), values, routed, streams, outputs, args)
+        piped.launch(piped.variant(*how, rows, is_adapted), values, routed, streams, outputs, args)
         return out
-    wanted = _variant(*how, rows)
+    wanted = _variant(*how, rows, is_adapted)
     columns = (_COLUMNS if rows != SKINNY_ROWS else 2 * _SKINNY_OUTPUTS) // streams
     grid = (-(-outputs // columns), len(routed.tiles))
     if rows == SKINNY_ROWS:

@@ -31,9 +31,10 @@ constexpr int SLOT_BYTES = SPLIT * X_BYTES + WARPS * TILES * BLOCK_BYTES;
 #if __CUDA_ARCH__ >= 1000
 constexpr int CTAS_OF_16 = 3;
 #else
-constexpr int CTAS_OF_16 = MINIMUMS ? 3 : 4;
+constexpr int CTAS_OF_16 = MINIMUMS || TERMS ? 3 : 4;
 #endif
-constexpr int CTAS = ROWS == 8 ? 4 : ROWS == 16 ? CTAS_OF_16 : ROWS == 32 && !SCALES_NUMBERS ? 2 : 3;
+constexpr bool IS_LARGE = (ROWS == 32 && !SCALES_NUMBERS) || (ROWS == 64 && TERMS);
+constexpr int CTAS = ROWS == 8 ? 4 : ROWS == 16 ? CTAS_OF_16 : IS_LARGE ? 2 : 3;
 constexpr int SUMS_AT_ONCE = STEPS_A_SUM == 1 ? 2 : 1;  // two steps of x are read at a time
 constexpr int STEPS_AT_ONCE = STEPS_A_SUM * SUMS_AT_ONCE;
 
@@ -214,7 +215,11 @@ DEVICE void finish(const Unit& unit, const Places& places, const Sums& sums) {
 #pragma unroll
       for (int t = 0; t < TILES; ++t) values[t] = fmaf(sums[t][p][j], unit.scale[t][high], unit.bias[t][high]);
       if constexpr (GATED) {
-        if (unit.exists[0]) target[unit.tile[0] * 16] = from_float<T>(gated(values[0], values[1], unit.task.gate));
+        if (!unit.exists[0]) continue;
+#pragma unroll
+        for (int t = 0; t < TILES; ++t)
+          values[t] = unit.task.adapted(values[t], unit.task.first + row, unit.tile[t] * 16 + g + 8 * high);
+        target[unit.tile[0] * 16] = from_float<T>(gated(values[0], values[1], unit.task.gate));
       } else {
 #pragma unroll
         for (int t = 0; t < TILES; ++t)

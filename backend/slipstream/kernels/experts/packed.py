@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.experts.route import Routed
+from slipstream.kernels.experts.spec import adapted
 from slipstream.kernels.gemm.packed import DTYPES, all_packings, block_bytes, defines
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
 from slipstream.kernels.runtime import jit
@@ -45,12 +46,15 @@ def num_slots(packing: Packing, rows: int) -> int:
     return min(_MOST_SLOTS, _SLOTS_BYTES // _slot_bytes(packing, rows))
 
 
-def variant(dtype: torch.dtype, packing: Packing, is_gated: bool, rows: int) -> jit.Variant:
+def variant(
+    dtype: torch.dtype, packing: Packing, is_gated: bool, rows: int, is_adapted: bool = False
+) -> jit.Variant:
     """Return the kernel for tiles of so many rows."""
     return jit.variant(
         "experts/packed.cu",
         dtype,
         GATED=int(is_gated),
+        **adapted(is_adapted),
         **defines(packing),
         ROWS=rows,
         SPLIT=_split(rows),
@@ -64,6 +68,8 @@ def variants() -> Iterator[jit.Variant]:
         for packing, gated in itertools.product(all_packings(dtype), (False, True)):
             for rows in tile_rows(packing):
                 yield variant(dtype, packing, gated, rows)
+                if gated:
+                    yield variant(dtype, packing, gated, rows, is_adapted=True)
 
 
 def check(name: str, x: Tensor, packing: Packing, streams: int) -> None:
@@ -88,6 +94,7 @@ def launch(
     routed: Routed,
     streams: int,
     parameters: Sequence[Tensor | int],
+    is_adapted: bool = False,
 ) -> None:
     """Start the kernel for tiles of `routed.tile_rows`.
 
@@ -98,15 +105,17 @@ def launch(
         routed: as of the op.
         streams: 2 for gates and ups, else 1.
         parameters: of all kernels of experts (task.cuh).
+        is_adapted: whether what adapters add is among them.
     """
     packing, rows = groups.packing, routed.tile_rows
     check(name, x, packing, streams)
     sizes = tile_rows(packing)
     jit.require(rows in sizes, "{}: {} have no tiles of {}", name, packing, rows)
-    jit.compile_too(variant(x.dtype, packing, streams > 1, each) for each in sizes)
+    how = x.dtype, packing, streams > 1
+    jit.compile_too(variant(*how, each, is_adapted) for each in sizes)
     units = -(-packing.tiles // _TILES)
     jit.launch(
-        variant(x.dtype, packing, streams > 1, rows),
+        variant(*how, rows, is_adapted),
         "packed",
         (-(-units * _split(rows) // _WARPS), len(routed.tiles)),
         32 * _WARPS,

@@ -31,7 +31,8 @@ struct Output {
 #pragma unroll
     for (int stream = 0; stream < 1 + GATED; ++stream) {
       scale[stream] = task.scale(column + stream * task.outputs);
-      bias[stream] = task.bias_of(column + stream * task.outputs);
+      const int row_of_weights = column + stream * task.outputs;
+      bias[stream] = task.adapted(task.bias_of(row_of_weights), task.first + row, row_of_weights);
     }
     i64 place = task.first + row;
     if (!GATED) {

@@ -134,14 +134,17 @@ DEVICE void finish(const Task& task, const Sums& sums, int first) {
       const int row = first_row + 8 * i;
       if (row >= task.count) continue;
       float value[2];
+      i64 place = task.first + row;
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         const int at = i % 2 * 2 + k;
         value[k] = sums.at[i / 2][j][at] * scale[0][k] + bias[0][k];
-        if (GATED)
-          value[k] = gated(value[k], sums.at[i / 2][j + GATED][at] * scale[GATED][k] + bias[GATED][k], task.gate);
+        if (GATED) {
+          const float up = sums.at[i / 2][j + GATED][at] * scale[GATED][k] + bias[GATED][k];
+          value[k] = gated(task.adapted(value[k], place, output + k),
+                           task.adapted(up, place, task.outputs + output + k), task.gate);
+        }
       }
-      i64 place = task.first + row;
       if (!GATED) {
         place = task.pair(row);
         const float weight = load_fresh<1>(task.weights + place).at[0];

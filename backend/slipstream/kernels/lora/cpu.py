@@ -9,7 +9,7 @@ from torch import Tensor
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.native import library
 from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
-from slipstream.kernels.lora.terms import PARTS, expand, shrink
+from slipstream.kernels.lora.terms import PARTS, expand, expand_new, shrink
 
 _Sizes = c_int64 * PARTS
 
@@ -29,6 +29,8 @@ def shrunk(
     width: int,
     norm: RmsNorm | None = None,
     is_fixed: bool = False,
+    factors: Tensor | None = None,
+    are_late: bool = False,
 ) -> Tensor:
     """Implement `shrink`; a row's bits never depend on others."""
     if x.stride(1) != 1:
@@ -40,15 +42,21 @@ def shrunk(
         product.norm_offset = float(norm.plus_one)
     elif norm is not None:
         x = rms_norm(x, *norm)
-    found = x.new_empty((1, len(x), width))
+    found = x.new_empty((1, len(rows), width))
     terms = _terms(groups, rows, found, place)
     native.loaded().shrink(terms, product, x.data_ptr(), x.stride(0), native.num_threads())
-    return found
+    return found if factors is None else found.mul_(factors[:, None])
 
 
 @expand.implementation("C++", "cpu", takes=_takes, cost=0.5)
 def expanded(
-    y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
+    y: Tensor,
+    groups: Tensor,
+    rows: Tensor,
+    partial: Tensor,
+    place: int,
+    sizes: Sequence[int],
+    are_late: bool = False,
 ) -> Tensor:
     """Implement `expand` of what `shrunk` made; torch does what is strided or split."""
     if y.stride(1) != 1 or partial.shape[0] != 1 or not partial.is_contiguous():
@@ -57,6 +65,14 @@ def expanded(
     own = _Sizes(*sizes)
     native.loaded().expand(terms, own, y.data_ptr(), y.stride(0), native.num_threads())
     return y
+
+
+@expand_new.implementation("C++", "cpu", takes=_takes, cost=0.5)
+def _made(
+    y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
+) -> Tensor:
+    """Implement `expand_new`; of other rows `y` has zeros."""
+    return expanded(y.zero_(), groups, rows, partial, place, sizes)
 
 
 def _terms(groups: Tensor, rows: Tensor, partial: Tensor, place: int) -> native.Terms:

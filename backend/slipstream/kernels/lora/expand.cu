@@ -137,16 +137,23 @@ struct alignas(16) Shared {
 
 struct NoGate {
   static constexpr int HALVES = 1;
+  static constexpr bool IS_NEW = false;
+};
+struct NewRows : NoGate {
+  static constexpr bool IS_NEW = true;
 };
 template <class Activation>
 struct Gate : Activation {
   static constexpr int HALVES = 2;
+  static constexpr bool IS_NEW = false;
 };
 
-// What is done to rows of groups: `y [_, outputs]`, changed in place, or its gated `out [_, outputs of a half]`.
+// What is done to rows of groups: `y [_, outputs]`, changed in place, or its gated `out [_, outputs of a half]`. New rows
+// are the terms alone, of those without one zeros.
 template <class Gate>
 struct Expansion {
   static constexpr int HALVES = Gate::HALVES;
+  static constexpr bool IS_NEW = Gate::IS_NEW;
   T *y, *out;
   i64 stride;
   bool is_wide;
@@ -172,14 +179,14 @@ struct Expansion {
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) t.read(parts[half], terms[half], 0);
   }
-  // Rows that change: those with a term, before a gate all.
+  // Rows that change: those with a term, before a gate and of new ones all.
   DEVICE i64 row_of(const int (&rows)[ROWS], const Term (&terms)[HALVES], int n) const {
-    return HALVES == 2 || terms[0].rank > 0 ? rows[threadIdx.x % 32 / 4 + 8 * n] : -1;
+    return HALVES == 2 || IS_NEW || terms[0].rank > 0 ? rows[threadIdx.x % 32 / 4 + 8 * n] : -1;
   }
   DEVICE void read_y(Loaded<HALVES>& to, const int (&rows)[ROWS], const Term (&terms)[HALVES]) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
-      const i64 row = row_of(rows, terms, n);
+      const i64 row = IS_NEW ? -1 : row_of(rows, terms, n);
       const T* from = y + row * stride + outputs.first + column();
 #pragma unroll
       for (int half = 0; half < HALVES; ++half)
@@ -232,10 +239,11 @@ struct Expansion {
       }
     }
   }
-  DEVICE void run(const i64* groups, int num_groups, const int* list, i64 place) const {
+  DEVICE void run(const i64* groups, int num_groups, const int* list, i64 place, bool are_late) const {
     __shared__ Shared<HALVES> shared;
     auto& found = shared.found;
     Previous previous;
+    if (are_late) previous.wait();
     for (int first = blockIdx.y; first < num_groups; first += found.MOST * gridDim.y) {
       found.find(groups, first, gridDim.y, num_groups, list, place, outputs.part, 1);
       Loaded<HALVES> own;
@@ -265,33 +273,42 @@ struct Expansion {
 
 // `y[row, outputs of the part] += t B^T`. B is exact in tf32, t is the sum of two such. Grid: x = 256 outputs of a part,
 // y = groups by turns. `size0` to `size2`: outputs of the parts, even numbers. Wide: rows of y, out and parts begin at 16
-// bytes. Gated: `out = act(gate) * up` of all rows; two parts, and x = 256 outputs of both.
+// bytes. Gated: `out = act(gate) * up` of all rows; two parts, and x = 256 outputs of both. `are_late`: kernels of the same
+// step made the tables.
 template <class Gate>
 DEVICE void expand_rows(T* y, i64 stride, T* out, i64 is_wide, const i64* groups, i64 num_groups, const int* list, i64 place,
-                        const float* partial, i64 num_rows, i64 width, i64 splits, i64 size0, i64 size1, i64 size2) {
+                        const float* partial, i64 num_rows, i64 width, i64 splits, i64 size0, i64 size1, i64 size2,
+                        i64 are_late) {
   start_next();
   const Outputs outputs(blockIdx.x, int(size0), int(size1), int(size2));
   const Expansion<Gate> expansion{y, out, stride, is_wide != 0, outputs, {partial, num_rows * width, int(width), int(splits)}};
-  expansion.run(groups, int(num_groups), list, place);
+  expansion.run(groups, int(num_groups), list, place, are_late != 0);
 }
 
 extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ >= 900 ? 3 : 2)
     expand(T* y, i64 stride, T* out, i64 is_wide, const i64* groups, i64 num_groups, const int* list, i64 place,
-           const float* partial, i64 num_rows, i64 width, i64 splits, i64 size0, i64 size1, i64 size2) {
+           const float* partial, i64 num_rows, i64 width, i64 splits, i64 size0, i64 size1, i64 size2, i64 are_late) {
   expand_rows<NoGate>(y, stride, out, is_wide, groups, num_groups, list, place, partial, num_rows, width, splits, size0,
-                      size1, size2);
+                      size1, size2, are_late);
+}
+
+extern "C" __global__ void __launch_bounds__(256, __CUDA_ARCH__ >= 900 ? 3 : 2)
+    expand_new(T* y, i64 stride, T* out, i64 is_wide, const i64* groups, i64 num_groups, const int* list, i64 place,
+               const float* partial, i64 num_rows, i64 width, i64 splits, i64 size0, i64 size1, i64 size2, i64 are_late) {
+  expand_rows<NewRows>(y, stride, out, is_wide, groups, num_groups, list, place, partial, num_rows, width, splits, size0,
+                       size1, size2, are_late);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)
     expand_silu(T* y, i64 stride, T* out, i64 is_wide, const i64* groups, i64 num_groups, const int* list, i64 place,
-                const float* partial, i64 num_rows, i64 width, i64 splits, i64 size0, i64 size1, i64 size2) {
+                const float* partial, i64 num_rows, i64 width, i64 splits, i64 size0, i64 size1, i64 size2, i64 are_late) {
   expand_rows<Gate<Silu>>(y, stride, out, is_wide, groups, num_groups, list, place, partial, num_rows, width, splits, size0,
-                          size1, size2);
+                          size1, size2, are_late);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 2)
     expand_gelu(T* y, i64 stride, T* out, i64 is_wide, const i64* groups, i64 num_groups, const int* list, i64 place,
-                const float* partial, i64 num_rows, i64 width, i64 splits, i64 size0, i64 size1, i64 size2) {
+                const float* partial, i64 num_rows, i64 width, i64 splits, i64 size0, i64 size1, i64 size2, i64 are_late) {
   expand_rows<Gate<Gelu>>(y, stride, out, is_wide, groups, num_groups, list, place, partial, num_rows, width, splits, size0,
-                          size1, size2);
+                          size1, size2, are_late);
 }

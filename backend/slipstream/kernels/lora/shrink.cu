@@ -85,14 +85,15 @@ DEVICE float add_warps(Totals& totals, const float (&sums)[2][4]) {
 // Columns of t of tiles that follow each other, `[ROWS, width]` from `t` on.
 template <int NUM>
 DEVICE void shrink_tiles(Totals& totals, const T* const (&tiles)[TOGETHER], const T* const (&rows)[2], int count, int inputs,
-                         int begin, int end, float* t, i64 width, Previous& previous) {
+                         int begin, int end, float* t, i64 width, const float* factors, Previous& previous) {
   float sums[NUM][2][4] = {};
   multiply<NUM>(sums, tiles, rows, inputs, begin, end, previous);
 #pragma unroll
   for (int tile = 0; tile < NUM; ++tile) {
     const float total = add_warps(totals, sums[tile]);
     const int row = threadIdx.x / RANKS;
-    if (row < count) t[row * width + tile * RANKS + threadIdx.x % RANKS] = total;
+    const float factor = factors != nullptr && row < count ? load_fresh<1>(factors + row).at[0] : 1.0f;
+    if (row < count) t[row * width + tile * RANKS + threadIdx.x % RANKS] = total * factor;
   }
 }
 
@@ -106,15 +107,17 @@ DEVICE const T* tile_of(const Term (&parts)[PLACE_PARTS], int number) {
   return nullptr;
 }
 
-// Partial sums `t [splits, num_rows, width]`, the rows in the order of the list, tiles of a place side by side. Grid: x =
-// groups by turns, y = split of the inputs (`share` of them, a multiple of 32), z = tiles of ranks by turns.
+// Partial sums `t [splits, num_rows, width]`, the rows in the order of the list, tiles of a place side by side, times
+// `factors` in that order, unless null. Grid: x = groups by turns, y = split of the inputs (`share` of them, a multiple of
+// 32), z = tiles of ranks by turns. `are_late`: kernels of the same step made the tables.
 extern "C" __global__ void __launch_bounds__(256, 2)
     shrink(const T* x, i64 stride, const i64* groups, i64 num_groups, const int* list, i64 place, float* partial,
-           i64 num_rows, i64 width, i64 inputs, i64 share) {
+           i64 num_rows, i64 width, i64 inputs, i64 share, const float* factors, i64 are_late) {
   start_next();
   __shared__ Totals totals;
   __shared__ Found<PLACE_PARTS> found;
   Previous previous;
+  if (are_late) previous.wait();
   const int begin = int(blockIdx.y * share), limit = begin + int(share);
   const int end = limit < int(inputs) ? limit : int(inputs), lane = threadIdx.x % 32;
   for (int first = blockIdx.x; first < num_groups; first += found.MOST * gridDim.x) {
@@ -135,12 +138,13 @@ extern "C" __global__ void __launch_bounds__(256, 2)
         for (int i = 0; i < TOGETHER; ++i) tiles[i] = tile_of(parts, tile + i);
         float* t = partial + (i64(blockIdx.y) * num_rows + parts[0].begin) * width + tile * RANKS;
         const int count = parts[0].count;
+        const float* own = factors == nullptr ? nullptr : factors + parts[0].begin;
         if (num_tiles - tile == 1)
-          shrink_tiles<1>(totals, tiles, rows, count, int(inputs), begin, end, t, width, previous);
+          shrink_tiles<1>(totals, tiles, rows, count, int(inputs), begin, end, t, width, own, previous);
         else if (num_tiles - tile == 2)
-          shrink_tiles<2>(totals, tiles, rows, count, int(inputs), begin, end, t, width, previous);
+          shrink_tiles<2>(totals, tiles, rows, count, int(inputs), begin, end, t, width, own, previous);
         else
-          shrink_tiles<3>(totals, tiles, rows, count, int(inputs), begin, end, t, width, previous);
+          shrink_tiles<3>(totals, tiles, rows, count, int(inputs), begin, end, t, width, own, previous);
       }
     }
   }

@@ -10,7 +10,9 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.kernels.elementwise.activation import GATES
@@ -23,6 +25,7 @@ PARTS = 3  # matrices that a place may have stacked
 # A term has: where its tiles' addresses are, if B is turned, rank, first column of t, and the
 # addresses of the first tiles of A and of B.
 WORDS = 6
+EXPERT_WORDS = PARTS * WORDS  # from an expert's words of a place to those of the next one
 _SHARE, _SPLITS = 512, 8  # inputs of a split at least; splits at most, as `expand.cu` has it
 _OUTPUTS = 256  # of a CTA that expands
 _OF_TWO, _OF_THREE = 264, 396  # CTAs on a GPU at once, of two and three a multiprocessor
@@ -38,6 +41,9 @@ class Table(NamedTuple):
     marks: Tensor  # [n] i32: 1: the row has an adapter
     width: int  # of t: the ranks of a place together, at most
     scratch: Tensor | None = None  # of GEMMs that add terms themselves
+    # [n] i64: where the terms of experts of each row's adapter are; 0: it has none. None: no row's
+    # adapter has any.
+    experts: Tensor | None = None
 
 
 Pair = tuple[Tensor, Tensor]  # A `[r, inputs]` and B `[outputs, r]`
@@ -70,31 +76,50 @@ def describe(
 ) -> tuple[Tensor, int]:
     """Return what a group points to, i64, and the width that it takes.
 
-    The words of all terms come first, `[places, PARTS, WORDS]`, then the addresses of all tiles: a
-    term has the index of its first one.
-
     Args:
         places: of each its parts' tiles.
         is_turned: whether tiles of B are turned, as the CPU kernels have them; see `turned`.
     """
-    words = [[0] * WORDS for _ in range(len(places) * PARTS)]
-    tiles: list[int] = []
-    width = 0
-    for number, parts in enumerate(places):
-        column = 0
-        for part, addresses in enumerate(parts):
-            if addresses is not None:
-                rank = len(addresses) * TILE
-                where = len(words) * WORDS + len(tiles)
-                words[number * PARTS + part] = [where, int(is_turned), rank, column, *addresses[0]]
-                tiles += [address for pair in addresses for address in pair]
-                column += rank
-        width = max(width, column)
-    flat = [word for term in words for word in term]
-    return torch.tensor(flat + tiles, dtype=torch.int64), width
+    counts = [[0 if tiles is None else len(tiles) for tiles in parts] for parts in places]
+    flat = [pair for parts in places for tiles in parts if tiles is not None for pair in tiles]
+    return words_of(counts, np.array(flat, np.int64).reshape(-1, 2), is_turned)
 
 
-@op("x[n,k]:T, groups[_,2]:i64, rows[n]:i32", package=__package__)
+def words_of(
+    counts: Sequence[Sequence[int]],
+    addresses: NDArray[np.int64],
+    is_turned: bool,
+    experts: Sequence[int] | None = None,
+) -> tuple[Tensor, int]:
+    """Return what `describe` returns of any number of places.
+
+    The words of all terms come first, `[places, PARTS, WORDS]`, then the addresses of all tiles: a
+    term has the index of its first one. Of matrices of experts a group points to the expert's words
+    of the first place, so that indices count from there.
+
+    Args:
+        counts: tiles of the parts of each place; 0: there is no term.
+        addresses: of all tiles' A and B, `[tiles, 2]`, in this order.
+        is_turned: as of `describe`.
+        experts: of each place the number of the expert; None: it is not of one.
+    """
+    tiles = np.array([[*parts, 0, 0, 0][:PARTS] for parts in counts], np.int64).reshape(-1, PARTS)
+    flat = tiles.reshape(-1)
+    first = np.cumsum(flat) - flat
+    words = np.zeros((flat.size, WORDS), np.int64)
+    shifts = np.zeros(len(tiles), np.int64) if experts is None else np.array(experts, np.int64)
+    where = flat.size * WORDS + 2 * first - EXPERT_WORDS * shifts.repeat(PARTS)
+    columns = TILE * (np.cumsum(tiles, 1) - tiles).reshape(-1)
+    there = flat > 0
+    given = (where, np.full_like(flat, int(is_turned)), TILE * flat, columns)
+    for column, values in enumerate(given):
+        words[there, column] = values[there]
+    words[there, 4:] = addresses[first[there]]
+    width = TILE * int(tiles.sum(1).max(initial=0))
+    return torch.from_numpy(np.concatenate([words.reshape(-1), addresses.reshape(-1)])), width
+
+
+@op("x[_,k]:T, groups[_,2]:i64, rows[n]:i32", package=__package__)
 def shrink(
     x: Tensor,
     groups: Tensor,
@@ -103,6 +128,8 @@ def shrink(
     width: int,
     norm: RmsNorm | None = None,
     is_fixed: bool = False,
+    factors: Tensor | None = None,
+    are_late: bool = False,
 ) -> Tensor:
     """Return `t` of the rows that have adapters, `[splits, n, width] f32` in the order of `rows`.
 
@@ -115,10 +142,12 @@ def shrink(
         width: columns of t.
         norm: of `x`, if it is not computed yet.
         is_fixed: whether a row's bits may not depend on how many rows there are.
+        factors: of t, `[n] f32` in the order of `rows`.
+        are_late: whether kernels of the same step make the tables.
     """
     if norm is not None:
         x = rms_norm(x, *norm)
-    found = x.new_zeros((1, len(x), width), dtype=torch.float32)
+    found = x.new_zeros((1, len(rows), width), dtype=torch.float32)
     for address, begin, end in _groups(groups):
         of_group = x[rows[begin:end].long()].float()
         for words in _terms(address, place):
@@ -127,12 +156,18 @@ def shrink(
             )
             here = slice(words[3], words[3] + words[2])
             found[0, begin:end, here] = of_group @ a.float().t()
-    return found
+    return found if factors is None else found * factors[:, None]
 
 
 @op("y[n,_]:T, groups[_,2]:i64, rows[n]:i32, partial[_,n,_]:f32", package=__package__)
 def expand(
-    y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
+    y: Tensor,
+    groups: Tensor,
+    rows: Tensor,
+    partial: Tensor,
+    place: int,
+    sizes: Sequence[int],
+    are_late: bool = False,
 ) -> Tensor:
     """Add terms to `y`, in place: `t B^T` in fp32, then rounded once; return it.
 
@@ -142,6 +177,7 @@ def expand(
         partial: what `shrink` made.
         place: number of the place in tables.
         sizes: outputs of each part.
+        are_late: as of `shrink`.
     """
     for address, begin, end in _groups(groups):
         own = rows[begin:end].long()
@@ -154,6 +190,19 @@ def expand(
             t = partial[:, begin:end, words[3] : words[3] + words[2]].sum(0)
             y[own, here] = (y[own, here].float() + t @ b.float().t()).to(y.dtype)
     return y
+
+
+@op("y[n,_]:T, groups[_,2]:i64, rows[n]:i32, partial[_,n,_]:f32", package=__package__)
+def expand_new(
+    y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
+) -> Tensor:
+    """Replace rows of `y` that groups have by their terms, rounded once, or zeros; return it.
+
+    Arguments are those of `expand`; tables may be of the same step.
+    """
+    for _, begin, end in _groups(groups):
+        y[rows[begin:end].long()] = 0
+    return expand.oracle(y, groups, rows, partial, place, sizes)
 
 
 @op("y[n,_]:T, groups[_,2]:i64, rows[n]:i32, partial[_,n,_]:f32")
@@ -267,11 +316,13 @@ def _shrink(
     width: int,
     norm: RmsNorm | None = None,
     is_fixed: bool = False,
+    factors: Tensor | None = None,
+    are_late: bool = False,
 ) -> Tensor:
     if norm is not None:
         x = rms_norm(x, *norm)
     _check(x, "shrink", 8)
-    num_rows, inputs = x.shape
+    inputs, num_rows = x.shape[1], len(rows)
     jit.require(inputs % 8 == 0, "shrink: {} inputs are no multiple of 8", inputs)
     share = share_of(max(1, num_rows), inputs, is_fixed)
     splits = -(-inputs // share)
@@ -281,17 +332,31 @@ def _shrink(
         grid = (_turns(len(groups), _OF_TWO, splits * by_turns), splits, by_turns)
         table = groups, len(groups), rows
         args = (x, x.stride(0), *table, place, partial, num_rows, width, inputs, share)
-        jit.launch(
-            jit.variant("lora/shrink.cu", x.dtype), "shrink", grid, 256, *args, overlaps=True
-        )
+        late = (0 if factors is None else factors, int(are_late))
+        wanted = jit.variant("lora/shrink.cu", x.dtype)
+        jit.launch(wanted, "shrink", grid, 256, *args, *late, overlaps=True)
     return partial
 
 
 @expand.cuda
 def _expand(
+    y: Tensor,
+    groups: Tensor,
+    rows: Tensor,
+    partial: Tensor,
+    place: int,
+    sizes: Sequence[int],
+    are_late: bool = False,
+) -> Tensor:
+    _launch_expand("expand", y, None, (groups, rows, partial), place, sizes, are_late)
+    return y
+
+
+@expand_new.cuda
+def _expand_new(
     y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
 ) -> Tensor:
-    _launch_expand("expand", y, None, (groups, rows, partial), place, sizes)
+    _launch_expand("expand_new", y, None, (groups, rows, partial), place, sizes, True)
     return y
 
 
@@ -320,6 +385,7 @@ def _launch_expand(
     table: tuple[Tensor, Tensor, Tensor],
     place: int,
     sizes: Sequence[int],
+    are_late: bool = False,
 ) -> None:
     """Launch an entry of `expand.cu`, gated if there is an `out`."""
     _check(y, entry, 2)
@@ -334,7 +400,7 @@ def _launch_expand(
     one, two, three = (*sizes, 0, 0)[:PARTS]
     of_y = y, y.stride(0), 0 if out is None else out, int(is_wide)
     of_t = partial, num_rows, width, splits
-    args = (*of_y, groups, len(groups), rows, place, *of_t, one, two, three)
+    args = (*of_y, groups, len(groups), rows, place, *of_t, one, two, three, int(are_late))
     if len(groups):
         wanted = jit.variant("lora/expand.cu", y.dtype)
         jit.launch(wanted, entry, grid, 256, *args, overlaps=True)

@@ -234,6 +234,10 @@ struct Finish {
     upper = upper * scale[0] + bias[0];
     lower = lower * scale[1] + bias[1];
     if (GATED) {
+      if (TERMS && real[0] && row < task.count) {
+        upper = task.adapted(upper, task.first + row, output);
+        lower = task.adapted(lower, task.first + row, task.outputs + output);
+      }
       place[0] = from_float<T>(gated(upper, lower, task.gate));
     } else {
       place[0] = from_float<T>(upper * factors[row]);

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.kernels.elementwise.fp8 import E4M3
 from slipstream.kernels.experts.route import Routed
+from slipstream.kernels.experts.spec import adapted
 from slipstream.kernels.runtime import jit, tensor_map
 from slipstream.kernels.runtime.registry import Target
 
@@ -47,9 +48,11 @@ def _slot_bytes(rows: int, is_fp8: bool) -> int:
     return (rows * (2 if is_fp8 else 1) + _WEIGHT_ROWS) * _COLUMN
 
 
-def variant(dtype: torch.dtype, is_fp8: bool, is_gated: bool, rows: int) -> jit.Variant:
+def variant(
+    dtype: torch.dtype, is_fp8: bool, is_gated: bool, rows: int, is_adapted: bool = False
+) -> jit.Variant:
     """Return the kernel for tiles of so many rows."""
-    kinds = {"FP8": int(is_fp8), "GATED": int(is_gated)}
+    kinds = {"FP8": int(is_fp8), "GATED": int(is_gated), **adapted(is_adapted)}
     slots = num_slots(rows, is_fp8)
     return jit.variant("experts/sm90/piped.cu", dtype, **kinds, ROWS=rows, SLOTS=slots)
 
@@ -60,6 +63,8 @@ def variants() -> Iterator[jit.Variant]:
     dtypes = (torch.float16, torch.bfloat16)
     for dtype, is_fp8, is_gated, rows in itertools.product(dtypes, both, both, TILE_ROWS):
         yield variant(dtype, is_fp8, is_gated, rows)
+        if is_gated:
+            yield variant(dtype, is_fp8, is_gated, rows, is_adapted=True)
 
 
 def launch(
