@@ -93,6 +93,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
     },
+    "small-mixture": _COMMON  # for a processor
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 8192,
+        "hidden_size": 1024,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 3072,
+        "moe_intermediate_size": 384,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
     "mixtral-8x7b": _COMMON
     | {
         "architectures": ["MixtralForCausalLM"],
