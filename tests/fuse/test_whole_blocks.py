@@ -20,6 +20,7 @@ from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cpu.native import library
 from slipstream.kernels.experts.route import Routed
 from slipstream.layers.decoder import Block
+from slipstream.layers.experts import Started
 from slipstream.runner.model_runner import ModelRunner
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -121,7 +122,12 @@ def test_mixtures_of_experts(family: str, own: dict[str, object], tmp_path: Path
     class Terms:
         in_step = True
 
-        def __call__(self, x: Tensor, routed: Routed, products: Tensor) -> None:
+        def start(self, x: Tensor, routed: Routed) -> Started:
+            return Started()
+
+        def finish(
+            self, x: Tensor, inner: Tensor, routed: Routed, products: Tensor, started: Started
+        ) -> None:
             products.zero_()
 
     other = make_runner(tmp_path)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.kernels.cpu.native import library
 from slipstream.kernels.experts.combine import Shared, combine
-from slipstream.kernels.experts.grouped import ExpertMatrix, down, expert_matrix, gate_up
+from slipstream.kernels.experts.grouped import Added, ExpertMatrix, down, expert_matrix, gate_up
 from slipstream.kernels.experts.route import Routed, route
 from slipstream.kernels.experts.spec import Gate, Routing, Score
 from slipstream.kernels.gemm.op import Matrix
@@ -141,6 +141,27 @@ def test_products_are_those_of_each_expert(
     torch.set_num_threads(1)
     with within(other):
         assert all(map(same_bits, case.products(case.x, case.logits)[1:], (inner, products)))
+
+
+@pytest.mark.parametrize("gate", list(Gate))
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_adapters_add_comes_before_the_gate(kind: str, gate: Gate) -> None:
+    """Places without any keep their bits, and zeros change none."""
+    case = Case(kind, (40, 5, 2, 96, 48), gate, bias=True, seed=1)
+    routed, plain, _ = case.products(case.x, case.logits)
+    values = torch.randn(len(plain), 96, generator=case.made)
+    marks = torch.rand(len(plain), generator=case.made) < 0.5
+    values[~marks] = torch.nan
+    added = Added(values, marks.int())
+    given = case.first.values, case.first, routed, gate, False
+    found = gate_up(case.x, *given, added)
+    dense = case.dense_first
+    want = gate_up.oracle(case.x, dense.values, dense, routed, gate, added=added)
+    close(found, want, EXACT if case.first.values.dtype != torch.uint8 else ROUNDED)
+    assert same_bits(found[~marks], plain[~marks])
+    assert ((found - plain)[marks].abs() > 0.1).any(1).all()
+    zeros = added._replace(values=torch.zeros_like(values))
+    assert torch.equal(gate_up(case.x, *given, zeros), plain)
 
 
 @settings(deadline=None, max_examples=15)
