@@ -72,7 +72,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_that_it_renders_is_valid_in_each_version(case):
-    for found in render(CASES[case]).values():
+    objects = render(CASES[case])
+    assert {"Service", "ServiceAccount"} <= objects.keys()
+    for found in objects.values():
         for version in VERSIONS:
             chart.validate(found, version)
 
@@ -156,19 +158,20 @@ def test_a_drain_ends_before_the_pod_is_killed(seconds):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_container_is_without_rights_and_its_root_read_only(case):
-    for found in render(CASES[case]).values():
-        for template in pod_templates(found):
-            pod = template["spec"]
-            assert pod["securityContext"]["runAsNonRoot"] is True
-            assert pod["automountServiceAccountToken"] is False
-            for container in [*pod.get("initContainers", ()), *pod["containers"]]:
-                security = container["securityContext"]
-                assert security["readOnlyRootFilesystem"] is True
-                assert security["allowPrivilegeEscalation"] is False
-                assert security["capabilities"] == {"drop": ["ALL"]}
-                assert container["resources"]["limits"]
-                names = {each["name"] for each in container["volumeMounts"]}
-                assert names <= {volume["name"] for volume in pod["volumes"]}
+    templates = [each for found in render(CASES[case]).values() for each in pod_templates(found)]
+    assert templates
+    for template in templates:
+        pod = template["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["automountServiceAccountToken"] is False
+        for container in [*pod.get("initContainers", ()), *pod["containers"]]:
+            security = container["securityContext"]
+            assert security["readOnlyRootFilesystem"] is True
+            assert security["allowPrivilegeEscalation"] is False
+            assert security["capabilities"] == {"drop": ["ALL"]}
+            assert container["resources"]["limits"]
+            names = {each["name"] for each in container["volumeMounts"]}
+            assert names <= {volume["name"] for volume in pod["volumes"]}
 
 
 def test_what_selects_pods_selects_the_server_by_ports_that_it_has():

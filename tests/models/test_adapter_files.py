@@ -88,6 +88,7 @@ def test_each_target_alone_and_all_in_one_batch_are_peft_s(
 @pytest.mark.parametrize("ranks", ["", "tensor_parallel", "pipeline_parallel"])
 def test_compose_takes_what_peft_writes(base: torch.nn.Module, tmp_path: Path, ranks: str) -> None:
     adapters = ",".join(f"{path.name}={path}" for path in PEFT.iterdir() if path.is_dir())
+    assert adapters
     options = {ranks: 2} if ranks else {}
     checkpoint = str(save(base, tmp_path))
     preflight(EngineConfig(checkpoint=checkpoint, adapters=adapters, **options))

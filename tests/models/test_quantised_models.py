@@ -83,6 +83,7 @@ def test_logits_are_those_of_the_dequantised_model(case: str, tmp_path: Path) ->
     driver.finish([generation], 13)
     with torch.no_grad():
         truth = model(torch.tensor([generation.tokens])).logits[0]
+    assert len(generation.logits) == 3
     for i, logits in enumerate(generation.logits):
         expected = truth[len(generation.prompt) - 1 + i]
         assert (logits - expected).abs().max() <= 2e-4 * expected.abs().max()
@@ -119,7 +120,9 @@ def test_a_gpu_keeps_these_weights(case: str, tmp_path: Path) -> None:
         "gate_up": (mlp.gate_proj, mlp.up_proj),
         "down": (mlp.down_proj,),
     }
-    for name, place in list(places(decoder))[4:8]:
+    of_layer = list(places(decoder))[4:8]
+    assert {name for name, _ in of_layer} == parts.keys()
+    for name, place in of_layer:
         assert isinstance(place.linear.weights, Matrix)
         truth = torch.cat([part.weight.data for part in parts[name]])
         kind, weight = kept(place.linear.weights)

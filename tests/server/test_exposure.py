@@ -83,9 +83,12 @@ def test_a_server_listens_on_its_three_ports_of_this_machine_alone(client):
 
 def test_the_triton_side_loads_neither_torch_nor_a_loader_of_objects(client):
     """By the libraries that each stub has mapped, beside the import rules for our own modules."""
-    for pid in client.server.stubs():
+    stubs = client.server.stubs()
+    assert stubs
+    for pid in stubs:
         maps = Path(f"/proc/{pid}/maps").read_text()
         packages = set(re.findall(r"site-packages/(\w+?)(?:\.libs)?/\S+\.so", maps))
+        assert "numpy" in packages  # which each of them needs: the pattern finds what there is
         assert packages <= {"numpy", "msgspec", "zmq", "pyzmq", "tokenizers", "markupsafe"}
 
 
