@@ -40,6 +40,7 @@ BITS = {
     "Q5_0": 8.5,
     "Q5_1": 9,
     "Q8_0": 8.5,
+    "Q3_K": 9,
     "Q4_K": 5,
     "Q5_K": 9,
     "Q6_K": 9,
@@ -198,11 +199,11 @@ def test_types_that_differ_within_a_gemm_are_one_of_8_bits(
 def test_the_start_says_what_is_dequantised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write_gguf(make_model("llama", **SIZES), "llama", tmp_path / "model.gguf", "Q3_K")
+    path = write_gguf(make_model("llama", **SIZES), "llama", tmp_path / "model.gguf", "Q2_K")
     directory = unpacked(path, tmp_path / "checkpoint")
     with caplog.at_level(logging.INFO):
         matrices(directory, KNOWN["sm_90a"])
-    assert "tensors of Q3_K: dequantised to bfloat16 as they are loaded" in caplog.text
+    assert "tensors of Q2_K: dequantised to bfloat16 as they are loaded" in caplog.text
     assert PACKED not in caplog.text
 
 

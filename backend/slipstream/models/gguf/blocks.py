@@ -94,14 +94,20 @@ def _q2_k(b: Tensor) -> Tensor:
     return scale * _fields(packed, range(0, 8, 2), 2, 32).view(-1, 16, 16).float() - least
 
 
-def _q3_k(b: Tensor) -> Tensor:
+def threes(b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes of Q3_K, -4 .. 3, `[n, 256]`, and scales of 16 of them, -32 .. 31, as i8."""
     high, packed, scales = b[:, :32], b[:, 32:96], b[:, 96:108]
     low_scales = nibbles(scales[:, :8], 8)
     high_scales = _fields(scales[:, 8:], range(0, 8, 2), 2, 4).flatten(1)
-    scale = half(b, 108) * ((low_scales | high_scales << 4).float() - 32)
-    low = _fields(packed, range(0, 8, 2), 2, 32).view(-1, 16, 16)
-    is_kept = _fields(high, range(8), 1, 32).view(-1, 16, 16)
-    return scale.unsqueeze(2) * (low.float() - 4 + 4 * is_kept.float())
+    low = _fields(packed, range(0, 8, 2), 2, 32).flatten(1)
+    is_kept = _fields(high, range(8), 1, 32).flatten(1)
+    codes = (low | is_kept << 2).view(torch.int8) - 4
+    return codes, (low_scales | high_scales << 4).view(torch.int8) - 32
+
+
+def _q3_k(b: Tensor) -> Tensor:
+    codes, scales = threes(b)
+    return (half(b, 108) * scales.float()).unsqueeze(2) * codes.view(-1, 16, 16).float()
 
 
 def scales_and_leasts(packed: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
-"""Keep the blocks of GGUF's types of 4 to 8 bits as scales and codes, by 32 inputs or 16.
+"""Keep the blocks of GGUF's types of 3 to 8 bits as scales and codes, by 32 inputs or 16.
 
 Values are `code * scale` or `code * scale + minimum`, as `blocks.py` has them to the last bit.
-Codes of 4 bits stay so, those of 5 and 6 bits have a byte each. Scales stay fp16 where they are in
-the file as they multiply; those of K types stay whole numbers of units, which are fp16. MXFP4 is
+Codes of 4 bits stay so, those of 3, 5 and 6 bits have a byte each. Scales stay fp16 where they are
+in the file as they multiply; those of K types stay whole numbers of units, which are fp16. MXFP4 is
 e2m1 with powers of two, in fp32.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.models.entries import TensorEntry
-from slipstream.models.gguf.blocks import fives, nibbles, powers, scales_and_leasts, sixes
+from slipstream.models.gguf.blocks import fives, nibbles, powers, scales_and_leasts, sixes, threes
 from slipstream.models.gguf.restore import rows_in_order
 from slipstream.models.gguf.types import QUANTISED
 from slipstream.quant.matrix import Kind, QuantMatrix, halves
@@ -90,6 +90,11 @@ def _scaled(b: Tensor, codes: Tensor) -> Parts:
     return Parts(codes, scales, leasts, _fp16(b, 0), -_fp16(b, 2))
 
 
+def _q3_k(b: Tensor) -> Parts:
+    codes, scales = threes(b)
+    return Parts(codes, scales, units=_fp16(b, 108))
+
+
 def _q4_k(b: Tensor) -> Parts:
     return _scaled(b, nibbles(b[:, 16:], 32))
 
@@ -113,6 +118,7 @@ _PARTS: dict[str, Callable[[Tensor], Parts]] = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "Q8_0": _q8_0,
+    "Q3_K": _q3_k,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,

@@ -7,7 +7,7 @@ from slipstream.models.entries import TensorEntry
 from slipstream.models.gguf.blocks import dequantise, powers
 from slipstream.models.gguf.types import QUANTISED
 
-_SCALES_AT = {"Q6_K": 208}  # bytes in front of a block's scale; of other types none
+_SCALES_AT = {"Q3_K": 108, "Q6_K": 208}  # bytes in front of a block's scale; of other types none
 
 
 class BlockRows:
