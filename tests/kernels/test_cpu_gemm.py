@@ -208,6 +208,28 @@ def test_gemms_are_those_of_rounded_rows(case: Case, row_bits: int, form: str, o
         assert (got - want).abs().median() <= ERROR * most
 
 
+@pytest.mark.parametrize("form", HERE)
+@pytest.mark.parametrize("kind", [Kind.W4, Kind.F4, Kind.W8])
+def test_each_form_multiplies_each_kind(kind: Kind, form: str) -> None:
+    """Rows of 16 bits, one to many, are those of the oracle, with the bits of the narrowest."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-128, 128, (48, 160), generator=generator, dtype=torch.int8)
+    if kind is not Kind.W8:
+        codes = codes.view(torch.uint8)[:, :80].contiguous()
+    scales = torch.exp2(torch.randint(-9, -5, (48, 5), generator=generator))
+    packed = make_tiles(QuantMatrix(kind, codes, scales, 32, 160))
+    assert packed.groups is not None
+    for rows in (1, 2, 7, 8, 19):
+        x = torch.randn(rows, 160, generator=generator)
+        want = gemm.oracle(x, packed.values, Around(groups=packed.groups))
+        with within(HERE[0]):
+            narrow = linear(x, packed)
+        with within(form):
+            got = linear(x, packed)
+        assert torch.equal(got, narrow)
+        assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+
+
 @settings(deadline=None)
 @given(cases, st.sampled_from(sorted(NUMBERS, key=str)), forms, forms)
 def test_numbers_are_multiplied_as_they_are(

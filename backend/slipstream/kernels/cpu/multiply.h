@@ -20,6 +20,7 @@ using namespace slipstream;
 
 constexpr int TILE = 16, BLOCK = 32;
 constexpr int64_t CACHED = 96 << 10;  // bytes of rows that a pass over the weights reads again
+constexpr int64_t FETCHED = 2048;     // bytes from weights of 4 bits to those that are fetched meanwhile
 
 inline int64_t up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
@@ -158,9 +159,7 @@ void quantise(const float *x, typename Kind::Code *codes, float *scales, float *
         } else {
             sums[b] = scales[b] * static_cast<float>(sum);
         }
-        if constexpr (Kind::bits == 4 && sizeof(typename Kind::Code) == 2)  // `dot4` takes two even ones, two odd
-            for (int64_t i = b * BLOCK; i < (b + 1) * BLOCK; i += 4)
-                std::swap(codes[i + 1], codes[i + 2]);
+        if constexpr (Kind::bits == 4 && sizeof(typename Kind::Code) == 2) arrange(codes + b * BLOCK);
     }
     if (sum_of(zeros) != 0.0f) scales[0] = sums[0] = NAN;  // as would be without codes
 }
@@ -199,6 +198,9 @@ inline void multiply(const Weights &w, int64_t tile, const Rows<Kind> &x, int64_
             if constexpr (SHIFTED)
                 minimum = w.minimums ? load_scales(w.minimums, at, HALVES) : scale * splat(w.zero);
         }
+        if constexpr (Kind::bits == 4 && R < ROWS_OF_CODES)  // with more, the processor foresees enough
+            for (int64_t i = 0; i < bytes; i += 64)
+                _mm_prefetch(reinterpret_cast<const char *>(codes + b * bytes + FETCHED + i), _MM_HINT_T0);
         I16 sums[R];
         dot<Kind, R>(codes + b * bytes, rows + b * part, x.pitch, sums);
 #pragma GCC unroll 4

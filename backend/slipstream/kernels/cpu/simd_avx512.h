@@ -92,8 +92,8 @@ inline __m512i four_codes(const Code *p) {
 // 64 codes of 4 bits: of the first 8 outputs, then of the others.
 inline __m512i wide_codes(const uint8_t *w) {
     const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(w));
-    const __m512i wide = _mm512_inserti64x4(_mm512_castsi256_si512(both),
-                                            _mm256_srli_epi16(both, 4), 1);
+    const __m512i by = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(4), 1);
+    const __m512i wide = _mm512_srlv_epi16(_mm512_broadcast_i64x4(both), by);
     return _mm512_and_si512(wide, _mm512_set1_epi8(15));
 }
 // What codes of e2m1 stand for.

@@ -84,15 +84,15 @@ inline void spread(const uint8_t *codes, uint8_t *to) {
 // The low and the high bytes of a row, in the order of the inputs.
 template <class Kind>
 void split(const int16_t *codes, uint8_t *low, uint8_t *high, int64_t blocks) {
-    const __m256i order = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
     for (int64_t b = 0; b < blocks; ++b) {
         const __m512i all = _mm512_loadu_si512(codes + b * BLOCK);
-        __m256i lows = _mm512_cvtepi16_epi8(all);
-        __m256i highs = _mm512_cvtepi16_epi8(_mm512_srai_epi16(all, 8));
-        if constexpr (Kind::bits == 4) {  // `quantise` has put two even ones before two odd
-            lows = _mm256_shuffle_epi8(lows, order);
-            highs = _mm256_shuffle_epi8(highs, order);
+        __m256i lows, highs;
+        if constexpr (Kind::bits == 4) {  // `arrange` has put four low ones before four high
+            lows = _mm512_cvtepi64_epi32(all);
+            highs = _mm512_cvtepi64_epi32(_mm512_srli_epi64(all, 32));
+        } else {
+            lows = _mm512_cvtepi16_epi8(all);
+            highs = _mm512_cvtepi16_epi8(_mm512_srai_epi16(all, 8));
         }
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(low + b * BLOCK), lows);
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(high + b * BLOCK), highs);
