@@ -4,12 +4,13 @@ import pytest
 import torch
 from fixtures.kernels import recording
 from fixtures.kernels.recording import recorded
-from slipstream.kernels.experts import grouped, table
+from slipstream.kernels.experts import grouped, packed, table
 from slipstream.kernels.experts.grouped import ExpertMatrix, expert_matrix, tile_rows
 from slipstream.kernels.experts.route import Routed, most_tiles
 from slipstream.kernels.experts.spec import Routing, Score
 from slipstream.kernels.experts.table import ExpertProduct
 from slipstream.kernels.gemm.op import Matrix
+from slipstream.kernels.gemm.packing import Packing
 from slipstream.kernels.lora.terms import Table
 from slipstream.kernels.runtime.registry import KNOWN, Target
 from slipstream.layers import experts
@@ -163,6 +164,27 @@ def test_packed_weights_have_one_kernel(kinds: tuple[Kind, Kind], largest: int) 
         assert f" ({48 // units}, {tiles}) 128 " in up
         assert f" ({64 // units}, {tiles}) 128 " in down
         assert all(f"ROWS={rows} SPLIT={4 // units}" in each for each in (up, down))
+
+
+@pytest.mark.parametrize(("rows", "ctas"), [(8, 4), (16, 3)])
+@pytest.mark.parametrize(
+    "packing",
+    [
+        Packing(4, 128, 1536, 2048, torch.bfloat16, False),
+        Packing(8, 128, 1536, 2048, torch.float32, False, "e4m3"),
+        Packing(4, 32, 5760, 2880, torch.bfloat16, False, "e2m1"),
+    ],
+    ids=str,
+)
+def test_rings_leave_a_multiprocessor_of_hopper_its_warps(
+    packing: Packing, rows: int, ctas: int
+) -> None:
+    """Two warps a scheduler leave it idle; and a step's bytes are on their way at any time."""
+    slots = packed.num_slots(packing, rows)
+    assert slots >= 2
+    ring = slots * packed.slot_bytes(packing, rows)
+    places = rows * (8 + 8 + 4)
+    assert ctas * (ring + places + 1024) <= 228 << 10  # the driver has 1 KB of each CTA
 
 
 def test_layers_of_which_a_part_is_packed() -> None:

@@ -64,9 +64,9 @@ def decoded_e4m3(words: Tensor, dtype: torch.dtype, register: int) -> Tensor:
 def decoded_floats(words: Tensor, scale: Tensor, dtype: torch.dtype, register: int) -> Tensor:
     """The same of e2m1, with its scale; subnormal numbers count."""
     place, mask = (9, 0x0E000E00) if dtype == torch.float16 else (6, 0x01C001C0)
-    shift = place - 4 * register
+    shift = place - 3 * register
     digits = words[..., 0] << shift if shift >= 0 else words[..., 0] >> -shift
-    pair = (words[..., 0] << (12 - 4 * register) & 0x80008000) | (digits & mask)
+    pair = (words[..., 0] << (3 - (register ^ 1)) & 0x80008000) | (digits & mask)
     value = numbers(pair, dtype) * scale
     assert torch.equal(value.to(dtype).float(), value), "the product is no number of the dtype"
     return value
@@ -224,6 +224,18 @@ def test_packing_has_an_inverse(bits: int, outputs: int, eighths: int, for_e4m3:
     assert torch.equal(packing.unpack(values, made), codes)
     full = packing.unpack(values, made._replace(outputs=made.tiles * TILE))
     assert (full[outputs:] == packing.MIDDLE[bits]).all()  # a row that is not there is of zeros
+
+
+@given(st.integers(1, 50), st.integers(1, 40))
+def test_digits_and_signs_of_e2m1_lie_apart(outputs: int, eighths: int) -> None:
+    codes = torch.randint(0, 16, (outputs, 8 * eighths), dtype=torch.uint8)
+    values = packing.pack_e2m1(codes)
+    made = Packing(4, 32, outputs, 8 * eighths, torch.bfloat16, False, "e2m1")
+    assert torch.equal(packing.unpack(values, made), codes)
+    nibbles, words = packing.pack(codes, 4, 0), values.long()
+    for i in range(4):
+        digits, sign = words >> 3 * i & 0x70007, words >> (12 + (i ^ 1)) & 0x10001
+        assert torch.equal(digits | sign << 3, nibbles.long() >> 4 * i & 0xF000F)
 
 
 @pytest.mark.parametrize("form", [FORMS[1], FORMS[4], FORMS[5], BLOCKS, FLOATS[0]], ids=str)

@@ -230,7 +230,7 @@ def make_floats(matrix: QuantMatrix, of: torch.dtype) -> Matrix:
     assert group is not None, "the form was asked"
     assert scales is not None, "the form was asked"
     made = Packing(4, group, matrix.outputs, matrix.inputs, of, False, "e2m1")
-    values = packing.pack(codes_of(matrix), 4, 0)
+    values = packing.pack_e2m1(codes_of(matrix))
     groups = Groups(made, packing.by_tile(scales, made, 0), None, matrix.order, matrix.factors)
     factors = torch.full((matrix.outputs,), 1 / packing.SHRUNK, device=scales.device)
     return Matrix(values, factors if matrix.outer is None else factors * matrix.outer, groups)

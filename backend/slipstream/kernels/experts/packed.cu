@@ -23,6 +23,9 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int UNITS = WARPS / SPLIT;  // of a CTA
 constexpr int TILES = 2;              // of a unit
 constexpr int PIECES = ROWS / 8;
+constexpr bool HAS_ALL = UNITS == 1;      // there are as many CTAs as units
+constexpr bool IS_ALONE = SPLIT == WARPS;  // no other warp reads what one copies
+constexpr int ROWS_AT_ONCE = THREADS / 16 / SPLIT;  // of x, that copies of 16 bytes a thread have
 constexpr int X_PITCH = BLOCK_INPUTS * 2 + 16;  // bytes of a row of x in a slot
 constexpr int X_BYTES = ROWS * X_PITCH;         // of a block
 constexpr int SLOT_BYTES = SPLIT * X_BYTES + WARPS * TILES * BLOCK_BYTES;
@@ -39,6 +42,14 @@ constexpr int SUMS_AT_ONCE = STEPS_A_SUM == 1 ? 2 : 1;  // two steps of x are re
 constexpr int STEPS_AT_ONCE = STEPS_A_SUM * SUMS_AT_ONCE;
 
 extern __shared__ __align__(128) u8 shared_bytes[];
+
+// Of the threads that read the same slots.
+DEVICE void sync_readers() {
+  if constexpr (IS_ALONE)
+    __syncwarp();
+  else
+    __syncthreads();
+}
 
 // The places of a tile: a row of x, where its outputs go, and their factor.
 struct Places {
@@ -67,13 +78,24 @@ struct Unit {
   const u64 policy = evict_first();
   u32 tile[TILES];
   bool exists[TILES];
+  const u32 first_tile = task.expert * num_tiles;
+  // What a thread copies: pieces of codes, of scales and, from row `first_row` on, of x.
+  const u32 thread = IS_ALONE ? threadIdx.x % 32 : threadIdx.x, part = IS_ALONE ? share : thread / 16 % SPLIT;
+  const u32 first_row = thread / (IS_ALONE ? 16 : 16 * SPLIT), first_input = part * BLOCK_INPUTS + thread % 16 * 8;
+  const u32 own_inputs = shared_address(shared_bytes + part * X_BYTES + first_row * X_PITCH + thread % 16 * 16);
+  const u32 own_codes = shared_address(codes(shared_bytes, 0) + threadIdx.x % 32 * 16);
+  const u8 *code_bytes[TILES], *scale_bytes[TILES];  // of the next block, and of the first group
   float scale[TILES][2], bias[TILES][2];  // of rows g and g + 8
 
   DEVICE Unit(const Task& task, const Codes& weights) : task(task), weights(weights) {
+    const u32 lane = threadIdx.x % 32;
 #pragma unroll
     for (u32 t = 0; t < TILES; ++t) {
       tile[t] = GATED ? number + t * (num_tiles / 2) : number * TILES + t;
-      exists[t] = GATED ? number < num_tiles / 2 : tile[t] < num_tiles;
+      exists[t] = (HAS_ALL && (GATED || t == 0)) || (GATED ? number < num_tiles / 2 : tile[t] < num_tiles);
+      const u64 of_all = first_tile + tile[t];
+      code_bytes[t] = weights.codes + (of_all * weights.num_blocks + share) * CODE_BYTES + lane * 16;
+      scale_bytes[t] = weights.scales + of_all * weights.num_groups * SCALE_BYTES + lane % LANES_A_PART * 16;
     }
   }
   DEVICE void load_rows() {
@@ -86,20 +108,33 @@ struct Unit {
         bias[t][high] = exists[t] ? task.bias_of(row) : 0.0f;
       }
   }
-  // Blocks of a step, and the inputs beside them; zeros behind the width.
-  DEVICE void copy(u32 step, u8* slot, const Places& places) const {
-    const u32 block = step * SPLIT + share;
+  // A step's blocks to a slot, for which the choice of experts is enough. Steps come in their order.
+  DEVICE void copy_codes(u32 step, u32 slot) {
+    const u32 lane = threadIdx.x % 32, block = step * SPLIT + share, target = own_codes + slot;
+    if (block < weights.num_blocks) {
+      const u32 of_group = weights.group(block, lane % SCALE_LANES / LANES_A_PART) * SCALE_BYTES;
 #pragma unroll
-    for (int t = 0; t < TILES; ++t)
-      if (block < weights.num_blocks && exists[t])
-        weights.copy(shared_address(codes(slot, t)), task.expert * num_tiles + tile[t], block, policy);
-    for (int i = threadIdx.x; i < task.count * SPLIT * 16; i += THREADS) {
-      const int piece = i % 16, part = i / 16 % SPLIT, row = i / (16 * SPLIT);
-      const int input = (step * SPLIT + part) * BLOCK_INPUTS + piece * 8;
-      const bool inside = input < task.width;
-      copy_async_bytes<16>(shared_address(slot + part * X_BYTES + row * X_PITCH + piece * 16),
-                           places.x[row] + (inside ? input : 0), inside ? 16 : 0);
+      for (int t = 0; t < TILES; ++t)
+#pragma unroll
+        for (int i = 0; i < QUADS; ++i)
+          if (exists[t]) copy_async(target + t * BLOCK_BYTES + i * 512, code_bytes[t] + i * 512, true, policy);
+#pragma unroll
+      for (int t = 0; t < TILES; ++t) {
+        const u32 behind = target + t * BLOCK_BYTES + CODE_BYTES;
+        if (exists[t] && lane < SCALE_LANES) copy_async_bytes<16>(behind, scale_bytes[t] + of_group, 16);
+        if (ZEROS && exists[t]) weights.copy_zeros(behind - CODE_BYTES - lane * 16, first_tile + tile[t], block);
+        code_bytes[t] += SPLIT * CODE_BYTES;
+      }
     }
+  }
+  // The inputs beside them; zeros behind the width. Where warps share out all blocks, each copies what it reads.
+  DEVICE void copy_inputs(u32 step, u32 slot, const Places& places) const {
+    const u32 input = step * SPLIT * BLOCK_INPUTS + first_input;
+    const u32 bytes = input < task.width ? 16 : 0, begin = bytes == 0 ? 0 : input;
+    u32 target = own_inputs + slot;
+#pragma unroll 1
+    for (u32 row = first_row; row < task.count; row += ROWS_AT_ONCE, target += ROWS_AT_ONCE * X_PITCH)
+      copy_async_bytes<16>(target, places.x[row] + begin, bytes);
   }
   DEVICE void multiply(Sums& sums, const u8* slot) const {
     const u32 lane = threadIdx.x % 32;
@@ -240,11 +275,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
   const u32 num_blocks = (task.width + BLOCK_INPUTS - 1) / BLOCK_INPUTS, num_steps = (num_blocks + SPLIT - 1) / SPLIT;
   const Codes codes{weight, group_scales, zeros, num_blocks, u32(num_groups), u32(group_factor)};
   Unit unit(task, codes);
+#pragma unroll
+  for (int step = 0; step < SLOTS - 1; ++step)
+    if (step < num_steps) unit.copy_codes(step, step * SLOT_BYTES);
   places.load(task);
   __syncthreads();
 #pragma unroll
-  for (int step = 0; step < SLOTS - 1; ++step) {
-    if (step < num_steps) unit.copy(step, shared_bytes + step * SLOT_BYTES, places);
+  for (int step = 0; step < SLOTS - 1; ++step) {  // the first group has the codes of all
+    if (step < num_steps) unit.copy_inputs(step, step * SLOT_BYTES, places);
     copy_commit();
   }
   unit.load_rows();
@@ -253,9 +291,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS)
 #pragma unroll 1
   for (u32 step = 0; step < num_steps; ++step) {
     copy_wait<SLOTS - 2>();
-    __syncthreads();  // what all threads copied is there, and nobody reads the slot before
+    sync_readers();  // what all copied is there, and nobody reads the slot before
     const u32 ahead = step + SLOTS - 1;
-    if (ahead < num_steps) unit.copy(ahead, shared_bytes + (slot == 0 ? SLOTS - 1 : slot - 1) * SLOT_BYTES, places);
+    if (ahead < num_steps) {
+      const u32 free_slot = (slot == 0 ? SLOTS - 1 : slot - 1) * SLOT_BYTES;
+      unit.copy_codes(ahead, free_slot);
+      unit.copy_inputs(ahead, free_slot, places);
+    }
     copy_commit();
     if (step * SPLIT + unit.share < num_blocks) unit.multiply(sums, shared_bytes + slot * SLOT_BYTES);
     slot = slot == SLOTS - 1 ? 0 : slot + 1;

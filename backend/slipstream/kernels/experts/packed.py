@@ -24,7 +24,9 @@ MOST_E2M1_PAIRS = {**MOST_PAIRS, 32: 22.0, 64: math.inf}
 _SPLITS = {8: 4}  # warps that share out the inputs, by rows of a tile; else one
 _WARPS, _TILES = 4, 2  # of a CTA; of weight rows, that a warp has at once
 _X_PITCH = BLOCK * 2 + 16  # bytes of a row of x in a slot
-_SLOTS_BYTES = 96 << 10  # two CTAs a multiprocessor, and one of any GPU
+# Of a ring: four CTAs a multiprocessor, three, or two, and one of any GPU.
+_SLOTS_BYTES = {8: 55 << 10, 16: 75 << 10}
+_MOST_SLOTS_BYTES = 96 << 10
 _MOST_SLOTS = 4
 
 
@@ -37,13 +39,15 @@ def _split(rows: int) -> int:
     return _SPLITS.get(rows, 1)
 
 
-def _slot_bytes(packing: Packing, rows: int) -> int:
+def slot_bytes(packing: Packing, rows: int) -> int:
+    """Count the bytes of a slot: blocks of a CTA's tiles of weights, and rows of x beside them."""
     return _split(rows) * rows * _X_PITCH + _WARPS * _TILES * block_bytes(packing)
 
 
 def num_slots(packing: Packing, rows: int) -> int:
     """Count the slots of a ring, each of blocks of weights and the inputs beside them."""
-    return min(_MOST_SLOTS, _SLOTS_BYTES // _slot_bytes(packing, rows))
+    most = _SLOTS_BYTES.get(rows, _MOST_SLOTS_BYTES)
+    return max(2, min(_MOST_SLOTS, most // slot_bytes(packing, rows)))
 
 
 def variant(
@@ -124,6 +128,6 @@ def launch(
         0 if groups.zeros is None else groups.zeros,
         packing.groups,
         packing.group_factor,
-        shared_memory=num_slots(packing, rows) * _slot_bytes(packing, rows),
+        shared_memory=num_slots(packing, rows) * slot_bytes(packing, rows),
         overlaps=True,
     )

@@ -33,6 +33,7 @@ constexpr int STEPS_A_QUAD = STEPS / QUADS;
 constexpr int CODE_BYTES = QUADS * 512;
 constexpr int SCALE_WORDS = RECORD == WIDE ? 2 : 1;  // of a record
 constexpr int SCALE_BYTES = 16 * (RECORD == 0 ? sizeof(Scale) : SCALE_WORDS * 4);  // of a part
+constexpr u32 LANES_A_PART = SCALE_BYTES / 16, SCALE_LANES = PARTS * LANES_A_PART;  // that copy scales
 constexpr int ZERO_BYTES = ZEROS ? 16 : 0;       // of a part
 constexpr int BLOCK_BYTES = CODE_BYTES + PARTS * (SCALE_BYTES + ZERO_BYTES);
 
@@ -67,13 +68,14 @@ DEVICE u32 minus_zero(u32 zero) {
   return ((IS_FP16<T> ? 0xe400u : 0xc300u) | zero) * 0x10001u;
 }
 
-// e2m1 becomes a number whose exponent is the least there is (2^126 or 2^14 too small); its scale makes up for that.
+// e2m1 becomes a number whose exponent is the least there is (2^126 or 2^14 too small); its scale makes up for that. The
+// digits of register i lie at 3 i of each half, its sign at 12 + (i ^ 1): of bf16 two registers take one shift or none.
 DEVICE u32 scaled_floats(u32 word, int i, u32 scale) {
   constexpr int PLACE = IS_FP16<T> ? 9 : 6;  // of its last bit
   constexpr u32 MASK = 0x00070007u << PLACE;
-  const int shift = PLACE - 4 * i;
+  const int shift = PLACE - 3 * i;
   const u32 digits = shift >= 0 ? word << shift : word >> -shift;
-  return fma_pairs((word << (12 - 4 * i) & 0x80008000) | (digits & MASK), scale, 0x80008000, T{});
+  return fma_pairs((word << (3 - (i ^ 1)) & 0x80008000) | (digits & MASK), scale, 0x80008000, T{});
 }
 
 // Two e4m3, the first or the second byte of each half of a word, exactly: with the exponent's bits where T has its lowest
@@ -149,11 +151,15 @@ struct Codes {
     const u8* source = codes + (u64(tile) * num_blocks + block) * CODE_BYTES + lane * 16;
 #pragma unroll
     for (int i = 0; i < QUADS; ++i) copy_async(target + i * 512 + lane * 16, source + i * 512, true, policy);
-    constexpr u32 LANES = SCALE_BYTES / 16;  // that copy the scales of a part
-    if (lane < PARTS * LANES) {
-      const u64 at = u64(tile) * num_groups + group(block, lane / LANES);
-      copy_async_bytes<16>(target + CODE_BYTES + lane * 16, scales + at * SCALE_BYTES + lane % LANES * 16, 16);
+    if (lane < SCALE_LANES) {
+      const u64 at = u64(tile) * num_groups + group(block, lane / LANES_A_PART);
+      copy_async_bytes<16>(target + CODE_BYTES + lane * 16, scales + at * SCALE_BYTES + lane % LANES_A_PART * 16, 16);
     }
+    copy_zeros(target, tile, block);
+  }
+  // Its zeros alone, if there are any.
+  DEVICE void copy_zeros(u32 target, u32 tile, u32 block) const {
+    const u32 lane = threadIdx.x % 32;
     if (ZEROS && lane >= 32 - PARTS) {
       const u32 part = lane - (32 - PARTS);
       const u64 at = u64(tile) * num_groups + group(block, part);

@@ -9,8 +9,9 @@ for.
 Codes lie in tiles of 16 rows of the weights and blocks of 128 inputs, in a block as the A fragments
 of m16n8k16 of its eight k-steps: lane `4 g + t` has rows `g` and `g + 8`, inputs `2 t`, `2 t + 1`,
 `2 t + 8` and `2 t + 9` of a step. A lane's word of 4 bits is a step; the first four nibbles are the
-first numbers of the four registers, the others their second ones. Of 8 bits two words are
-a step, two registers each: first numbers, second numbers.
+first numbers of the four registers, the others their second ones. e2m1 has the digits and the signs
+of four apart (`_apart`). Of 8 bits two words are a step, two registers each: first numbers, second
+numbers.
 
 Codes of 4 bits for rows of e4m3 (`for_e4m3`) lie as the A fragments of m64n8k32 of four k-steps: a
 lane's word is half a step, its inputs `4 t` to `4 t + 3` of row `g`, then of row `g + 8`.
@@ -133,6 +134,30 @@ def group_of(group: int, inputs: int, code_type: CodeType = "integers") -> int |
     return group if is_part or group % _PARTS[2] == 0 else None
 
 
+def pack_e2m1(codes: Tensor) -> Tensor:
+    """Put codes of e2m1, `[n, k]` u8, in order, `[tiles, blocks * words]` i32."""
+    values = pack(codes, 4, 0)
+    return values if values.is_meta else _apart(values)
+
+
+def _apart(words: Tensor) -> Tensor:
+    """Put the digits of nibble i of each half, i32, at 3 i, and its sign at 12 + (i ^ 1)."""
+    out = torch.zeros_like(words)
+    for i in range(4):
+        out |= (words >> 4 * i & 0x70007) << 3 * i
+        out |= (words >> (4 * i + 3) & 0x10001) << (12 + (i ^ 1))
+    return out
+
+
+def _together(words: Tensor) -> Tensor:
+    """Put digits and signs into nibbles: the inverse of `_apart`."""
+    out = torch.zeros_like(words)
+    for i in range(4):
+        out |= (words >> 3 * i & 0x70007) << 4 * i
+        out |= (words >> (12 + (i ^ 1)) & 0x10001) << (4 * i + 3)
+    return out
+
+
 def pack(codes: Tensor, bits: int, middle: int, for_e4m3: bool = False) -> Tensor:
     """Put codes `[n, k]` u8 in order, `[tiles, blocks * words]` i32; `middle` is where none are."""
     n, k = codes.shape
@@ -158,8 +183,10 @@ def pack(codes: Tensor, bits: int, middle: int, for_e4m3: bool = False) -> Tenso
 
 
 def unpack(values: Tensor, packing: Packing) -> Tensor:
-    """Return codes `[n, k]` u8: the inverse of `pack`."""
+    """Return codes `[n, k]` u8: the inverse of `pack`, or of `pack_e2m1`."""
     tiles, blocks = packing.tiles, packing.blocks
+    if packing.code_type == "e2m1":
+        values = _together(values)
     order = values.contiguous().view(torch.uint8)
     if packing.bits == 4:
         nibbles = torch.stack([order & 15, order >> 4], -1)
