@@ -44,12 +44,18 @@ class PackedSource(RandomSource):
         self._device = device
 
     def quantized(self, name: str, rows: int, inputs: int) -> QuantMatrix | None:
-        """Return codes of all bits, and scales about 1 / sqrt(inputs)."""
+        """Return codes, and scales about 1 / sqrt(inputs).
+
+        Codes have a mean of 0, so integers of 4 bits are 1 to 15: by a mean of -0.5 rows become
+        alike from layer to layer, and choose a few of the experts that `mixtures.py` counts.
+        """
         kind, group, dtype, names, _ = self.form
         if not re.search(names, name):
             return None
         width = inputs if kind is Kind.F8 else inputs // 2
         codes = torch.randint(0, 256, (rows, width), dtype=torch.uint8, device=self._device)
+        if kind is Kind.W4:
+            codes = codes.masked_fill_((codes & 15 == 0) | (codes >> 4 == 0), 0x88)
         largest = {Kind.W4: 8, Kind.F4: 6, Kind.F8: 448}[kind]
         scales = torch.rand(rows, -(-inputs // group), device=self._device) + 0.5
         scales = scales / largest / inputs**0.5
