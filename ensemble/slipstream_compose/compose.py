@@ -38,6 +38,7 @@ from tokenizers import Tokenizer
 
 from slipstream_compose import made
 from slipstream_compose.pbtxt import MARK, model_config
+from slipstream_compose.tokenizer_classes import unconverted
 
 WIRINGS = ("composed", "fused")
 _CONFIG, _SETTINGS = "config.pbtxt", "model.json"
@@ -128,7 +129,7 @@ def compose(
             TokenBytes.load(directory)
         called = checkpoint.stem if unpacked else _name(directory)
     given.setdefault("model", called if deployment == DEFAULT else deployment)
-    info, notes = checked.info, checked.notes
+    info, notes = checked.info, [*unconverted(directory), *checked.notes]
     is_fused, added = wiring == "fused", list(map(_added, contracts))
     models = _models(added, info)
     _check_instances(instances or {}, info, models, is_fused)

@@ -6,6 +6,7 @@ internlm2-chat-7b, replit/replit-code-v1-3b.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -81,3 +82,14 @@ CLASSES = {
     ),
     "ReplitLMTokenizer": TokenizerClass("spiece.model"),
 }
+# ChatGLM 1 spells lines, tabs and runs of spaces as tokens, by code in the checkpoint.
+_NOT_CONVERTED = {"ice_text.model": "ChatGLM 1's, whose code puts tokens for lines and spaces"}
+
+
+def unconverted(checkpoint: Path) -> list[str]:
+    """Return a note on each vocabulary of a checkpoint that nothing converts."""
+    return [
+        f"{name} is not made a tokenizer.json: it is {whose}; requests bring token ids"
+        for name, whose in _NOT_CONVERTED.items()
+        if (checkpoint / name).is_file() and not (checkpoint / "tokenizer.json").exists()
+    ]

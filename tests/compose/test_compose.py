@@ -192,8 +192,18 @@ def test_without_a_tokenizer_there_are_no_text_models(checkpoint, bare, tmp_path
     out = capsys.readouterr().out
     assert "no ensemble: the checkpoint has no tokenizer" in out
     assert "removed ensemble/config.pbtxt" in out
+    assert "ice_text.model" not in out
     folders = {path.name for path in tmp_path.iterdir()}
     assert folders == {"tensorrt_llm", "slipstream_health", "resnet"}
+
+
+def test_a_vocabulary_that_is_not_converted_is_named(bare, tmp_path, capsys):
+    folder = shutil.copytree(bare, tmp_path / "glm")
+    (folder / "ice_text.model").write_bytes(b"pieces")
+    assert run(folder, tmp_path / "made") == 0
+    out = capsys.readouterr().out
+    assert "ice_text.model is not made a tokenizer.json: it is ChatGLM 1's" in out
+    assert "requests bring token ids" in out
 
 
 def test_tokens_beyond_the_vocabulary_are_named(checkpoint, tmp_path, capsys):

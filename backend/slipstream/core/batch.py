@@ -8,6 +8,7 @@ import msgspec
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.sampling import SamplingParams
 
+from slipstream.core.two_way import ONE_WAY, Sight
 from slipstream.wire import Likely
 
 
@@ -64,6 +65,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     moved: tuple[tuple[str, float], ...] = ()  # fields of the device's record for this row alone
     needs_mask: bool = True  # False: if the mask is late, it is sampled without
     adapter: int = 0  # the runner's number of it; 0: none
+    sight: Sight = ONE_WAY  # of the whole sequence
 
 
 class TopMode(IntFlag):

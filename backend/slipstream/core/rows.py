@@ -41,6 +41,7 @@ def decode_row(sequence: Sequence, sample: int) -> Row:
         mask=_mask(sequence),
         needs_mask=guide is None or guide.needs_all,
         adapter=sequence.adapter_at(start),
+        sight=sequence.request.sight,
     )
     sequence.num_scheduled = start + 1
     sequence.is_new = False
@@ -134,6 +135,7 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
         moved=sequence.moving.next(sequence.outputs) if sequence.moving and samples else (),
         needs_mask=guide is None or guide.needs_all,
         adapter=sequence.adapter_at(start),
+        sight=sequence.request.sight,
     )
     sequence.num_scheduled = end
     sequence.num_in_flight += 1

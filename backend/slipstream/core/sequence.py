@@ -24,6 +24,7 @@ from slipstream.core.moving import moves, moving_of
 from slipstream.core.prefix import DigestChain
 from slipstream.core.processors import States
 from slipstream.core.stop import Ending, RawBytes, StopChecker
+from slipstream.core.two_way import ONE_WAY, Sight
 from slipstream.core.values import Wanted
 from slipstream.wire import CancelCause, Finished, FinishReason, Perf, Submit, Tokens
 
@@ -71,6 +72,7 @@ class Request:
     edit_plan: EditPlan | None = None  # once a sequence needs it
     processors: States = ()  # those that it asks for
     adapter: Adapter | None = None
+    sight: Sight = ONE_WAY
 
     @property
     def number(self) -> int:

@@ -5,6 +5,7 @@ from slipstream_contract.ids import TokenIds
 
 from slipstream.core.sequence import Request, Sequence
 from slipstream.core.stop import RawBytes
+from slipstream.core.two_way import ONE_WAY, Sight
 from slipstream.core.values import Wanted, top_mode
 from slipstream.engine.beam_group import Beam, BeamGroup
 from slipstream.engine.best_of import Choice, Sample
@@ -43,15 +44,15 @@ def add_wanted(request: Request, mode: str) -> None:
             sequence.want(Wanted(values, flags, is_first=sequence.index == 0))
 
 
-def make_request(bridge: bytes, message: Submit) -> Request:
+def make_request(bridge: bytes, message: Submit, sight: Sight = ONE_WAY) -> Request:
     """Return a request without sequences; where the best are chosen, log probs are kept."""
     sampling = message.sampling
     if message.task is not None or message.table is not None:
         message = replace(message, task=None, table=None)  # they are large
     if (sampling.best_of or 0) <= sampling.n:
-        return Request(bridge, message)
+        return Request(bridge, message, sight=sight)
     judged = replace(message, sampling=replace(sampling, log_probs=True))
-    request = Request(bridge, judged)
+    request = Request(bridge, judged, sight=sight)
     request.choice = Choice(request, sampling.log_probs)
     return request
 

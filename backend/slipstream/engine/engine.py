@@ -154,6 +154,8 @@ class Engine:
             has_guides=self._guides is not None,
             has_thinking=self._edit_context.thinking is not None,
             drafts_on_device=drafts_on_device,
+            two_way=self._limits.two_way,
+            max_num_batched_tokens=self._limits.max_num_batched_tokens,
         )
 
     @property
@@ -173,12 +175,12 @@ class Engine:
         self._num_received_tokens += len(message.token_ids)
         self._request_ids.refuse_duplicate(bridge, message.model, message.request_id)
         message, num_virtual = self.adapters.with_virtual(message, self._runner.vocab_size)
-        self._bounds.validate(message, num_virtual)
+        sight = self._bounds.validate(message, num_virtual)
         sampling, known = message.sampling, self._edit_context.processors
         processors = start_processors(known, sampling.logits_processors)
         self.load().raise_if_full(len(message.token_ids))
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        request = make_request(bridge, message)
+        request = make_request(bridge, message, sight)
         request.adapter = self.adapters.choose(message)
         request.edit_context, request.processors = self._edit_context, processors
         parts = (message.token_ids, seed, self._runner.max_model_len, self._vocab)
@@ -410,7 +412,7 @@ class Engine:
         if not owners:
             return
         names = {kind.__name__ for kind in type(error).__mro__}
-        is_short_of_memory = "OutOfMemoryError" in names
+        is_short_of_memory = "OutOfMemoryError" in names and self._limits.two_way is None
         culprit = self._bisection.fail(owners, batch.num_tokens, is_short_of_memory)
         if culprit is None:
             return

@@ -16,6 +16,7 @@ from slipstream_contract.sampling import SamplingParams, check_sampling
 from slipstream_contract.urgency import LOWEST_PRIORITY
 
 from slipstream.core.edits import has_dry
+from slipstream.core.two_way import ONE_WAY, Sight, TwoWay
 from slipstream.wire import Submit
 
 
@@ -37,9 +38,13 @@ class RequestBounds:
     max_logits_bytes: int = 1 << 26  # of one request
     has_thinking: bool = False  # the model marks where its thinking ends
     drafts_on_device: bool = False  # a drafter on the device reads the prompt's tokens
+    two_way: TwoWay | None = None  # tokens of prompts see each other
+    max_num_batched_tokens: int = 0  # of a step, for prompts that are computed whole
 
-    def validate(self, message: Submit, num_virtual: int = 0) -> None:
+    def validate(self, message: Submit, num_virtual: int = 0) -> Sight:
         """Raise `ContractError` with field, value and limit if the request cannot be served.
+
+        Returns what tokens of the prompt see.
 
         `num_virtual`: tokens that it may have behind the vocabulary.
         """
@@ -57,6 +62,29 @@ class RequestBounds:
         check_salt(message.cache_salt)
         if message.retention is not None:
             check_retention(message.retention)
+        if self.two_way is None or message.is_probe:
+            return ONE_WAY
+        return self._sight(message, self.two_way, num_virtual)
+
+    def _sight(self, message: Submit, two_way: TwoWay, num_virtual: int) -> Sight:
+        """Return what tokens of a prompt see; refuse what prompts of one step cannot have."""
+        length, sampling = len(message.token_ids), message.sampling
+        most = self.max_num_batched_tokens - self.max_running + 1
+        if length > most:
+            raise ContractError(
+                f"the prompt is {length} tokens long: the model computes prompts whole, and a step "
+                f"of {self.max_num_batched_tokens} tokens (max_num_batched_tokens), of which "
+                f"{self.max_running - 1} are for other sequences (max_num_seqs), has room for "
+                f"{most}"
+            )
+        why = "does not go with this model, whose tokens of a prompt see each other"
+        if sampling.beams is not None:
+            raise ContractError(f"beam_width = {sampling.beams.width} {why}")
+        if sampling.drafts is not None:
+            raise ContractError(f"speculation of a request (draft_input_ids, lookahead) {why}")
+        if num_virtual:
+            raise ContractError(f"a prompt with {num_virtual} virtual tokens {why}")
+        return two_way.sight(message.token_ids)
 
     def _check_virtual(self, sampling: SamplingParams) -> None:
         """Refuse what virtual tokens cannot have."""

@@ -26,6 +26,7 @@ from slipstream.core.drafts import Speculation, take_runs, together
 from slipstream.core.rows import chunk_row, decode_row, rows_with_drafts
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
+from slipstream.core.two_way import TwoWay
 from slipstream.core.window import AttentionWindow
 from slipstream.drafting.counts import DraftCounts
 from slipstream.engine.adapter_room import AdapterRoom, waits_for
@@ -63,6 +64,7 @@ class Limits:
     guide_in_thinking: bool = False  # of requests that do not say
     target_itl_ns: int = 0  # of a step that decodes; 0: by the time of decodes
     num_stages: int = 1  # of a pipeline
+    two_way: TwoWay | None = None  # the model's prompts, which are computed whole
 
 
 class Scheduler:
@@ -101,6 +103,7 @@ class Scheduler:
         num_stages = limits.num_stages
         self._shares = StepShares(num_stages) if num_stages > 1 else None
         self._max_tokens = limits.max_num_batched_tokens
+        self._cuts_prompts = limits.two_way is None
         # No more sequences run than the budget has tokens: every decode fits into every step.
         max_running = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.waiting = WaitingQueue(limits.max_waiting, limits.max_waiting_tokens, clock)
@@ -230,14 +233,16 @@ class Scheduler:
             running = self.guides.runnable(running)
         max_tokens = self._max_tokens
         if only is not None:
-            running, max_tokens = [s for s in running if s.id in only[0]], only[1]
+            running = [s for s in running if s.id in only[0]]
+            max_tokens = only[1] if self._cuts_prompts else max_tokens
         elif self._shares is not None:
             running = self._shares.runnable(running)
         decodes, prefills = split(running)
         if self._verification.is_active:
             decodes = together(decodes, running)
         num_long = sum(self._prefill_budget.is_long(s.num_tokens) for s in prefills)
-        draft = StepDraft(max_tokens - len(decodes), decodes, num_long, self._prefill_budget)
+        parts = (max_tokens - len(decodes), decodes, num_long, self._prefill_budget)
+        draft = StepDraft(*parts, cuts_prompts=self._cuts_prompts)
         for sequence in prefills:
             draft.offer(sequence)
         if only is None and num_preemptions == self._running.num_preemptions:

@@ -54,13 +54,14 @@ def limits_of(config: EngineConfig, plan: "Plan") -> Limits:
         config.max_waiting,
         config.max_waiting_tokens,
         config.long_prompt_tokens,
-        config.kv_cache_reuse,
+        config.kv_cache_reuse and plan.model.axes.two_way is None,
         config.logprobs_mode,
         config.max_logits_bytes,
         plan.max_drafted_rows,
         guide_in_thinking=config.guide_in_thinking,
         num_stages=config.pipeline_parallel,
         target_itl_ns=round((config.target_itl or 0) * _MS),
+        two_way=plan.model.axes.two_way,
     )
 
 

@@ -9,6 +9,9 @@ A level of priority counts as much as the longest prompt that is not long.
 Beside decodes all prompts together get what `PrefillBudget.room` says, unless one is overdue, and
 the long ones of them what `PrefillBudget.take` says. Where nothing decodes, the first may take the
 whole step.
+
+Where tokens of a prompt see those behind them, a prompt is computed in one step or waits for the
+next, whatever decodes take: what prompts get is not limited then but by the step's budget.
 """
 
 from bisect import insort
@@ -30,6 +33,7 @@ class _Claim:
     num_tokens: int = field(compare=False)
     sequence: Sequence = field(compare=False)
     is_long: bool = field(compare=False)
+    least: int = field(compare=False, default=0)  # tokens, or none
 
 
 @dataclass(slots=True)
@@ -42,19 +46,21 @@ class StepDraft:
     prefill_budget: PrefillBudget
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     long_budget: int | None = None  # of long prompts; None: not taken from `PrefillBudget` yet
+    cuts_prompts: bool = True  # False: a prompt is computed whole
     _claims: list[_Claim] = field(default_factory=list)  # in their order
     _num_claimed: int = 0
     _found_room: int | None = None  # None: no prompt has asked yet
 
     def __post_init__(self) -> None:
-        if not self.decodes:
+        if not self.decodes or not self.cuts_prompts:
             self.long_budget = self.budget
 
     @property
     def _room(self) -> int:
         """Tokens of all prompts; most steps have none, and measure nothing for them."""
         if self._found_room is None:
-            room = self.prefill_budget.room() if self.decodes else self.budget
+            is_limited = self.decodes and self.cuts_prompts
+            room = self.prefill_budget.room() if is_limited else self.budget
             self._found_room = min(self.budget, room)
         return self._found_room
 
@@ -92,6 +98,8 @@ class StepDraft:
             start = sequence.num_scheduled
             self.long_budget = self.prefill_budget.take(max(1, self.num_long), start)
         claim = _Claim(self.due_ns(sequence), sequence.id, num_tokens, sequence, is_long)
+        if not self.cuts_prompts:
+            claim.least = sequence.num_prompt - sequence.num_scheduled
         insort(self._claims, claim)
         self._num_claimed += num_tokens
         if self._num_claimed > self.budget:  # less room may still widen to it
@@ -116,7 +124,9 @@ class StepDraft:
             num_tokens = min(claim.num_tokens, room)
             if claim.is_long:
                 num_tokens = min(num_tokens, long_budget)
-                long_budget -= num_tokens
+            if num_tokens < claim.least:
+                num_tokens = 0
+            long_budget -= num_tokens if claim.is_long else 0
             room -= num_tokens
             yield claim, num_tokens
 

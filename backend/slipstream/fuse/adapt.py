@@ -103,6 +103,8 @@ def _key_refusal(layer: object) -> str:
     """Say why adapters cannot bring a layer's keys and values; empty: they can."""
     if isinstance(layer, Attention) and layer.k_norm is not None:
         return "keys are normalised as they are rotated"
+    if isinstance(layer, Attention) and layer.has_two_positions:
+        return "tokens of a prompt see each other, and have two positions"
     return "keys and values are made of latents" if isinstance(layer, LatentAttention) else ""
 
 

@@ -189,6 +189,7 @@ class Attention:
         has_sink_scores: whether heads have `sinks` in the softmax (gpt-oss).
         are_late: whether `qk_norms` come behind the rotation, which has them then (Hunyuan).
         factors: of rotated queries by position, `[positions] f32` (Ministral 3).
+        has_two_positions: whether tokens have two (ChatGLM 1); steps have their angles then.
     """
 
     def __init__(
@@ -207,6 +208,7 @@ class Attention:
         has_sink_scores: bool = False,
         are_late: bool = False,
         factors: Tensor | None = None,
+        has_two_positions: bool = False,
     ) -> None:
         size = dims.head_size
         heads = (dims.num_heads, dims.num_kv_heads, dims.num_kv_heads)
@@ -229,6 +231,7 @@ class Attention:
         sinks = w.tensor("sinks", dims.num_heads).float() if has_sink_scores else None
         self.changed = changed._replace(sinks=sinks)
         self.are_late, self.factors = are_late, factors
+        self.has_two_positions = has_two_positions
         assert not self.early_norms or not (are_late or factors is not None), "stages of a kernel"
         self._rotates_early = qk_norms is not None or factors is not None
         self.prefix: Prefix | None = None  # of adapters

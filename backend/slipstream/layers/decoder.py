@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from slipstream.layers.attention import Attention, AttentionInputs
@@ -50,6 +51,34 @@ class NormedBlock(Block):
 
 
 @dataclass(frozen=True, slots=True)
+class ScaledNormedBlock:
+    """A `NormedBlock` in whose sum norms are multiplied by a factor, but not where they are read.
+
+    That is `factor * norm(x) + f(norm(x))` (ChatGLM 1).
+    """
+
+    input_norm: RowNorm
+    attention: Attention
+    mlp_norm: RowNorm
+    mlp: TwoStepMLP
+    factor: float
+
+    def __call__(self, residual: Residual, inputs: AttentionInputs, cache: Tensor) -> None:
+        """Apply the block; see `Block`."""
+        normed = self._normed(self.input_norm, residual)
+        self.attention.add(self.attention.project(identity, normed), residual, inputs, cache)
+        normed = self._normed(self.mlp_norm, residual)
+        self.mlp.down(self.mlp.inner(identity, normed), residual)
+
+    def _normed(self, norm: RowNorm, residual: Residual) -> Residual:
+        """Return the norm of the sum, which takes its place times the factor."""
+        values = residual.values
+        normed = norm(values)
+        torch.mul(normed, self.factor, out=values)
+        return Residual(normed)
+
+
+@dataclass(frozen=True, slots=True)
 class PostNormBlock(Block):
     """A block that normalises the sum itself, behind attention and behind the MLP (post-norm)."""
 
@@ -83,7 +112,7 @@ class ParallelBlock:
         self.mlp.down(inner, residual)
 
 
-AnyBlock = Block | ParallelBlock
+AnyBlock = Block | ParallelBlock | ScaledNormedBlock
 
 
 class StepDecoder(Protocol):

@@ -26,6 +26,7 @@ class RopeConfig:
     factors: tuple[float, ...] = ()  # longrope: of the wave of each pair
     short_factors: tuple[float, ...] = ()  # longrope: in the original context; empty: the same
     rotated: int | None = None  # numbers of a head that rotate; None: all
+    has_two: bool = False  # a token has two positions: each half of what rotates has its own
 
     def of_length(self, num_positions: int) -> "RopeConfig":
         """Return what sequences of at most so many tokens rotate by, the same for all of them.

@@ -38,6 +38,8 @@ def frequencies(config: RopeConfig, head_size: int) -> Tensor:
     """Radians a position for each of `head_size / 2` pairs, fp32; 0 for those that stay."""
     rotated = head_size if config.rotated is None else config.rotated
     turning = _frequencies(config, rotated) if rotated else torch.zeros(0)
+    if config.has_two:
+        turning = _frequencies(config, rotated // 2).repeat(2)
     return torch.cat((turning, torch.zeros((head_size - rotated) // 2)))
 
 

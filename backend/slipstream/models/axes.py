@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+from slipstream.core.two_way import TwoWay
 from slipstream.layers.dims import ExpertsConfig, LatentConfig
 from slipstream.models.cuts import Cuts
 
@@ -84,6 +85,7 @@ class Axes:
     before each is added.
     residuals: what attention and MLP read.
     residual_scale: of what each of them adds.
+    sum_scale: of norms that take the sum's place, there; attention and MLP read them without.
     qk_norms: what is normalised of queries and keys.
     late_norms: whether these norms, of each head, come behind the rotation.
     query_growth: b and n: a query at position p is multiplied by 1 + b log(1 + p // n); None: not.
@@ -108,6 +110,7 @@ class Axes:
     last_norm: whether a norm stands before the head.
     head_bias, logit_scale, logit_cap: of logits; 0: no cap.
     experts: a mixture of experts in the place of MLPs, but for those of `dense_layers`.
+    two_way: tokens by which prompts say which of theirs see each other; None: none do.
     """
 
     norm: NormKind = NormKind.WEIGHT
@@ -115,6 +118,7 @@ class Axes:
     norms_behind: bool = False
     residuals: Residuals = Residuals.SERIAL
     residual_scale: float = 1.0
+    sum_scale: float = 1.0
     qk_norms: QkNorms = QkNorms.NONE
     late_norms: bool = False
     query_growth: tuple[float, int] | None = None
@@ -142,6 +146,7 @@ class Axes:
     logit_cap: float = 0.0
     experts: ExpertsConfig | None = None
     dense_layers: frozenset[int] = frozenset()
+    two_way: TwoWay | None = None
 
 
 _LAYER = re.compile(r"^(model\.layers\.)(\d+)(?=\.|$)")

@@ -16,6 +16,7 @@ from slipstream.layers.decoder import (
     NormedBlock,
     ParallelBlock,
     PostNormBlock,
+    ScaledNormedBlock,
     StepDecoder,
 )
 from slipstream.layers.embedding import Ends, embedding_and_head
@@ -194,6 +195,7 @@ class _Builder:
             has_sink_scores=axes.sink_scores,
             are_late=axes.late_norms,
             factors=self._factors,
+            has_two_positions=self._config.ropes[i].has_two,
         )
 
     def _mlp(self, w: Weights) -> TwoStepMLP:
@@ -218,6 +220,9 @@ class _Builder:
             out_norm = self._behind(w.at("mlp_out_norm"))
             mlp = Experts(w.at("mlp"), experts, self._dims.hidden_size, out_norm)
             return Block(first, attention, second, mlp)
+        if residuals is Residuals.OF_NORMS and self._axes.sum_scale != 1.0:
+            assert isinstance(attention, Attention), "no family has latents and scaled norms"
+            return ScaledNormedBlock(first, attention, second, self._mlp(w), self._axes.sum_scale)
         if residuals is Residuals.OF_NORMS:
             return NormedBlock(first, attention, second, self._mlp(w))
         if residuals is Residuals.INTO_NORMS:

@@ -66,6 +66,7 @@ def _norms(axes: Axes) -> str:
     }[axes.norms_before, axes.norms_behind]
     residuals = "" if axes.residuals is Residuals.SERIAL else f"; parallel, {axes.residuals.value}"
     scale = "" if axes.residual_scale == 1 else "; results scaled"
+    scale += "" if axes.sum_scale == 1 else " times a factor"
     return f"{axes.norm.value}, {places}{residuals}{scale}"
 
 
@@ -76,7 +77,8 @@ def _positions(model: ModelConfig) -> str:
     for rope in dict.fromkeys(model.ropes):
         count = model.dims.head_size if rope.rotated is None else rope.rotated
         share = "" if count == model.dims.head_size else f", {count} of {model.dims.head_size}"
-        found.append(f"rotary{share}" if count else "none in some layers")
+        two = ", halves of heads by a position each" if rope.has_two else ""
+        found.append(f"rotary{share}{two}" if count else "none in some layers")
     pairs = ", interleaved" if model.axes.interleaved else ""
     return "; ".join(dict.fromkeys(found)) + pairs
 
@@ -95,6 +97,8 @@ def _attention(axes: Axes) -> str:
         parts.append("scores capped")
     if axes.sink_scores:
         parts.append("sinks in the softmax")
+    if axes.two_way is not None:
+        parts.append("tokens of a prompt see each other")
     if axes.qkv_most is not None:
         parts.append("q, k, v cut")
     return ", ".join(part for part in parts if part)

@@ -46,6 +46,8 @@ class Family:
     gguf: GgufForm | None  # None: GGUF files of the family are not served
     said: Mapping[str, object]  # keys that have no default, or no model's, as a first one says them
     build: Build | None  # None: `decoder.build_decoder`, from the axes
+    # The architecture of another generation that config.json says by its keys; None: this one.
+    generation: Callable[[Reader], str | None]
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -66,6 +68,7 @@ def family(
     config_class: ConfigClass | None = None,
     said: Mapping[str, object] | None = None,
     build: Build | None = None,
+    generation: Callable[[Reader], str | None] = lambda config: None,
 ) -> Callable[[Callable[[Reader], Axes]], Callable[[Reader], Axes]]:
     """Register a family by the function that reads its axes from config.json.
 
@@ -73,17 +76,15 @@ def family(
         architectures: values of `architectures` in config.json.
         keys: keys of config.json that it reads besides the common ones, separated by spaces.
         activation_key, activations: key of the activation, and its values.
-        has_windows: whether layers may have a sliding window.
+        has_windows, still: whether layers may have a sliding window; which do not rotate.
         read_ropes: reads the rotary embeddings for full attention and for windows.
-        still: returns which of so many layers do not rotate.
         aliases: keys that are read for every family, and what config.json calls them:
             "hidden_size=n_embd num_hidden_layers=n_layer"; a key may have several.
         derived: returns values of such keys that follow from the family's own keys.
         tensors: names in the checkpoint that differ from Llama's, or what finds them.
-        gguf: what the family is in GGUF files.
-        config_class: keys and defaults, if transformers does not have the architecture.
-        said: keys without a default, or with no model's, as the first says them: for the page.
-        build: builds a decoder that the axes cannot describe.
+        gguf, config_class: the family in GGUF files; keys and defaults that transformers lacks.
+        said, build: keys without a model's default, for the page; builds what no axes describe.
+        generation: returns the architecture of a file with these names by its other keys.
     """
     renamed = _pairs(aliases)
 
@@ -107,6 +108,7 @@ def family(
                 gguf,
                 said or {},
                 build,
+                generation,
             )
         return axes
 

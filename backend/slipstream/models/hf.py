@@ -74,7 +74,8 @@ def _architecture(config: Reader) -> str:
             f"it: {near}"
         )
         raise UnknownArchitectureError(str(config.refusal("architectures", why)))
-    return str(names[0])
+    name = str(names[0])
+    return family_of(name).generation(config) or name
 
 
 def _rename(config: Reader, family: Family) -> None:

@@ -50,17 +50,23 @@ def part_of_two(x: "Tensor", which: int) -> "Tensor":
     return x.view(2, len(x) // 2, *x.shape[1:])[which]
 
 
-def head_order(size: int, rotated: int, interleaved: bool, padded: int) -> list[int]:
+def head_order(
+    size: int, rotated: int, interleaved: bool, padded: int, has_two: bool = False
+) -> list[int]:
     """Return, for each of a head's `padded` numbers as the kernels have them, which stored one it
     is; -1: a zero.
 
     Kernels rotate the pairs (i, i + padded / 2). The first `rotated` of the `size` stored numbers
-    rotate, in halves or interleaved; pairs of the others rotate by angles of zero.
+    rotate, in halves or interleaved; pairs of the others rotate by angles of zero. If a token
+    `has_two` positions, each half rotates in halves of its own.
     """
     half = rotated // 2
     turning = (list(range(half)), list(range(half, rotated)))
     if interleaved:
         turning = (list(range(0, rotated, 2)), list(range(1, rotated, 2)))
+    if has_two:
+        parts = [list(range(i * half // 2, (i + 1) * half // 2)) for i in range(4)]
+        turning = (parts[0] + parts[2], parts[1] + parts[3])
     still = list(range(rotated, size))
     middle = len(still) // 2
     zeros = [-1] * ((padded - size) // 2)
@@ -84,16 +90,18 @@ class Heads:
     size: numbers of a stored head; padded: of the kernels'.
     rotated: how many rotate, of all layers that rotate at all.
     interleaved: whether pairs that rotate lie side by side in the checkpoint.
+    has_two: whether each half of what rotates has a position of its own.
     """
 
     size: int
     padded: int
     rotated: int
     interleaved: bool
+    has_two: bool = False
 
     def order(self) -> list[int]:
         """Return the order of queries and keys; see `head_order`."""
-        return head_order(self.size, self.rotated, self.interleaved, self.padded)
+        return head_order(self.size, self.rotated, self.interleaved, self.padded, self.has_two)
 
     def value_order(self) -> list[int]:
         """Return the order of values: zeros behind them."""
@@ -202,6 +210,6 @@ def with_changes(
     assert len(turning) <= 1, "heads rotate by the same share in all layers"
     rotated = turning.pop() if turning else dims.head_size
     whole = dims.head_size if rotated is None else rotated
-    heads = Heads(dims.head_size, padded, whole, interleaved)
+    heads = Heads(dims.head_size, padded, whole, interleaved, any(each.has_two for each in ropes))
     found = Changes(names, dims, heads)
     return replace(names, change=found.of, moves=found.moves)

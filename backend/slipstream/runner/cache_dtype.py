@@ -8,7 +8,7 @@ import torch
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.attention.backend import backend_for
-from slipstream.kernels.attention.spec import CAUSAL, LATENT, AttentionSpec
+from slipstream.kernels.attention.spec import CAUSAL, LATENT, PREFIX, AttentionSpec
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.runtime import jit
 from slipstream.layers.attention import Attention
@@ -66,10 +66,10 @@ def attention_spec(
         stream_window=config.attention_window or 0,
         num_sinks=config.sink_tokens,
         deterministic=config.deterministic,
-        reuses_blocks=config.kv_cache_reuse,
+        reuses_blocks=config.kv_cache_reuse and model.axes.two_way is None,
         host_bytes=config.kv_cache_host_bytes,
         layers_per_block=layers_per_block,
-        form=LATENT if model.axes.latent else CAUSAL,
+        form=LATENT if model.axes.latent else PREFIX if model.axes.two_way else CAUSAL,
         latent_rank=model.axes.latent.rank if model.axes.latent else 0,
         has_sink_scores=model.axes.sink_scores,
         score_cap=model.axes.score_cap,

@@ -66,6 +66,8 @@ def _up_to(most: int, buckets: tuple[int, ...]) -> list[int]:
 
 def layout_of(plan: Plan) -> Layout:
     """Return the layout of all steps."""
+    if plan.model.axes.two_way is not None:
+        return Layout(has_chunks=False)
     if not plan.config.deterministic:
         return Layout()
     has_chunks = plan.attention.keeps_bits_in_chunks

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.streaming import Streaming
+from slipstream.layers.two_way import TwoWays
 from slipstream.runner.plan import Plan
 from slipstream.runner.step_arrays import StepShape
 from slipstream.runner.step_inputs import StepInputs
@@ -27,9 +28,11 @@ class LayerInputs:
         self.num_tables = plan.window.num_tables  # of a row
         size = self.num_tables * most_rows, plan.table_blocks
         self._tables = torch.zeros(size, dtype=torch.int32, device=plan.device)
-        self._streaming = None
+        self._maker: Streaming | TwoWays | None = None  # of inputs of all layers
+        if plan.model.axes.two_way is not None:
+            self._maker = TwoWays(plan.model.rope, plan.attention, plan.device)
         if plan.window.has_gaps:
-            self._streaming = Streaming(plan.model.rope, plan.attention, plan.device)
+            self._maker = Streaming(plan.model.rope, plan.attention, plan.device)
 
     def __len__(self) -> int:
         """Count the layers."""
@@ -50,8 +53,8 @@ class LayerInputs:
         A plan without a window says what is shared in its table; others are of lengths alone, and
         serve all tables of the window.
         """
-        if self._streaming is not None:
-            return [self._streaming.inputs(cache, self.rows(shape, inputs, 0))] * len(self)
+        if self._maker is not None:
+            return [self._maker.inputs(cache, self.rows(shape, inputs, 0))] * len(self)
         made: dict[tuple[int, int], AttentionInputs] = {}
         of_window: dict[int, AttentionInputs] = {}
         for table, window in self._kinds:

@@ -36,6 +36,7 @@ from slipstream.runner.staging import Staging
 from slipstream.runner.step_arrays import Slots, StepArrays, StepBuilder, StepShape
 from slipstream.runner.step_inputs import StepInputs
 from slipstream.runner.transfers import host_memory
+from slipstream.runner.two_way import TwoWayBuilder
 from slipstream.runner.values import Beside, ask_values, has_prompts, largest_piece, wants_logits
 
 _log = logging.getLogger(__name__)
@@ -139,7 +140,8 @@ class ModelRunner:
             plan.attention.reserve(num_tokens + plan.max_model_len, max_blocks, device)
         self._layers = LayerInputs(plan, num_rows if layout.has_chunks else num_tokens)
         self._slots = slots = Slots(plan.max_num_seqs, max_blocks, self._layers.num_tables)
-        self._builder = StepBuilder(slots, plan.block_size, layout, plan.window.has_gaps)
+        builder = StepBuilder if plan.model.axes.two_way is None else TwoWayBuilder
+        self._builder = builder(slots, plan.block_size, layout, plan.window.has_gaps)
         self._counts = make_counts(plan.max_num_seqs, self.vocab_size, device)
         self._half = num_rows
         self._first_result = 0  # of the next step

@@ -40,6 +40,7 @@ from slipstream.runner.field_check import at_least, check_fields
 from slipstream.runner.foreign import check_foreign
 from slipstream.runner.matrices import weight_bytes
 from slipstream.runner.scheme_check import check_scheme
+from slipstream.runner.two_way import check_two_way, two_way_note
 
 _log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -327,6 +328,7 @@ def settle(
     checkpoint = Path(config.checkpoint)
     model = model_on(device.type, read_checkpoint(checkpoint, config.backend_model))
     check_foreign(config, model)
+    check_two_way(config, model)
     check_ranks(config, model)
     check_stages(config, model)
     model = sharded(model, rank % config.tensor_parallel, config.tensor_parallel)
@@ -379,6 +381,7 @@ def resolve(config: EngineConfig, rank: int = 0, bounds: Bounds | None = None) -
     """
     plan = settle_here(config, rank, bounds)
     _check_memory(plan)
-    for line in filter(None, (ignored_keys(plan.model), notes(plan.model))):
+    told = ignored_keys(plan.model), notes(plan.model), two_way_note(config, plan.model)
+    for line in filter(None, told):
         _log.warning(line)
     return plan

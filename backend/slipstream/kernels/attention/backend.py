@@ -18,7 +18,7 @@ from slipstream.kernels.attention.newest import Newest
 from slipstream.kernels.attention.prefill import SinkRows, prefill_attention
 from slipstream.kernels.attention.scores import UNCHANGED, Scores
 from slipstream.kernels.attention.sinks import Sinks, sink_attention
-from slipstream.kernels.attention.spec import CAUSAL, LATENT, AttentionSpec
+from slipstream.kernels.attention.spec import CAUSAL, LATENT, PREFIX, AttentionSpec
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cache.kv_spec import KVSpec
 from slipstream.kernels.cache.unpack import (
@@ -74,7 +74,7 @@ class AttentionBackend(ABC):
         self.spec = spec
         self._has_plan = not spec.deterministic
         # Decodes may be rotated by their attention where nothing comes between it and projection.
-        no_rotation = rules.no_rotation(spec.case())
+        no_rotation = _no_rotation(spec, spec.case())
         self.rotates_decodes = not spec.deterministic and no_rotation is None
 
     @classmethod
@@ -250,7 +250,7 @@ class PagedCuda(AttentionBackend):
             decode=decode,
             prefill=prefill,
             own_prefix=not_planned or rules.no_sharing(case),
-            own_rotation=not_planned or rules.no_rotation(case),
+            own_rotation=not_planned or _no_rotation(spec, case),
             whole_chunks=alone or rules.no_parts(case) or not_wgmma,
             packed=alone or rules.no_unpacking(case),
             unpacked="prefill_wgmma.cu" if is_unpacked_by_wgmma else "prefill.cu",
@@ -340,7 +340,7 @@ def _no_device(device: str, spec: AttentionSpec) -> str | None:
 
 def _no_layout(spec: AttentionSpec) -> str | None:
     """Return what no backend supports on any device, or None."""
-    if spec.form not in (CAUSAL, LATENT):
+    if spec.form not in (CAUSAL, LATENT, PREFIX):
         return f"{spec.model} needs {spec.form} attention, which no backend has"
     if spec.num_heads % spec.num_kv_heads:
         return (
@@ -351,6 +351,8 @@ def _no_layout(spec: AttentionSpec) -> str | None:
         return f"{spec.model} has latent attention, which is without windows and of an end"
     if spec.form == LATENT and spec.changes:
         return f"{spec.model} has latent attention and {spec.changes[0]}, which no backend has"
+    if spec.form == PREFIX and (reason := _no_prefix(spec)) is not None:
+        return f"{reason} does not go with {spec.model}, whose tokens of a prompt see each other"
     if spec.streams and spec.changes:
         return f"attention_window = {spec.stream_window}: {spec.model} has {spec.changes[0]}"
     if spec.streams and any(spec.windows):
@@ -359,6 +361,28 @@ def _no_layout(spec: AttentionSpec) -> str | None:
             "config.json"
         )
     return None
+
+
+def _no_rotation(spec: AttentionSpec, case: rules.Case) -> str | None:
+    """Return why decodes are not rotated by their attention kernel, or None."""
+    if spec.form == PREFIX:
+        return "a row's length is not the position of its token"
+    return rules.no_rotation(case)
+
+
+def _no_prefix(spec: AttentionSpec) -> str | None:
+    """Return what does not go with prompts whose tokens see each other, or None."""
+    if spec.streams:
+        return f"attention_window = {spec.stream_window}"
+    if any(spec.windows):
+        return f"a window of {max(spec.windows)} tokens in config.json"
+    if spec.cache_dtype in kv_format.FORMATS.values():
+        return f"kv_cache_dtype = {kv_format.name_of(spec.cache_dtype)!r}"
+    if spec.deterministic:
+        return "deterministic = True"
+    if spec.host_bytes:
+        return f"kv_cache_host_bytes = {spec.host_bytes}"
+    return spec.changes[0] if spec.changes else None
 
 
 def _no_scores(spec: AttentionSpec) -> str | None:

@@ -10,6 +10,7 @@ CAUSAL = "causal"
 # Other forms, that no backend has yet; docs/attention.md says so of each.
 MISSING_FORMS = ("cross",)
 LATENT = "latent (MLA)"  # latent.py
+PREFIX = "prefix"  # causal but for prompts, whose tokens see each other: a row for each of them
 
 
 @dataclass(frozen=True, slots=True)

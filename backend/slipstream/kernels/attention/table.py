@@ -14,7 +14,13 @@ from slipstream.kernels.attention.backend import (
     AttentionBackend,
     backend_for,
 )
-from slipstream.kernels.attention.spec import CAUSAL, LATENT, MISSING_FORMS, AttentionSpec
+from slipstream.kernels.attention.spec import (
+    CAUSAL,
+    LATENT,
+    MISSING_FORMS,
+    PREFIX,
+    AttentionSpec,
+)
 from slipstream.kernels.cache.kv_format import FORMATS
 
 
@@ -61,6 +67,7 @@ FEATURES = (
     Feature("capped scores", "the model: `attn_logit_softcapping`", {"score_cap": 50.0}),
     Feature("ALiBi", "the model: `alibi`", {"has_slopes": True}),
     Feature("sinks in the softmax", "the model: GptOss", {"has_sink_scores": True}),
+    Feature(f"{PREFIX} attention", "the model: ChatGLM 1", {"form": PREFIX}),
     LATENTS,
     *(
         Feature(f"{form} attention", "no family that is served", {"form": form})

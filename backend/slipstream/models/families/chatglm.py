@@ -59,6 +59,11 @@ def gguf_config(keys: GgufKeys) -> dict[str, object]:
     }
 
 
+def generation(config: Reader) -> str | None:
+    """Return the architecture of the first generation, whose files have the same names."""
+    return "ChatGLM1Model" if config.get("position_encoding_2d") is True else None
+
+
 @family(
     "ChatGLMModel",
     "ChatGLMForConditionalGeneration",
@@ -74,6 +79,7 @@ def gguf_config(keys: GgufKeys) -> dict[str, object]:
         NAMES, unread=(".rotary_pos_emb.inv_freq",), qkv=QkvOrder.BLOCKS, joins_gate_up=True
     ),
     config_class=CLASS,
+    generation=generation,
     gguf=GgufForm(
         "chatglm",
         qkv=QkvOrder.BLOCKS,
