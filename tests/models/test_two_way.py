@@ -2,10 +2,12 @@
 
 import logging
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from fixtures.models.adapters import Pairs, scale_of, write_adapter, write_prefix
 from fixtures.models.checkpoints import GREEDY, make_runner, ticks
 from fixtures.models.remote import Remote
 from fixtures.models.two_way import chatglm1, prompt, turned
@@ -32,6 +34,7 @@ from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
 SEEDS = [pytest.param(seed, marks=[] if seed < 2 else [pytest.mark.rest]) for seed in range(6)]
+RANK = 5  # of adapters
 SIZES = {"max_num_batched_tokens": 64, "max_num_seqs": 4}
 _log = logging.getLogger(__name__)
 
@@ -83,15 +86,34 @@ def test_a_drawn_configuration(seed: int, tmp_path: Path) -> None:
     assert engine._scheduler.num_preemptions > 0
     check(model, prompts, outputs)
     runner = make_runner(tmp_path, max_num_batched_tokens=256)
-    check_logits(runner, model, [a + b for a, b in zip(prompts, outputs, strict=True)][:3], rng)
+    sequences = [a + b for a, b in zip(prompts, outputs, strict=True)][:3]
+    for logits, truth in logits_of(runner, model, sequences, rng):
+        assert (logits - truth).abs().max() <= 1e-4
 
 
-def check_logits(
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu(tmp_path: Path) -> None:
+    """Logits in bf16 beside fp64, of prompts and of decodes."""
+    rng = random.Random(4)
+    drawn = (chatglm1(rng, step=64) for _ in range(99))
+    model = next(each for each in drawn if int(str(each.keys["inner_hidden_size"])) % 8 == 0)
+    model.tensors = {name: x.bfloat16() for name, x in model.tensors.items()}
+    model.save(tmp_path)
+    runner = make_runner(tmp_path, device="cuda", dtype="bfloat16", block_size=16)
+    sequences = [[*prompt(rng, model.keys, n), 5, 6, 7, 8] for n in (150, 37, 2)]
+    found, truth = zip(*logits_of(runner, model, sequences, rng), strict=True)
+    expected = torch.stack(truth)
+    error = (torch.stack(found).double().cpu() - expected).pow(2).mean().sqrt() / expected.std()
+    assert error <= 0.05
+
+
+def logits_of(
     runner: ModelRunner, model: Remote, sequences: list[list[int]], rng: random.Random
-) -> None:
-    """Logits of two steps: whole prompts, each with some of its answer, then decodes and the rest.
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits of two steps and the oracle's: prompts, each with some of its answer; then the rest.
 
-    Blocks are in no order.
+    Some are decodes then. Blocks are in no order.
     """
     blocks = list(range(runner.num_blocks))
     rng.shuffle(blocks)
@@ -112,7 +134,7 @@ def check_logits(
         for row, logits in zip(rows[step], runner.logits(batch), strict=True):
             end = row.start + len(row.token_ids)
             truth = model(torch.tensor([sequences[row.slot][:end]])).logits[0][-1]
-            assert (logits - truth).abs().max() <= 1e-4
+            yield logits, truth
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +243,50 @@ def test_keys_that_are_refused(key: str, value: int, words: str, tmp_path: Path)
     model.save(tmp_path)
     with pytest.raises(CheckpointError, match=words):
         read_config(tmp_path)
+
+
+def changed_by(model: Remote, name: str, seed: int) -> tuple[Pairs, Remote]:
+    """Draw a term of rank 5 for a linear layer of every block, and the model with it."""
+    drawn, tensors, pairs = torch.Generator().manual_seed(seed), dict(model.tensors), Pairs()
+    for i in range(int(str(model.keys["num_layers"]))):
+        module = f"transformer.layers.{i}.{name}"
+        outputs, inputs = tensors[f"{module}.weight"].shape
+        a = torch.randn(RANK, inputs, generator=drawn) * inputs**-0.5
+        b = torch.randn(outputs, RANK, generator=drawn) * 0.3
+        pairs[module] = a, b
+        term = scale_of(RANK) * b.double() @ a.double()
+        tensors[f"{module}.weight"] = tensors[f"{module}.weight"].double() + term
+    return pairs, Remote(model.keys, tensors, model.decode)
+
+
+def test_adapters_match_merged_weights(small: tuple[Path, Remote], tmp_path: Path) -> None:
+    """Of each linear layer, and none, in one step of whole prompts."""
+    path, model = small
+    runner = make_runner(path, max_num_batched_tokens=256)
+    names = ["attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h"]
+    rng, blocks, rows, truths = random.Random(8), list(range(runner.num_blocks)), [], []
+    for i, name in enumerate([*names, "mlp.dense_4h_to_h", ""]):
+        ids, changed, number = prompt(rng, model.keys, 20 + i), model, 0
+        if name:
+            pairs, changed = changed_by(model, name, i)
+            folder = write_adapter(tmp_path / str(i), pairs, RANK)
+            number = runner.adapters.add(runner.adapters.read(str(folder)))
+        truths.append(changed(torch.tensor([ids])).logits[0][-1])
+        sight = Sight(ids.index(model.keys["gmask_token_id"]), len(ids) - 1)
+        own = ([blocks.pop() for _ in range(4)],)
+        row = Row(i, i, pack(ids), 0, own, True, GREEDY, 0, 1, adapter=number, sight=sight)
+        rows.append(row)
+    logits = runner.logits(Batch(tuple(rows), 0))
+    for found, truth in zip(logits, truths, strict=True):
+        assert (found - truth).abs().max() <= 2e-4
+    plain = model(torch.tensor([list(rows[0].token_ids)])).logits[0][-1]
+    assert (logits[0] - plain).abs().max() > 0.1
+
+
+def test_adapters_that_bring_keys_are_refused(small: tuple[Path, Remote], tmp_path: Path) -> None:
+    path, model = small
+    runner, layers = make_runner(path), int(str(model.keys["num_layers"]))
+    size = int(str(model.keys["hidden_size"]))
+    folder = write_prefix(tmp_path / "prefix", torch.zeros(3, 2 * layers * size), layers)
+    with pytest.raises(CheckpointError, match="tokens of a prompt see each other, and have two"):
+        runner.adapters.read(str(folder))
