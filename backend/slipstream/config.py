@@ -3,7 +3,8 @@
 The description of each field is the help text of `slipstream compose`.
 """
 
-from typing import Annotated, get_type_hints
+import re
+from typing import Annotated, NamedTuple, Self, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -314,10 +315,44 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "off"
 
+    kv_events: Annotated[
+        str,
+        _field(
+            "where to publish which blocks the KV cache has, as vLLM's events over ZeroMQ, with "
+            "the token ids of prompts: [tcp://HOST:]PORT[,PORT], the second port for replays; HOST "
+            "is 127.0.0.1 if not given; replica I adds I to both ports",
+            "nowhere",
+        ),
+    ] = ""
+    kv_events_topic: Annotated[
+        str, _field("of these events; llm-d reads kv@ADDRESS:PORT@MODEL", "kv@HOST@MODEL")
+    ] = ""
+
     @property
     def num_ranks(self) -> int:
         """Processes that hold the model together: of all stages."""
         return self.tensor_parallel * self.pipeline_parallel
+
+
+class EventPorts(NamedTuple):
+    """What `kv_events` says."""
+
+    host: str
+    port: int
+    replay_port: int  # 0: none
+    rank: int  # is added to both
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Read `[tcp://HOST:]PORT[,PORT][+RANK]`. Raises ValueError with what is wrong."""
+        found = re.fullmatch(r"(?:tcp://(\S+):)?(\d{1,5})(?:,(\d{1,5}))?(?:\+(\d{1,2}))?", text)
+        if found is None:
+            raise ValueError("is not [tcp://HOST:]PORT[,PORT]")
+        ports = cls(found[1] or "127.0.0.1", *(int(part or 0) for part in found.groups()[1:]))
+        for port in (ports.port, *([ports.replay_port] if found[3] else [])):
+            if not 0 < port <= port + ports.rank < 1 << 16:
+                raise ValueError(f"has the port {port}, which is not between 1 and 65535")
+        return ports
 
 
 def help_of(name: str) -> str:

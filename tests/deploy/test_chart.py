@@ -12,6 +12,7 @@ import helm_python as helm
 from fixtures.deploy import chart
 from fixtures.deploy.chart import CHART, SMALLEST, merged, pod_templates, render, server_of
 from slipstream.bridge.families import engine_metrics
+from slipstream.config import EventPorts
 from slipstream_client.cli import build_parser
 from slipstream_runtime.rendezvous import KEY_VARIABLE, Place, place_of
 from slipstream_serve import gateway, triton
@@ -54,7 +55,7 @@ CASES = {
         "autoscaling": {"enable": True},
         "monitoring": {"monitor": "PodMonitor", "alerts": True, "dashboard": True},
         "apiKeys": {"secret": "keys"},
-        "inferencePool": {"enable": True, "endpointPicker": "picker"},
+        "inferencePool": {"enable": True, "endpointPicker": "picker", "kvEvents": True},
         "model": {"composeOptions": ["--max-model-len=8192"]},
         "triton": {"cacheClaim": "kernels", "serveOptions": ["--stall=30"]},
         "networkPolicy": {"from": [{"namespaceSelector": {"matchLabels": {"a": "b"}}}]},
@@ -130,13 +131,19 @@ def test_its_commands_are_commands_of_this_version(case):
         build_parser(words[0]).parse_args(words)
     ports = {each["name"]: each["containerPort"] for each in server["ports"]}
     serve = build_parser("serve").parse_args(server["args"])
+    composed = build_parser("compose").parse_args(compose["args"])
+    events = EventPorts.of(composed.kv_events)[1:3] if composed.kv_events else ()
     assert list(ports.values()) == [
         serve.http_port,
         serve.grpc_port,
         serve.metrics_port,
         serve.openai_port,
+        *events,
     ]
-    composed = build_parser("compose").parse_args(compose["args"])
+    if events:
+        assert composed.kv_events.startswith("tcp://0.0.0.0:")
+        assert composed.kv_events_topic == f"kv@$(POD_IP):{serve.openai_port}@Qwen3-8B"
+        assert [each["name"] for each in compose["env"]] == ["POD_IP"]
     world = (composed.tensor_parallel or 1) * (composed.pipeline_parallel or 1)
     limits = server["resources"]["limits"]
     nodes = render(CASES[case]).get("LeaderWorkerSet", {}).get("spec", {})

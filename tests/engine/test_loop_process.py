@@ -6,9 +6,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 import zmq
+from fixtures.engine.listening import RouterView
+from fixtures.ports import held_port
 from slipstream import __version__, wire
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
@@ -47,9 +50,14 @@ def start(folder: Path, address: str = "", **config: object) -> subprocess.Popen
 
 def test_the_process_serves_a_checkpoint_and_ends_when_told(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/engine"
-    process = start(checkpoint(tmp_path), address, device="cpu", kv_cache_tokens=1024)
+    with held_port() as port:
+        options = {"device": "cpu", "kv_cache_tokens": 1024, "kv_events": str(port)}
+        process = start(checkpoint(tmp_path), address, **options)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
+        subscriber = context.socket(zmq.SUB)
+        subscriber.setsockopt(zmq.SUBSCRIBE, f"kv@{gethostname()}@".encode())
+        subscriber.connect(f"tcp://127.0.0.1:{port}")
         socket = context.socket(zmq.DEALER)
         socket.connect(address)
         for message in (
@@ -70,6 +78,10 @@ def test_the_process_serves_a_checkpoint_and_ends_when_told(tmp_path: Path) -> N
             if outputs.tokens[0].finished is not None:
                 break
         assert len(tokens) == LONG.max_tokens
+        router = RouterView(32)
+        while not router.known and subscriber.poll(60_000):
+            router.take(subscriber.recv_multipart()[2])
+        assert router.known == {(None, (1, 2, 3, *tokens[:29]))}
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
     finally:

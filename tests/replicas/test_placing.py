@@ -1,7 +1,7 @@
 """Which GPUs, cores and memory replicas get."""
 
 import pytest
-from slipstream.config import EngineConfig
+from slipstream.config import EngineConfig, EventPorts
 from slipstream.errors import ConfigError
 from slipstream.replicas.placing import places
 
@@ -36,3 +36,11 @@ def test_replicas_on_a_cpu_share_its_cores_and_memory(tmp_path):
     assert all(place.environment["OMP_NUM_THREADS"].isdecimal() for place in found)
     with pytest.raises(ConfigError, match="need 2 GPUs, but there are 0"):
         places(EngineConfig(checkpoint="", replicas=2, device="cuda"), {}, tmp_path)
+
+
+def test_each_replica_has_ports_of_its_own_for_events():
+    config = EngineConfig(checkpoint="", replicas=3, device="cpu", kv_events="tcp://[::]:80,9000")
+    ports = [EventPorts.of(place.config.kv_events) for place in places(config, {})]
+    assert ports == [("[::]", 80, 9000, rank) for rank in range(3)]
+    silent = places(EngineConfig(checkpoint="", replicas=2, device="cpu"), {})
+    assert {place.config.kv_events for place in silent} == {""}

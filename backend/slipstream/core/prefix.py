@@ -21,6 +21,8 @@ from hashlib import blake2b
 from operator import itemgetter
 from struct import iter_unpack
 
+from slipstream.core.block_events import BlockEvents
+
 SEGMENT = 32  # blocks
 
 _DIGEST_BYTES = 16
@@ -104,8 +106,9 @@ class DigestChain:
         return hasher
 
 
-# Content of a block: digest of what is before it, its own (None: not whole), packed tokens.
-_Content = tuple[bytes, bytes | None, bytes]
+# Content of a block: digest of what is before it, its own (None: not whole), packed tokens, and the
+# name of the adapter that computed it (None: not published).
+_Content = tuple[bytes, bytes | None, bytes, str | None]
 
 
 class PrefixIndex:
@@ -124,6 +127,7 @@ class PrefixIndex:
         self._children: dict[bytes, list[int]] = {}  # prefix -> all, sorted, if more than one
         self._segments: dict[bytes, list[bytes]] = {}  # last digest of a segment -> all its digests
         self._news: dict[bytes, bool] | None = None  # digest -> whether it is here
+        self.events: BlockEvents | None = None  # of the first table's blocks; None: nobody asks
         self.find = self._blocks.get  # digest -> block, or None
 
     @property
@@ -171,7 +175,10 @@ class PrefixIndex:
 
     def chain(self, salt: str, adapter: bytes = b"") -> DigestChain:
         """Return a chain without tokens. Chains of different salts or adapters share no digest."""
-        return DigestChain(self._block_size, self._key, salt, self._segments, adapter)
+        chain = DigestChain(self._block_size, self._key, salt, self._segments, adapter)
+        if self.events is not None and not salt:
+            self.events.roots.add(chain.digests[0])
+        return chain
 
     def closest(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
         """Return the block after a prefix that shares the most leading tokens, and how many.
@@ -201,11 +208,21 @@ class PrefixIndex:
         """Return the digests of all whole blocks."""
         return self._blocks.keys()
 
-    def put(self, block: int, parent: bytes, digest: bytes | None, tokens: bytes) -> None:
-        """Record that a block holds `tokens` after the prefix `parent`, and nothing else."""
+    def put(
+        self,
+        block: int,
+        parent: bytes,
+        digest: bytes | None,
+        tokens: bytes,
+        adapter: str | None = None,
+    ) -> None:
+        """Record that a block holds `tokens` after the prefix `parent`, and nothing else.
+
+        Events name the `adapter`, empty for none; with None they leave the block out.
+        """
         if block in self._contents:
             self.remove(block)
-        self._contents[block] = (parent, digest, tokens)
+        self._contents[block] = (parent, digest, tokens, adapter)
         child = self._child.setdefault(parent, block)
         if child != block:
             insort(self._children.setdefault(parent, [child]), block, key=self._order)
@@ -213,6 +230,8 @@ class PrefixIndex:
             assert digest not in self._blocks, "two blocks for one prefix"
             self._blocks[digest] = block
             self._note(digest, is_here=True)
+            if self.events is not None and adapter is not None and len(digest) == _DIGEST_BYTES:
+                self.events.store("GPU", digest, parent, tokens, adapter)
 
     def add_segments(self, digests: list[bytes], numbers: range) -> None:
         """Record the segments of a chain that end with an indexed block among `numbers`."""
@@ -220,9 +239,9 @@ class PrefixIndex:
             if digests[end] in self._blocks:
                 self._segments[digests[end]] = digests[end - SEGMENT + 1 : end + 1]
 
-    def remove(self, block: int) -> None:
-        """Remove a block whose content is about to be overwritten."""
-        parent, digest, _ = self._contents[block]
+    def remove(self, block: int, is_in_host: bool = False) -> None:
+        """Remove a block whose content is about to be overwritten; host memory may have it now."""
+        parent, digest, tokens, adapter = self._contents[block]
         children = self._children.get(parent)
         if children is None:
             del self._child[parent]
@@ -235,6 +254,10 @@ class PrefixIndex:
         if digest is not None:
             del self._blocks[digest]
             self._note(digest, is_here=False)
+            if self.events is not None and adapter is not None and len(digest) == _DIGEST_BYTES:
+                if is_in_host:
+                    self.events.store("CPU", digest, parent, tokens, adapter)
+                self.events.remove(digest)
             self._segments.pop(digest, None)
 
     def check_integrity(self, kept: Iterable[int]) -> None:

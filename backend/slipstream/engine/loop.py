@@ -39,6 +39,7 @@ from slipstream.engine import drafter_choice
 from slipstream.engine.adapter_counts import AdapterCounts
 from slipstream.engine.chores import Chores
 from slipstream.engine.keepers import Keepers
+from slipstream.engine.kv_events import publish
 from slipstream.engine.reading import ReadingEngine
 from slipstream.engine.reports import RequestLog, StatusLine
 from slipstream.engine.served import Served
@@ -392,6 +393,7 @@ def load(
         edit_context=edit_context,
         adapters=adapters_of(config, plan.model_name, runner.adapters),
     )
+    publish(config, plan.model_name, engine.prefixes)
     welcome = welcome_of(plan, runner, has_thinking=edit_context.thinking is not None)
     loop = EngineLoop(engine, welcome, address, Chores(runner.chores(plan)))
     num_slots = 0 if runner.transfers is None else runner.transfers.num_slots

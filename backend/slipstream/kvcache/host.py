@@ -103,8 +103,10 @@ class EndedMoves:
 class HostMemory:
     """The slots, and the copies between them and blocks of the device. O(1) a block."""
 
-    def __init__(self, mover: Mover) -> None:
+    def __init__(self, mover: Mover, when_gone: Callable[[Key], None] = lambda key: None) -> None:
+        """Start empty; `when_gone` gets the key of each block that can be found here no more."""
         self._mover = mover
+        self._when_gone = when_gone
         self.num_slots = mover.num_slots
         self.block_bytes = mover.block_bytes
         self.num_evicted = 0  # blocks removed to make room
@@ -176,6 +178,7 @@ class HostMemory:
         """
         worth = self._worths.pop(key)
         slot = self._levels[worth.priority].pop(key)
+        self._when_gone(key)
         self._arriving.add(block)
         self._queues[Direction.IN].add(_Move(key, worth, block, slot))
         return worth
@@ -194,6 +197,7 @@ class HostMemory:
         worth = self._worths.pop(key, None)
         if worth is not None:
             self._free.append(self._levels[worth.priority].pop(key))
+            self._when_gone(key)
 
     def start_copies(self) -> None:
         """Start the copies of all queued moves."""
@@ -259,5 +263,6 @@ class HostMemory:
             return None
         key, slot = self._levels[lowest].popitem(last=False)
         del self._worths[key]
+        self._when_gone(key)
         self.num_evicted += 1
         return slot

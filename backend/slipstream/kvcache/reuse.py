@@ -165,12 +165,13 @@ class Reuse:
     def fetch(self, sequence: Sequence, table: int, found: list[int], own: Iterator[int]) -> None:
         """Fetch the blocks of a table that are in host memory into the next blocks of `own`."""
         digests, size = self._chain(sequence).digests, self._size
+        adapter = _adapter_of(sequence)
         for i, block in enumerate(found):
             if block == NOT_HERE:
                 found[i] = next(own)
                 parent, key = (_key(digest, table) for digest in digests[i : i + 2])
                 tokens = sequence.ids(i * size, (i + 1) * size).tobytes()
-                self._tier.fetch(found[i], parent, key, tokens)
+                self._tier.fetch(found[i], parent, key, tokens, adapter)
         if table == 0:
             self._index.add_segments(digests, range(len(found)))
 
@@ -243,7 +244,7 @@ class Reuse:
         if table:
             keys = [_key(digest, table) for digest in keys]
         packed = sequence.ids(start * size, end * size).tobytes()
-        cached = []
+        cached, adapter = [], _adapter_of(sequence)
         for block, parent, key, tokens in zip(
             table_blocks[start:end], keys, keys[1:], split(packed, size), strict=False
         ):
@@ -253,7 +254,7 @@ class Reuse:
                     continue  # another block with this content is in use
                 index.remove(other)
                 blocks.uncache(other)
-            index.put(block, parent, key, tokens)
+            index.put(block, parent, key, tokens, adapter)
             cached.append(block)
         blocks.mark_cached(cached)
         self._tier.discard(keys[1:])
@@ -297,3 +298,11 @@ class Reuse:
 def _key(digest: bytes, table: int) -> bytes:
     """Return a digest marked with its table."""
     return digest + bytes((table,)) if table else digest
+
+
+def _adapter_of(sequence: Sequence) -> str | None:
+    """Return the adapter's name as events have it, empty for none; None: salted, not published."""
+    message, adapter = sequence.request.message, sequence.request.adapter
+    if message.cache_salt:
+        return None
+    return message.adapter or ("" if adapter is None else adapter.digest.hex())

@@ -10,7 +10,7 @@ Without a `Mover` every method does nothing, and the cache is on the device only
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Hashable, Iterable
 
 from slipstream.core.prefix import PrefixIndex
 from slipstream.core.sequence import Sequence
@@ -43,7 +43,7 @@ class HostTier:
         self.counts = Counter[str]()  # by the names of `slipstream.figures`
         self._blocks = blocks
         self._index = index
-        self._host = None if mover is None else HostMemory(mover)
+        self._host = None if mover is None else HostMemory(mover, self._gone)
         self._compute_s = compute_s
         self._evict = evict
         self._arrivals: dict[int, int] = {}  # sequence id -> arrival that it waits for
@@ -88,6 +88,11 @@ class HostTier:
             for digest in digests:
                 self._host.discard(digest)
 
+    def _gone(self, digest: Hashable) -> None:
+        if (events := self._index.events) is not None:
+            assert isinstance(digest, bytes)
+            events.remove_from_host(digest)
+
     def _num_leaving(self) -> int:
         """Return how many blocks will be empty after their copies, unless shared again."""
         assert self._host is not None
@@ -111,12 +116,14 @@ class HostTier:
 
     # --- in ------------------------------------------------------------------------------------
 
-    def fetch(self, block: int, parent: bytes, digest: bytes, tokens: bytes) -> None:
+    def fetch(
+        self, block: int, parent: bytes, digest: bytes, tokens: bytes, adapter: str | None
+    ) -> None:
         """Start to move a block from host memory into `block`, which can be found from now on."""
         host, blocks = self._host, self._blocks
         assert host is not None
+        self._index.put(block, parent, digest, tokens, adapter)
         priority, duration_ns = host.fetch(digest, block)
-        self._index.put(block, parent, digest, tokens)
         blocks.mark_cached([block])
         blocks.retain(block, priority, duration_ns)
         blocks.start_move(block)
@@ -144,7 +151,7 @@ class HostTier:
             return
         ended = host.poll(blocks.is_busy)
         for block in ended.left:
-            self._index.remove(block)
+            self._index.remove(block, is_in_host=True)
             blocks.finish_move(block, has_left=True)
         for block in (*ended.stayed, *ended.arrived):
             blocks.finish_move(block)

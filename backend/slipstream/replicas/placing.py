@@ -45,7 +45,7 @@ def places(
         if config.memory_share is not None:
             alone = msgspec.structs.replace(alone, memory_share=config.memory_share / count)
         threads = environment.get(_THREADS) or str(max(1, num_cores() // count))
-        return [Place(alone, {_THREADS: threads}) for _ in range(count)]
+        return [Place(_numbered(alone, i), {_THREADS: threads}) for i in range(count)]
     if len(found) < count * ranks:
         visible = environment.get(_VISIBLE)
         raise ConfigError(
@@ -53,6 +53,16 @@ def places(
             f"{len(found)} ({_VISIBLE} {'is not set' if visible is None else repr(visible)})"
         )
     return [
-        Place(alone, {_VISIBLE: ",".join(found[number * ranks : (number + 1) * ranks])})
+        Place(
+            _numbered(alone, number),
+            {_VISIBLE: ",".join(found[number * ranks : (number + 1) * ranks])},
+        )
         for number in range(count)
     ]
+
+
+def _numbered(config: EngineConfig, number: int) -> EngineConfig:
+    """Return a configuration whose events have ports of their own."""
+    if not config.kv_events:
+        return config
+    return msgspec.structs.replace(config, kv_events=f"{config.kv_events}+{number}")

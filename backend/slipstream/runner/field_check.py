@@ -16,6 +16,7 @@ from slipstream.config import (
     ON_OFF,
     SPECULATIONS,
     EngineConfig,
+    EventPorts,
 )
 from slipstream.errors import ConfigError
 from slipstream.runner.devices import check_rank_counts
@@ -68,6 +69,7 @@ def check_fields(config: EngineConfig) -> None:
             raise ConfigError(f"{name} = {path!r} is no directory")
     if config.request_log and not Path(config.request_log).is_absolute():
         raise ConfigError(f"request_log = {config.request_log!r} is not an absolute path")
+    _check_events(config)
     if config.block_size not in BLOCK_SIZES:
         raise ConfigError(
             f"block_size = {config.block_size} is not a power of two between 8 and 256"
@@ -83,3 +85,27 @@ def check_fields(config: EngineConfig) -> None:
     ):
         if (value := getattr(config, field)) not in choices:
             raise ConfigError(f"{field} = {value!r} is not one of {', '.join(choices)}")
+
+
+def _check_events(config: EngineConfig) -> None:
+    if not config.kv_events:
+        if config.kv_events_topic:
+            raise ConfigError(
+                f"kv_events_topic = {config.kv_events_topic!r} is a topic of no events: "
+                "kv_events is not given"
+            )
+        return
+    name = f"kv_events = {config.kv_events!r}"
+    try:
+        ports = EventPorts.of(config.kv_events)
+        if config.replicas > 1:
+            EventPorts.of(f"{config.kv_events}+{config.replicas - 1}")
+    except ValueError as error:
+        raise ConfigError(f"{name} {error}") from None
+    if ports.replay_port and abs(ports.port - ports.replay_port) < config.replicas:
+        raise ConfigError(f"{name} has ports that {config.replicas} replicas would share")
+    if not config.kv_cache_reuse or config.attention_window is not None:
+        raise ConfigError(
+            f"{name} is about cached blocks, which there are only with kv_cache_reuse and without "
+            "an attention_window"
+        )

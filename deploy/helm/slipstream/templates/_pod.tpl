@@ -125,9 +125,19 @@ spec:
     {{- if gt (int $pipeline) 1 }}
     - --pipeline-parallel={{ $pipeline }}
     {{- end }}
+    {{- if .Values.inferencePool.kvEvents }}
+    - --kv-events=tcp://0.0.0.0:5557,5558
+    - --kv-events-topic=kv@$(POD_IP):9000@{{ .Values.model.name }}
+    {{- end }}
     {{- range .Values.model.composeOptions }}
     - {{ . | quote }}
     {{- end }}
+  {{- if .Values.inferencePool.kvEvents }}
+  env:
+    - name: POD_IP
+      valueFrom:
+        fieldRef: {fieldPath: status.podIP}
+  {{- end }}
   securityContext:
     {{- include "slipstream.container-security" . | nindent 4 }}
   resources:
@@ -179,6 +189,10 @@ spec:
     - {name: grpc, containerPort: 8001}
     - {name: metrics, containerPort: 8002}
     - {name: openai, containerPort: 9000}
+    {{- if .Values.inferencePool.kvEvents }}
+    - {name: kv-events, containerPort: 5557}
+    - {name: kv-replays, containerPort: 5558}
+    {{- end }}
   startupProbe:
     exec:
       command: {{ toJson $health }}
