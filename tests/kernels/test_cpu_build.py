@@ -1,10 +1,14 @@
-"""Processes that need the processor's library at the same time: one builds it."""
+"""The processor's library: one process of several builds it, and an emulator runs all of it."""
 
+import re
 import threading
 from pathlib import Path
 
 import pytest
+from fixtures.kernels.emulated_processor import functions_of
+from fixtures.kernels.instruction_sets import within
 from slipstream.kernels.cpu import build
+from slipstream.kernels.cpu.native import Library, library, loaded
 from slipstream_runtime import locking
 from slipstream_runtime.locking import locked
 
@@ -35,3 +39,15 @@ def test_one_that_waits_for_another_to_build_gives_signs_of_it(
     waits.join()
     assert was_seen
     assert found == [path]
+
+
+@pytest.mark.skipif(library() is None, reason="there is no C++ compiler or no AVX2")
+def test_an_emulator_runs_all_functions_of_the_library() -> None:
+    """And gives one thread to those that C has threads of."""
+    source = (Path(build.__file__).parent / "step.cpp").read_text()
+    declared = re.findall(r"^(?:void|int) (slipstream_\w+)\(([^)]*)\)", source, re.MULTILINE)
+    of_c = {name: arguments.endswith("int threads") for name, arguments in declared}
+    del of_c["slipstream_best_form"]  # is asked once, before there are others
+    with within(loaded().form):  # a library's start chooses a form for all
+        own = functions_of(Library(build.built()))
+    assert dict(own.values()) == of_c
