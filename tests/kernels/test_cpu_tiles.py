@@ -64,19 +64,19 @@ def by_tiles(tmp_path_factory: pytest.TempPathFactory) -> "ctypes._NamedFuncPoin
     return function
 
 
-def matrix_of(bits: int, outputs: int, inputs: int, group: int, is_shifted: bool) -> QuantMatrix:
-    """Random weights of all codes."""
-    low, high = (0, 16) if bits == 4 else (-128, 128)
+def matrix_of(kind: Kind, outputs: int, inputs: int, group: int, is_shifted: bool) -> QuantMatrix:
+    """Random weights of all codes; those of e2m1 have no minimums."""
+    low, high = (-128, 128) if kind is Kind.W8 else (0, 16)
     codes = torch.randint(low, high, (outputs, inputs))
     groups = -(-inputs // group)
     scales, minimums = torch.rand(2, outputs, groups) * 0.01
     return QuantMatrix(
-        Kind.W4 if bits == 4 else Kind.W8,
-        halves(codes) if bits == 4 else codes.to(torch.int8),
+        kind,
+        codes.to(torch.int8) if kind is Kind.W8 else halves(codes),
         scales.half(),
         min(group, inputs),
         inputs,
-        minimums=minimums.half() if is_shifted else None,
+        minimums=minimums.half() if is_shifted and kind is not Kind.F4 else None,
     )
 
 
@@ -85,7 +85,7 @@ def matrix_of(bits: int, outputs: int, inputs: int, group: int, is_shifted: bool
     rows=st.integers(1, 90),
     outputs=st.integers(1, 100),
     inputs=st.integers(1, 200).map(lambda n: n if n % 2 else 16 * n),
-    bits=st.sampled_from([4, 8]),
+    kind=st.sampled_from([Kind.W4, Kind.F4, Kind.W8]),
     group=st.sampled_from([32, 64, 96, 1 << 20]),
     flags=st.tuples(*[st.booleans()] * 4),
     threads=st.sampled_from([1, 3]),
@@ -95,7 +95,7 @@ def test_tiles_have_the_bits_of_the_other_forms(
     rows: int,
     outputs: int,
     inputs: int,
-    bits: int,
+    kind: Kind,
     group: int,
     flags: tuple[bool, bool, bool, bool],
     threads: int,
@@ -103,7 +103,7 @@ def test_tiles_have_the_bits_of_the_other_forms(
     """Rows beyond whole groups of 16 go the other form's way; a large value in all places."""
     is_shifted, has_norm, has_gate, has_bias = flags
     outputs = outputs * 32 if has_gate else outputs
-    packed = make_tiles(matrix_of(bits, outputs, inputs, group, is_shifted))
+    packed = make_tiles(matrix_of(kind, outputs, inputs, group, is_shifted))
     around = Around(
         norm=torch.rand(inputs) + 0.5 if has_norm else None,
         gate="silu" if has_gate else "",
@@ -123,9 +123,10 @@ def test_tiles_have_the_bits_of_the_other_forms(
 
 def test_extremes_of_codes_do_not_overflow(by_tiles: "ctypes._NamedFuncPointer") -> None:
     """Sums of 32 of the largest products of either sign."""
-    for bits, code in ((4, 15), (8, -128), (8, 127)):
-        matrix = matrix_of(bits, 32, 96, 32, False)
-        matrix.codes.fill_(code * 17 if bits == 4 else code)
+    extremes = ((Kind.W4, 15), (Kind.F4, 7), (Kind.F4, 15), (Kind.W8, -128), (Kind.W8, 127))
+    for kind, code in extremes:
+        matrix = matrix_of(kind, 32, 96, 32, False)
+        matrix.codes.fill_(code if kind is Kind.W8 else code * 17)
         packed = make_tiles(matrix)
         assert packed.groups is not None
         weights = cpu_packing.dense(packed.values, packed.groups)
