@@ -8,6 +8,7 @@ import json
 import re
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,6 +163,11 @@ class Chromium:
             self.close()
             raise
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the browser has ended, or has closed its connection."""
+        return self._process.poll() is not None or self._socket.closed
+
     def __enter__(self) -> "Chromium":
         return self
 
@@ -204,6 +210,7 @@ class Chromium:
         said: list[str] = []
         for line in self._process.stderr:
             if (found := re.search(r"DevTools listening on (ws://\S+)", line)) is not None:
+                threading.Thread(target=self._process.stderr.read, daemon=True).start()
                 return found[1]
             said.append(line.strip())
         raise browser.BrowserError(f"the browser ended: {said[-1] if said else 'no reason given'}")

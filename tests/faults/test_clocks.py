@@ -10,6 +10,7 @@ WALL = {"time", "time_ns", "now", "utcnow", "today", "localtime", "gmtime", "str
 # The files that may read it, and why.
 TOLD = {
     "backend/slipstream/bridge/metrics.py": "a gauge",
+    "backend/slipstream/engine/kv_events.py": "when a batch was sent, as vLLM's events say it",
     "backend/slipstream/engine/loop.py": "StepOutputs.made_ns",
     "backend/slipstream/engine/reports.py": "lines of the request log",
     "backend/slipstream/engine/telemetry.py": "the start",

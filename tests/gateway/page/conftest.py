@@ -20,7 +20,8 @@ DONE = "document.querySelector('.turn:last-child') && !document.querySelector('.
 
 
 @pytest.fixture(scope="session")
-def chromium() -> Iterator[object]:
+def browsers() -> Iterator[list[object]]:
+    """Browsers of this run, the last of which runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(repository_root() / "load"))
         browser, devtools = (importlib.import_module(name) for name in ("browser", "devtools"))
@@ -28,8 +29,18 @@ def chromium() -> Iterator[object]:
         browser.get()
     except browser.BrowserError as error:
         pytest.skip(f"no browser: {error}")
-    with devtools.Chromium() as chromium:
-        yield chromium
+    started = [devtools.Chromium()]
+    yield started
+    for each in started:
+        each.close()
+
+
+@pytest.fixture
+def chromium(browsers) -> object:
+    """A browser, which may have served other tests: a new one, if it has ended since."""
+    if browsers[-1].has_ended:
+        browsers.append(type(browsers[-1])())
+    return browsers[-1]
 
 
 @pytest.fixture
