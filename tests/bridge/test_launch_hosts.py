@@ -205,7 +205,7 @@ def test_another_checkpoint_is_refused_with_host_and_rank(tmp_path, monkeypatch,
 
 
 def test_torchrun_itself_starts_them(tmp_path, monkeypatch):
-    """It listens at MASTER_PORT for its own ranks, and ends them all when one does."""
+    """torchrun listens at MASTER_PORT for its own ranks, and ends them all when one does."""
     monkeypatch.setenv("SLIPSTREAM_PYTHON", sys.executable)
     models = repository(tmp_path, TENSOR)
     want = text_of_one_host(tmp_path / "one", models, TENSOR)

@@ -26,7 +26,7 @@ def same(one: PairTable, other: PairTable) -> bool:
 def test_groups_are_those_of_torch(
     num_rows: int, experts: int, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of places of up to six CTAs; rows of prompts follow each other, others come by turns."""
+    """Up to six CTAs have places; rows of prompts follow each other, others come by turns."""
     emulate(monkeypatch)
     rng = torch.Generator().manual_seed(num_rows)
     logits = torch.randn(num_rows, experts, generator=rng)

@@ -24,7 +24,7 @@ def poison() -> None:
 
 @pytest.mark.parametrize("num_rows", [1, 33, 700, 3000])
 def test_groups_are_those_of_torch(num_rows: int) -> None:
-    """Of up to 47 CTAs; again and again."""
+    """Up to 47 CTAs have places; each case runs again and again."""
     rng = torch.Generator().manual_seed(num_rows)
     chosen = torch.randn(num_rows, 128, generator=rng).topk(8).indices.int()
     order = chosen.flatten().argsort(stable=True).int()

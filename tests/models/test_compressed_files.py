@@ -73,7 +73,7 @@ def test_what_a_library_wrote_is_what_it_reads(case: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("case", CASES)
 def test_another_configuration_is_refused(case: str, tmp_path: Path) -> None:
-    """One of other numbers, in the library's own words."""
+    """A contradiction is a configuration of other numbers, in the library's own words."""
     tensors, _, config = read_case(case)
     if case.startswith("fp8"):
         config["weight_block_size"] = [16, 32]

@@ -81,7 +81,7 @@ def test_graphs_look_up_the_ids_of_each_replay(form: Form) -> None:
 
 @pytest.mark.parametrize("form", [SHARED, HALVES, FORMS[7]], ids=str)
 def test_products_of_a_vocabulary(form: Form) -> None:
-    """Of few and of many rows; these never make all of the matrix in 16 bits."""
+    """Few rows and many are compared; many never make all of the matrix in 16 bits."""
     matrix, weight = packed_pair(form, VOCABULARY, HIDDEN, "cuda")
     judge = Judge(f"head {form}")
     exact, rounded = weight.double(), weight.to(BF16)  # as weights of many rows are

@@ -269,7 +269,7 @@ DRAFTS = [f"{kind}{share}" for kind in ("draft", "medusa", "eagle3") for share i
 
 @pytest.mark.parametrize("case", quick_of(DRAFTS, {"medusa", "eagle3 ranks"}))
 def test_drafts_are_those_of_numbers(case: str, tmp_path: Path) -> None:
-    """Of a model that drafts for itself, and of modules that read the model's own ends."""
+    """Drafts come from the model itself, and from modules that read the model's own ends."""
     kind, _, share = case.partition(" ")
     sizes = {"hidden_size": 128, "vocab_size": 1009, "num_hidden_layers": 3}
     model, directory = made(tmp_path, "llama", "Q8_0", "Q5_1", **sizes)
@@ -363,7 +363,7 @@ def test_many_rows_are_multiplied_in_pieces(
 
 
 def test_pieces_are_whole_tiles() -> None:
-    """Of a vocabulary of 128,256 tokens; what a gate or a sum follows is one."""
+    """A vocabulary of 128,256 tokens is cut; what a gate or a sum follows stays whole."""
 
     def at_once(outputs: int, inputs: int, are_alone: bool = True) -> int:
         sizes = (outputs, inputs, torch.float16, False)

@@ -260,7 +260,7 @@ def changed_by(model: Remote, name: str, seed: int) -> tuple[Pairs, Remote]:
 
 
 def test_adapters_match_merged_weights(small: tuple[Path, Remote], tmp_path: Path) -> None:
-    """Of each linear layer, and none, in one step of whole prompts."""
+    """Adapters of each linear layer, and none, share a step of whole prompts."""
     path, model = small
     runner = make_runner(path, max_num_batched_tokens=256)
     names = ["attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h"]
