@@ -12,22 +12,18 @@ import random
 import re
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from fixtures.bridge.launching import CONFIG, Server, is_alive, pids_of, wait_for
+from fixtures.bridge.launching import CONFIG, Server, pids_of, wait_for
 from fixtures.bridge.replicated import Client
-from slipstream import wire
+from fixtures.faults.ranks import PROMPTS, faulted, over
 from slipstream.config import EngineConfig
-from slipstream_contract.errors import Code
 
 pytestmark = pytest.mark.rest
-LONG = 1_000_000  # tokens: such a stream ends by the fault
 SETTINGS = {"load_format": "random", "device": "cpu", "attention_window": 32, "block_size": 8}
 SPLITS = {"tensor": (2, 1), "stages": (1, 2), "both": (2, 2)}
 EVENTS = ("idle", "submitted", "first token", "a token", "finished")
-PROMPTS = {number: [number, 3, 5 + number] for number in range(4)}
 DRAWS = int(os.environ.get("SLIPSTREAM_DRAWS", "0"))
 SEEDS = [random.randrange(1 << 30) for _ in range(DRAWS)] if DRAWS else [3, 7, 17]
 
@@ -47,22 +43,6 @@ def descriptors(pid: int) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             found.append(re.sub(r"\d+", "N", str(entry.readlink())))
     return sorted(each for each in found if not each.endswith(".turns"))
-
-
-def reach(event: str, client: Client, num_tokens: int) -> None:
-    """Have a stream and short requests in flight, and come to the event."""
-    if event == "idle":
-        return
-    client.submit(100, [1, 2], LONG)
-    for number, prompt in PROMPTS.items():
-        client.submit(200 + number, prompt)
-    if event == "submitted":
-        return
-    if event == "finished":
-        wait_for(lambda: any(client.is_over(200 + number) for number in PROMPTS))
-        return
-    least = 1 if event == "first token" else num_tokens
-    wait_for(lambda: len(client.tokens[100]) >= least)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -97,47 +77,3 @@ def test_a_fault_of_a_rank(seed: int, tmp_path: Path, monkeypatch: pytest.Monkey
         client.connection.close()
         server.stop()
         wait_for(lambda: not server.supervisor and not any(pids_of(server)))
-
-
-def faulted(
-    server: Server, client: Client, rank: int, number: signal.Signals, event: str, num_tokens: int
-) -> None:
-    """Send a rank a signal at an event; return when all ranks have been replaced."""
-    pids = pids_of(server)
-    assert all(pids)
-    reach(event, client, num_tokens)
-    began_s = time.monotonic()
-    os.kill(pids[rank], number)
-    wait_for(lambda: client.connection.wait_welcome(0) is None or replaced(server, pids))
-    print(f", noticed after {time.monotonic() - began_s:.2f} s", flush=True)
-    wait_for(lambda: not any(is_alive(pid) for pid in pids))
-    wait_for(lambda: welcomed(client) not in (0, pids[0]))
-
-
-def welcomed(client: Client) -> int:
-    """The engine that the client is connected to; 0: none."""
-    welcome = client.connection.wait_welcome(0)
-    return 0 if welcome is None else welcome.engine_pid
-
-
-def replaced(server: Server, pids: list[int]) -> bool:
-    return pids_of(server) not in ([], pids)
-
-
-def over(client: Client, want: dict[int, list[int]]) -> None:
-    """Check that requests in flight had their tokens, or the error of an engine that ended."""
-    asked = [request for request in client.tokens if 100 <= request < 300]
-    for request in asked:
-        wait_for(lambda request=request: client.is_over(request) or request == 100)
-        if request in client.ended:
-            assert client.tokens[request] == want[request - 200]
-        elif request in client.rejected:
-            assert client.rejected[request].code == Code.UNAVAILABLE
-    for request in asked:
-        if not client.is_over(request):  # it had no token: the next engine runs it
-            client.connection.send(wire.Cancel(request))
-            wait_for(lambda request=request: client.is_over(request))
-        client.tokens.pop(request)
-        client.ended.pop(request, None)
-        client.rejected.pop(request, None)
-        client.lost.discard(request)
