@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import torch
 from limits import rates_of
 from packed_weights import FORMS, packed_experts
-from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.experts import packed
 from slipstream.kernels.experts.combine import combine
@@ -93,9 +93,9 @@ class Layer:
         values = rows(self.model.experts, outputs, inputs).mul_(inputs**-0.5)
         if kind == "bf16":
             return ExpertMatrix(values)
-        found = [fp8.quantize(each) for each in values]
+        found = [eight_bits.quantize(each) for each in values]
         return ExpertMatrix(
-            torch.stack([each.values.view(torch.uint8) for each in found]).view(fp8.E4M3),
+            torch.stack([each.values.view(torch.uint8) for each in found]).view(eight_bits.E4M3),
             torch.stack([each.scales for each in found]),
         )
 

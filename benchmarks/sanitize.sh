@@ -24,8 +24,8 @@ sanitizer=$(find_sanitizer) || { echo "sanitize: no compute-sanitizer on PATH or
 # Under the sanitizer nothing runs beside anything else.
 beside=(--deselect tests/kernels/test_gpu_upload.py::test_copies_that_are_under_way_are_not_waited_for)
 with_cublas=(--deselect tests/kernels/test_gpu_cublaslt.py)
-for name in test_gpu_linear.py::test_functions test_gpu_linear.py::test_sums_in_place test_gpu_fp8.py::test_extremes \
-    test_gpu_fp8.py::test_overlapping_kernels_wait_for_each_other; do with_cublas+=(--deselect "tests/kernels/$name"); done
+for name in test_gpu_linear.py::test_functions test_gpu_linear.py::test_sums_in_place test_gpu_eight_bits.py::test_extremes \
+    test_gpu_eight_bits.py::test_overlapping_kernels_wait_for_each_other; do with_cublas+=(--deselect "tests/kernels/$name"); done
 filters=()
 for name in $("$python" - <<'NAMES'
 import re, pathlib

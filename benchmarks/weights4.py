@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 from ceilings import read_bandwidth
-from slipstream.kernels.elementwise import fp8
-from slipstream.kernels.elementwise.fp8 import Quantized
+from slipstream.kernels.elementwise import eight_bits
+from slipstream.kernels.elementwise.eight_bits import Quantized
 from slipstream.kernels.gemm import cublaslt_groups, packing, records
 from slipstream.kernels.gemm.cublaslt_groups import matmul_by_groups
 from slipstream.kernels.gemm.linear import linear
@@ -95,7 +95,7 @@ def random_dense(made: Packing) -> Matrix:
 
 def random_e4m3(made: Packing) -> Matrix:
     weight = torch.randn(made.outputs, made.inputs, device="cuda", dtype=DTYPE)
-    return Matrix(*fp8.quantize(weight.mul_(made.inputs**-0.5)))
+    return Matrix(*eight_bits.quantize(weight.mul_(made.inputs**-0.5)))
 
 
 def num_bytes(matrix: Matrix) -> int:
@@ -170,7 +170,7 @@ def rows_for(matrix: Matrix, rows: int, inputs: int) -> Rows:
     """Return random rows as the weights want them; their rounding is not timed."""
     x = torch.randn(rows, inputs, device="cuda", dtype=DTYPE)
     takes = matrix.groups.packing.takes_e4m3 if matrix.groups else matrix.takes_quantized
-    return fp8.quantize(x) if takes else x
+    return eight_bits.quantize(x) if takes else x
 
 
 def compile_all(kinds: list[list[Matrix]], inputs: int, options: argparse.Namespace) -> None:

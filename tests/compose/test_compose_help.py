@@ -11,7 +11,7 @@ from slipstream import config
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.cache import kv_format
-from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.runtime import jit
 from slipstream.runner.plan import resolve
 from slipstream_compose import cli
@@ -65,7 +65,7 @@ def test_what_an_attention_window_needs_on_a_gpu() -> None:
 
 
 def test_what_fp8_needs_of_a_gpu() -> None:
-    major, minor = fp8.MIN_CAPABILITY
+    major, minor = eight_bits.MIN_CAPABILITY
     assert f"compute capability {major}.{minor} or newer" in config.help_of("quantization")
 
 

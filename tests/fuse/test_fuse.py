@@ -9,7 +9,7 @@ from slipstream import quant
 from slipstream.fuse.places import FusedGatedLinear, FusedLinearAdd, FusedNormLinear, Gated
 from slipstream.fuse.rewrite import Place, fused, rewrite
 from slipstream.kernels.elementwise.activation import ACTIVATIONS
-from slipstream.kernels.elementwise.fp8 import Quantized
+from slipstream.kernels.elementwise.eight_bits import Quantized
 from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
 from slipstream.kernels.gemm.op import Around, gemm
 from slipstream.layers.attention import Attention

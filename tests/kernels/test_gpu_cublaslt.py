@@ -78,7 +78,7 @@ def test_products(dtype: torch.dtype) -> None:
     judge.verdict()
 
 
-def test_fp8() -> None:
+def test_eight_bits() -> None:
     """Terms of either sign, whose sums stay small: as good as bf16 is."""
     judge = Judge("matmul e4m3")
     for inputs, outputs in FP8_SIZES:

@@ -15,9 +15,9 @@ from fixtures.kernels.checking import (
     short,
     spread,
 )
-from fixtures.kernels.fp8_cases import scaled, silu_mul
+from fixtures.kernels.eight_bits_cases import scaled, silu_mul
 from slipstream.kernels.elementwise.activation import EVERY, activate
-from slipstream.kernels.elementwise.fp8 import add_scaled, scale
+from slipstream.kernels.elementwise.eight_bits import add_scaled, scale
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Matrix, Spec, spec_of
 from slipstream.kernels.gemm.sm90.gemv import MAX_ROWS, gemv, refusal

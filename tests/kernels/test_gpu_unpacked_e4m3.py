@@ -8,8 +8,8 @@ import pytest
 import torch
 from fixtures.kernels.checking import Judge, poison, random, same_bits, short
 from fixtures.kernels.packed_cases import Form, quantized
-from slipstream.kernels.elementwise import fp8
-from slipstream.kernels.elementwise.fp8 import Unscaled
+from slipstream.kernels.elementwise import eight_bits
+from slipstream.kernels.elementwise.eight_bits import Unscaled
 from slipstream.kernels.gemm import cublaslt_groups, linear, search, tuning
 from slipstream.kernels.gemm.cublaslt_groups import matmul_by_groups
 from slipstream.kernels.gemm.op import E4M3, Around, Matrix
@@ -95,7 +95,7 @@ def test_products(shape: tuple[int, int], kind: Kind, x_scales: str) -> None:
     if why is not None and shape in SMALL:
         pytest.skip(why)
     for rows in ROWS:
-        x = fp8.quantize(random(rows, shape[1], dtype=BF16, seed=rows)).values
+        x = eight_bits.quantize(random(rows, shape[1], dtype=BF16, seed=rows)).values
         exact = x.double() @ weight.double().T
 
         def run(x: Tensor = x) -> Tensor:
@@ -131,7 +131,7 @@ def test_a_poisoned_row_stays_alone(poisons: float, x_scales: str) -> None:
 def test_rows_that_are_not_there_may_hold_anything() -> None:
     matrix, _ = pair(528, 656)
     groups = Around(groups=matrix.groups)
-    memory = fp8.quantize(random(600, 656, dtype=BF16)).values
+    memory = eight_bits.quantize(random(600, 656, dtype=BF16)).values
     memory.view(torch.uint8)[597:] = 0x7F  # NaN
     clean = by_e4m3(memory[:597].clone(), matrix.values, groups).clone()
     assert same_bits(by_e4m3(memory[:597], matrix.values, groups), clean)
@@ -146,7 +146,7 @@ def test_layers(rows: int) -> None:
         matrix, weight = pair(*shape)
         x, bias = random(rows, shape[1], dtype=BF16), random(shape[0], dtype=BF16, seed=3)
         assert linear.route_of(x, matrix, Around(bias=bias)).gemm.name == "unpacked_e4m3"
-        rounded = fp8.quantize(x)
+        rounded = eight_bits.quantize(x)
         values = rounded.values.double() * rounded.scales.double()[:, None]
         exact = values @ weight.double().T + bias.double()
         residual = random(rows, shape[0], dtype=BF16, seed=4)
@@ -189,7 +189,7 @@ def test_graphs_replay_chains_of_products() -> None:
 def test_tuned(rows: int) -> None:
     """What the search finds is what then runs, with the bits of the guess."""
     matrix, _ = pair(2048, 4096)
-    x = fp8.quantize(random(rows, 4096, dtype=BF16)).values
+    x = eight_bits.quantize(random(rows, 4096, dtype=BF16)).values
     sizes = (4096, 2048)
     guessed = by_e4m3(x, matrix.values, Around(groups=matrix.groups)).clone()
     guess = cublaslt_groups.plan_of(rows, *sizes, 0)
@@ -226,7 +226,7 @@ def test_which_products_are_computed_so() -> None:
 def test_the_oracle_is_the_definition() -> None:
     matrix, weight = pair(528, 656)
     assert matrix.groups is not None
-    x = fp8.quantize(random(300, 656, dtype=BF16)).values
+    x = eight_bits.quantize(random(300, 656, dtype=BF16)).values
     found = matmul_by_groups.oracle(x, *unpacked_e4m3.oracle(matrix.values, matrix.groups))
     exact = x.double() @ weight.double().T
     torch.testing.assert_close(found.double(), exact, rtol=0.005, atol=1e-3)

@@ -27,7 +27,7 @@ from fixtures.kernels.packed_cases import (
     packed_pair,
     quantized,
 )
-from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.gemm import linear as gemm_linear
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Around, Matrix
@@ -170,7 +170,7 @@ class E4m3Case(Case):
     """A product whose rows are rounded to e4m3, by a kernel that takes them so."""
 
     def __post_init__(self) -> None:
-        self.rounded = fp8.quantize(self.x)
+        self.rounded = eight_bits.quantize(self.x)
         self.x = self.rounded.values.to(torch.float64) * self.rounded.scales.double()[:, None]
 
     def run(self) -> torch.Tensor:

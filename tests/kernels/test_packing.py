@@ -8,7 +8,7 @@ import torch
 from fixtures.kernels.packed_cases import BLOCKS, FLOATS, FORMS, Form, packed_pair, quantized
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.gemm import linear, packing, unpacked
 from slipstream.kernels.gemm.op import Around, gemm
@@ -178,9 +178,9 @@ def test_rows_in_e4m3_are_rounded_behind_norm_order_and_factors(has_more: bool) 
     y = linear.follow(route, x.bfloat16(), made, around)
     if has_more:
         rows = rms_norm(x.bfloat16(), norm.bfloat16(), 1e-5)
-        rounded = fp8.quantize(packing.arranged(rows, made.groups))
+        rounded = eight_bits.quantize(packing.arranged(rows, made.groups))
     else:
-        rounded = fp8.norm_quantize(x.bfloat16(), norm.bfloat16(), 1e-5)
+        rounded = eight_bits.norm_quantize(x.bfloat16(), norm.bfloat16(), 1e-5)
     values = rounded.values.float() * rounded.scales[:, None]
     weight = packing.dense(made.values, made.groups)
     expected = (residual.float() + values @ weight.T + bias.float()).bfloat16()

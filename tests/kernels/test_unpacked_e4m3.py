@@ -17,8 +17,8 @@ from fixtures.kernels.recording import recorded
 from fixtures.tiers import quick_of
 from slipstream import quant
 from slipstream.fuse.places import FusedGatedLinear
-from slipstream.kernels.elementwise import fp8
-from slipstream.kernels.elementwise.fp8 import Quantized, Unscaled
+from slipstream.kernels.elementwise import eight_bits
+from slipstream.kernels.elementwise.eight_bits import Quantized, Unscaled
 from slipstream.kernels.gemm import (
     cublaslt,
     cublaslt_api,
@@ -129,7 +129,7 @@ def as_cublaslt_reads(x: Tensor, weight: Tensor, of_weight: Tensor, of_x: Tensor
 @pytest.mark.parametrize(("outputs", "inputs", "group"), SHAPES)
 def test_the_product_is_that_of_the_weights(outputs: int, inputs: int, group: int) -> None:
     made, matrix = pair(outputs, inputs, group)
-    x = fp8.quantize(torch.randn(133, inputs))
+    x = eight_bits.quantize(torch.randn(133, inputs))
     codes, scales = unpacked(made)
     shape = GemmShape(133, inputs, outputs, E4M3, torch.bfloat16, (0, 0, 0), 16, False, "blocks")
     ones = torch.ones(cublaslt_groups._num_x_scales(shape))
@@ -151,7 +151,7 @@ def test_scales_of_x(x_scales: str, rows: int, inputs: int, count: int) -> None:
 
 
 def test_rows_are_padded_where_they_lie_if_there_is_memory_behind_them() -> None:
-    quantized_rows = fp8._empty((5, 32), torch.device("cpu"))
+    quantized_rows = eight_bits._empty((5, 32), torch.device("cpu"))
     values = quantized_rows.values
     assert (values.shape, values.is_contiguous()) == ((5, 32), True)
     assert cublaslt_groups._with_memory(values, padded(5)) is values
@@ -317,7 +317,7 @@ def test_scales_of_rows_and_biases_are_left_to_the_reader(outer: bool) -> None:
     x, bias = torch.randn(5, 640).bfloat16(), torch.randn(48).bfloat16()
     y = linear.follow(way, x, made, Around(bias=bias))
     assert isinstance(y, Unscaled)
-    rows = fp8.quantize(x)
+    rows = eight_bits.quantize(x)
     weight = dequantise(matrix) * (1 if columns is None else columns[:, None])
     exact = (rows.values.float() * rows.scales[:, None]) @ weight.T + bias.float()
     torch.testing.assert_close(y.finish(torch.float32), exact, rtol=0.01, atol=0.01)

@@ -7,7 +7,7 @@ by itself, or a stage between the product and what follows.
 import torch
 from torch import Tensor
 
-from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.elementwise.activation import activate
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import (
@@ -107,10 +107,10 @@ class FusedGatedLinear(GatedLinear):
         next_matrix = None if self.feeds is None else self.feeds.matrix
         if isinstance(y, Tensor):  # adapters of a reader with packed weights take it as it is
             quantises = next_matrix is not None and next_matrix.values.dtype == E4M3
-            return fp8.quantize(y) if quantises and route.path.quantises else y
+            return eight_bits.quantize(y) if quantises and route.path.quantises else y
         takes = next_matrix is not None and takes_quantized(next_matrix, len(y.product), x.dtype)
         if takes and self.gate == "silu":
-            return fp8.silu_mul_quantize(y.product, *y.scales)
+            return eight_bits.silu_mul_quantize(y.product, *y.scales)
         return activate(self.gate, y.finish(x.dtype))
 
     def adapted(self, norm: RowNorm, residual: Residual, terms: TermTable) -> Operand | None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slipstream.kernels.elementwise.fp8 import Quantized
+from slipstream.kernels.elementwise.eight_bits import Quantized
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
 from slipstream.layers.linear import GatedLinear, LinearAdd, NormLinear

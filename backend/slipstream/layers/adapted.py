@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.elementwise.activation import GATES, activate
-from slipstream.kernels.elementwise.fp8 import Quantized
+from slipstream.kernels.elementwise.eight_bits import Quantized
 from slipstream.kernels.elementwise.norm import RmsNorm
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import Operand
@@ -200,7 +200,7 @@ class Delta:
         if isinstance(out, Tensor):
             out.copy_(torch.where(mask, values, out))
             return
-        quantized = fp8.quantize(values)
+        quantized = eight_bits.quantize(values)
         ours, theirs = (x.values.view(torch.uint8) for x in (out, quantized))
         ours.copy_(torch.where(mask, theirs, ours))
         out.scales.copy_(torch.where(mask[:, 0], quantized.scales, out.scales))
@@ -326,7 +326,7 @@ def _put(out: Operand, rows: Tensor, values: Tensor) -> None:
     if isinstance(out, Tensor):
         out[rows] = values[rows]
         return
-    quantized = fp8.quantize(values[rows])
+    quantized = eight_bits.quantize(values[rows])
     out.values[rows] = quantized.values
     out.scales[rows] = quantized.scales
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream import quant
 from slipstream.kernels.elementwise.activation import silu_mul
-from slipstream.kernels.elementwise.fp8 import E4M3
+from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts.combine import Shared, combine
 from slipstream.kernels.experts.down_add import down_add
 from slipstream.kernels.experts.down_add import takes as takes_down

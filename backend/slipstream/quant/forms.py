@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.cpu.native import library
-from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.gemm import cpu_packing, packing, records
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.gemm.packing import CodeType, Groups, Packing
@@ -88,12 +88,15 @@ def _make_int4(matrix: QuantMatrix) -> Packed:
 
 
 def _takes_fp8(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
-    if matrix.kind is not Kind.F8 or target.device != "cuda" or dtype not in fp8.DTYPES:
+    if matrix.kind is not Kind.F8 or target.device != "cuda" or dtype not in eight_bits.DTYPES:
         return False
     by_row = matrix.group >= matrix.inputs and matrix.is_symmetric and matrix.is_plain
     sizes = (matrix.inputs, matrix.outputs)
-    fits = not any(size % fp8.MULTIPLE for size in sizes) and matrix.inputs <= fp8.MAX_WIDTH
-    return by_row and fits and target.capability >= fp8.MIN_CAPABILITY
+    fits = (
+        not any(size % eight_bits.MULTIPLE for size in sizes)
+        and matrix.inputs <= eight_bits.MAX_WIDTH
+    )
+    return by_row and fits and target.capability >= eight_bits.MIN_CAPABILITY
 
 
 def _make_fp8(matrix: QuantMatrix) -> Matrix:
@@ -103,7 +106,7 @@ def _make_fp8(matrix: QuantMatrix) -> Matrix:
 
 
 def _takes_packed(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
-    if matrix.kind not in _CODE_TYPES or target.device != "cuda" or dtype not in fp8.DTYPES:
+    if matrix.kind not in _CODE_TYPES or target.device != "cuda" or dtype not in eight_bits.DTYPES:
         return False
     if matrix.kind is Kind.F8 and matrix.zeros is not None:
         return False
@@ -114,15 +117,17 @@ def _takes_packed(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bo
 
 def _takes_packed_e4m3(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
     is_here = target.device == "cuda" and target.capability == (9, 0) and dtype == torch.bfloat16
-    fits = matrix.kind is Kind.W4 and matrix.is_symmetric and matrix.inputs % fp8.MULTIPLE == 0
-    fits = fits and matrix.inputs <= fp8.MAX_WIDTH and matrix.for_e4m3
+    fits = (
+        matrix.kind is Kind.W4 and matrix.is_symmetric and matrix.inputs % eight_bits.MULTIPLE == 0
+    )
+    fits = fits and matrix.inputs <= eight_bits.MAX_WIDTH and matrix.for_e4m3
     return is_here and fits and _takes_packed(matrix, target, dtype)
 
 
 def _takes_blocks(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
     is_here = target.device == "cuda" and target.capability == (9, 0) and dtype == torch.bfloat16
-    fits = matrix.kind is Kind.F8 and matrix.for_e4m3 and matrix.inputs % fp8.MULTIPLE == 0
-    fits = fits and matrix.inputs <= fp8.MAX_WIDTH
+    fits = matrix.kind is Kind.F8 and matrix.for_e4m3 and matrix.inputs % eight_bits.MULTIPLE == 0
+    fits = fits and matrix.inputs <= eight_bits.MAX_WIDTH
     has_blocks = matrix.group >= matrix.inputs or matrix.group % packing.BLOCK == 0
     return is_here and fits and has_blocks and _takes_packed(matrix, target, dtype)
 
@@ -188,7 +193,7 @@ def _record(matrix: QuantMatrix) -> str | None:
 
 def takes_records(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
     """Return whether the kernels of a GPU take weights with records (`records.py`)."""
-    is_here = target.device == "cuda" and dtype in fp8.DTYPES
+    is_here = target.device == "cuda" and dtype in eight_bits.DTYPES
     return is_here and matrix.inputs % _PIECE == 0 and _record(matrix) is not None
 
 
@@ -358,7 +363,7 @@ FORMS = (
             True,
             True,
         )
-        for dtype in fp8.DTYPES
+        for dtype in eight_bits.DTYPES
     ),
 )
 

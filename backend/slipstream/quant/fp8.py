@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Around, Matrix
 from slipstream.quant.rounding import rounded_e4m3
@@ -39,15 +39,15 @@ class Fp8(Scheme):
             return
         asked = "quantization = 'fp8' on a GPU"
         has_gpu = torch.cuda.is_available()
-        if has_gpu and torch.cuda.get_device_capability(device) < fp8.MIN_CAPABILITY:
+        if has_gpu and torch.cuda.get_device_capability(device) < eight_bits.MIN_CAPABILITY:
             raise ConfigError(f"{asked}: {torch.cuda.get_device_name(device)} has no e4m3 products")
-        if dtype not in fp8.DTYPES:
+        if dtype not in eight_bits.DTYPES:
             raise ConfigError(f"{asked} needs dtype float16 or bfloat16, not {dtype}")
         for name, size in sizes.items():
-            if size % fp8.MULTIPLE or size > fp8.MAX_WIDTH:
+            if size % eight_bits.MULTIPLE or size > eight_bits.MAX_WIDTH:
                 raise ConfigError(
-                    f"{asked} needs sizes that are multiples of {fp8.MULTIPLE}, at most "
-                    f"{fp8.MAX_WIDTH}: config.json has {name} = {size}"
+                    f"{asked} needs sizes that are multiples of {eight_bits.MULTIPLE}, at most "
+                    f"{eight_bits.MAX_WIDTH}: config.json has {name} = {size}"
                 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.elementwise.fp8 import E4M3 as E4M3
+from slipstream.kernels.elementwise.eight_bits import E4M3 as E4M3
 from slipstream.kernels.gemm.packing import e2m1_table
 
 MIDDLE = 8  # the zero of 4 bits without zeros

@@ -1,5 +1,5 @@
 // Rotary embedding of q in place; rotated k, and v, written into the paged cache, in its format; before it, if asked
-// for, the scales of an e4m3 product (fp8.cu), and the RMS norm of each head of q and k. LANES neighbouring threads for
+// for, the scales of an e4m3 product (eight_bits.cu), and the RMS norm of each head of q and k. LANES neighbouring threads for
 // a head; grid: x = token, y = a share of its heads.
 // -D ELEMENT (T), HEAD_SIZE, VECTOR (elements an access), FORMAT (of the cache: kv_format.cuh), LATE (weights of norms
 // come behind the rotation, and then factors of queries by position)

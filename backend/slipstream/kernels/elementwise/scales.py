@@ -1,6 +1,7 @@
 """Scales of a GEMM's rows and columns, and its bias: a quantised product still needs them.
 
-Its reader applies them: a kernel that reads the product for something else anyway, or `fp8.scale`.
+Its reader applies them: a kernel that reads the product for something else anyway, or `scale` of
+`eight_bits.py`.
 """
 
 import functools

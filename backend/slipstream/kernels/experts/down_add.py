@@ -6,7 +6,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from slipstream.kernels.elementwise.fp8 import E4M3
+from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts.combine import Shared, combine, shared_arguments
 from slipstream.kernels.experts.grouped import DTYPES, SKINNY_ROWS, ExpertMatrix, check, down
 from slipstream.kernels.experts.route import Routed

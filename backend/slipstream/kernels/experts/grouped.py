@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.elementwise.fp8 import E4M3
+from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts import packed
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.experts.sm90 import piped

@@ -13,7 +13,7 @@ from slipstream_runtime.once import warn_once
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.elementwise.fp8 import E4M3, ROW_MULTIPLE
+from slipstream.kernels.elementwise.eight_bits import E4M3, ROW_MULTIPLE
 from slipstream.kernels.elementwise.scales import ones
 from slipstream.kernels.gemm import cublaslt, cublaslt_api
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape, MatmulPlan, Problem

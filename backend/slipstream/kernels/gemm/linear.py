@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.comm.ranks import Part
-from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.elementwise.activation import activate
-from slipstream.kernels.elementwise.fp8 import Quantized, Unscaled
+from slipstream.kernels.elementwise.eight_bits import Quantized, Unscaled
 from slipstream.kernels.elementwise.norm import RmsNorm
 from slipstream.kernels.gemm.op import (
     ALIGNED,
@@ -254,19 +254,19 @@ def _before(path: Path, x: Operand, around: Around) -> Operand:
     if path.quantises and not path.norms and norm is not None:
         if isinstance(addend, Unscaled):
             product, (rows, columns, bias) = addend
-            return fp8.add_norm_quantize(x, norm, product, rows, columns, around.eps, bias)
+            return eight_bits.add_norm_quantize(x, norm, product, rows, columns, around.eps, bias)
         if addend is not None:
             addend.add_to(x)
-        return fp8.norm_quantize(x, norm, around.eps)
+        return eight_bits.norm_quantize(x, norm, around.eps)
     is_rms = path.norms and norm is not None and not around.is_centred
     if is_rms and norm is not None and isinstance(addend, Part):
         x = addend.add_norm(x, RmsNorm(norm, around.eps, around.plus_one))
-        return fp8.quantize(x) if path.quantises else x
+        return eight_bits.quantize(x) if path.quantises else x
     if addend is not None:
         addend.add_to(x)
     if path.norms:
         x = normed(x, around)
-    return fp8.quantize(x) if path.quantises else x
+    return eight_bits.quantize(x) if path.quantises else x
 
 
 def _with_scales(x: Operand, matrix: Matrix, around: Around) -> Around:

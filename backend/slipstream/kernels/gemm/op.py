@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.kernels.elementwise.activation import GATES, activate
-from slipstream.kernels.elementwise.fp8 import E4M3 as E4M3
+from slipstream.kernels.elementwise.eight_bits import E4M3 as E4M3
 from slipstream.kernels.elementwise.norm import layer_norm, rms_norm
 from slipstream.kernels.elementwise.scales import Scales, ones, scaled
 from slipstream.kernels.gemm import cpu_packing

@@ -81,7 +81,7 @@ struct Columns {
   }
 };
 
-// A product of e4m3 in its place: rounded before anything is added, as what comes unscaled is (fp8.cu).
+// A product of e4m3 in its place: rounded before anything is added, as what comes unscaled is (eight_bits.cu).
 DEVICE void scale(Eight& sums, float row_scale, const Eight& column_scales) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from slipstream.kernels.elementwise.fp8 import E4M3
+from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.experts.spec import adapted
 from slipstream.kernels.runtime import jit, tensor_map

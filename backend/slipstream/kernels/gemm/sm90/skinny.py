@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.runtime import jit, tensor_map
 
@@ -129,7 +129,7 @@ def shared_refusal(spec: Spec) -> str | None:
         return "has no norm"
     if spec.gate not in ("", "silu"):
         return "gates by SiLU alone"
-    if spec.x == fp8.E4M3:
+    if spec.x == eight_bits.E4M3:
         if spec.scales and spec.out != torch.bfloat16:
             return "scales to bf16 alone"
         if not spec.scales and (spec.bias or spec.gate or spec.residual):
@@ -140,7 +140,7 @@ def shared_refusal(spec: Spec) -> str | None:
 
 
 def _variant(dtype: torch.dtype, tiles: SkinnyTiling) -> jit.Variant:
-    is_fp8 = dtype == fp8.E4M3
+    is_fp8 = dtype == eight_bits.E4M3
     return jit.variant(
         "gemm/sm90/skinny.cu",
         torch.bfloat16 if is_fp8 else dtype,
@@ -169,7 +169,7 @@ def skinny(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     num_outputs = num_weight_rows // (2 if gated else 1)
     y = around.residual
     if y is None:
-        dtype = torch.bfloat16 if x.dtype == fp8.E4M3 else x.dtype
+        dtype = torch.bfloat16 if x.dtype == eight_bits.E4M3 else x.dtype
         y = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     jit.require(
         y.stride(1) == 1 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0,

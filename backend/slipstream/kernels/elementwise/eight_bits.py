@@ -127,7 +127,7 @@ class Unscaled(NamedTuple):
 
 def _variant(dtype: torch.dtype, packs: int) -> jit.Variant:
     # The conversions are in every architecture from sm_89 on.
-    return jit.variant("elementwise/fp8.cu", dtype, only="sm_90a", PACKS=packs)
+    return jit.variant("elementwise/eight_bits.cu", dtype, only="sm_90a", PACKS=packs)
 
 
 def variants() -> Iterator[jit.Variant]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from fixtures.kernels.checking import Judge, same_bits, short
-from fixtures.kernels.fp8_cases import (
+from fixtures.kernels.eight_bits_cases import (
     Rotation,
     dequantized,
     is_rounded,
@@ -16,7 +16,7 @@ from fixtures.kernels.fp8_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.gemm.cublaslt import matmul
 from slipstream.kernels.gemm.op import PLAIN, Around, gemm, spec_of
 from slipstream.kernels.gemm.sm90 import skinny
@@ -28,7 +28,7 @@ sizes = st.integers(1, 70)
 seeds = st.integers(0, 2**31 - 1)
 dtypes = st.sampled_from(DTYPES)
 
-CODES = torch.arange(256, dtype=torch.uint8).view(fp8.E4M3).double()
+CODES = torch.arange(256, dtype=torch.uint8).view(eight_bits.E4M3).double()
 NUMBERS = CODES[~CODES.isnan()].unique()  # every number of the type, sorted
 
 
@@ -42,7 +42,7 @@ def test_every_value_becomes_the_nearest_number(
     n: int, width: int, dtype: torch.dtype, seed: int, exponent: int
 ) -> None:
     x = normal(n, width, dtype=dtype, seed=seed) * 2.0**exponent
-    quantized = fp8.quantize(x)
+    quantized = eight_bits.quantize(x)
     units = x.double() / quantized.scales.double()[:, None]
     least = (units[..., None] - NUMBERS).abs().amin(-1)
     distance = (units - quantized.values.double()).abs()
@@ -64,10 +64,10 @@ def test_rows_of_extremes(dtype: torch.dtype) -> None:
     x = rows.to(dtype)
     x[1] *= limits.tiny * 2.0**20  # one smallest normal number
     x[2] *= limits.max / 2
-    values, scales = fp8.quantize(x)
-    weight = fp8.quantize(torch.eye(32))
+    values, scales = eight_bits.quantize(x)
+    weight = eight_bits.quantize(torch.eye(32))
     product = matmul(values, weight.values)
-    out = fp8.scale(product, scales, weight.scales, torch.float32)
+    out = eight_bits.scale(product, scales, weight.scales, torch.float32)
     assert not out[0].any()
     assert scales[0] > 0
     assert out[:3].isfinite().all()
@@ -82,14 +82,14 @@ def test_norms(n: int, width: int, dtype: torch.dtype, seed: int) -> None:
     x, weight = (normal(k, width, dtype=dtype, seed=seed + k) for k in (n, 1))
     exact = normed(x.double(), weight[0], 1e-5)
     judge = Judge("norm")
-    judge.true("norm_quantize", is_rounded(fp8.norm_quantize(x, weight[0], 1e-5), exact))
+    judge.true("norm_quantize", is_rounded(eight_bits.norm_quantize(x, weight[0], 1e-5), exact))
 
     product, rows, columns, bias = random_product(n, width, dtype, seed=seed)
     for b in (None, bias):
         total, want = x.clone(), x.double() + scaled(torch.float64, product, rows, columns, b)
-        out = fp8.add_norm_quantize(total, weight[0], product, rows, columns, 1e-5, b)
+        out = eight_bits.add_norm_quantize(total, weight[0], product, rows, columns, 1e-5, b)
         judge.close("sum", total, want, want.to(dtype))
-        alone = fp8.norm_quantize(total, weight[0], 1e-5)
+        alone = eight_bits.norm_quantize(total, weight[0], 1e-5)
         judge.true("norm of the rounded sum", torch.equal(dequantized(out), dequantized(alone)))
     judge.verdict()
 
@@ -101,13 +101,13 @@ def test_products(n: int, width: int, dtype: torch.dtype, seed: int) -> None:
     judge = Judge("products")
     for b in (None, bias):
         exact = scaled(torch.float64, product, rows, columns, b)
-        out = fp8.scale(product, rows, columns, dtype, b)
+        out = eight_bits.scale(product, rows, columns, dtype, b)
         judge.close("scale", out, exact, exact.to(dtype))
         x = normal(n, 2 * width, dtype=dtype, seed=seed)
         total = x.clone()
-        fp8.add_scaled(total, product, rows, columns, b)
+        eight_bits.add_scaled(total, product, rows, columns, b)
         judge.close("add_scaled", total, x.double() + exact, (x.double() + exact).to(dtype))
-        gated = fp8.silu_mul_quantize(product, rows, columns, b)
+        gated = eight_bits.silu_mul_quantize(product, rows, columns, b)
         judge.true("silu_mul_quantize", is_rounded(gated, silu_mul(exact)))
     judge.verdict()
 
@@ -116,7 +116,7 @@ def test_products(n: int, width: int, dtype: torch.dtype, seed: int) -> None:
 @given(sizes, sizes, sizes, seeds)
 def test_matmul(n: int, k: int, m: int, seed: int) -> None:
     x, weight = (
-        fp8.quantize(normal(rows, k, dtype=torch.float32, seed=seed + i))
+        eight_bits.quantize(normal(rows, k, dtype=torch.float32, seed=seed + i))
         for i, rows in enumerate((n, m))
     )
     exact = x.values.double() @ weight.values.double().T
@@ -124,11 +124,11 @@ def test_matmul(n: int, k: int, m: int, seed: int) -> None:
     product = matmul(x.values, weight.values)
     judge.close("matmul", product, exact, exact.bfloat16())
     pair, scales = (x.values, weight.values), Around(rows=x.scales, columns=weight.scales)
-    expected = fp8.scale(product, x.scales, weight.scales, torch.bfloat16)
+    expected = eight_bits.scale(product, x.scales, weight.scales, torch.bfloat16)
     judge.true("scaled", torch.equal(gemm.oracle(*pair, scales), expected))
     total = normal(n, m, dtype=torch.bfloat16, seed=seed)
     expected = total.clone()
-    fp8.add_scaled(expected, product, x.scales, weight.scales)
+    eight_bits.add_scaled(expected, product, x.scales, weight.scales)
     gemm.oracle(*pair, scales._replace(residual=total))
     judge.true("added", torch.equal(total, expected))
     if m % 2 == 0:
@@ -152,16 +152,16 @@ def test_matmul(n: int, k: int, m: int, seed: int) -> None:
 def test_what_a_skinny_gemm_makes_of_e4m3(
     refusal: str | None, around: dict[str, object], out: torch.dtype
 ) -> None:
-    x = torch.empty(16, 512, dtype=fp8.E4M3)
+    x = torch.empty(16, 512, dtype=eight_bits.E4M3)
     spec = spec_of(x, x, PLAIN)._replace(target=KNOWN["sm_90a"], out=out, **around)
     assert skinny.takes(spec) == refusal
 
 
 def test_sums_beyond_half_are_kept() -> None:
-    ones = fp8.quantize(torch.ones(2, 14336))
+    ones = eight_bits.quantize(torch.ones(2, 14336))
     product = matmul(ones.values, ones.values)
     assert (product > 2.8e9).all()
-    out = fp8.scale(product, ones.scales, ones.scales, torch.float16)
+    out = eight_bits.scale(product, ones.scales, ones.scales, torch.float16)
     assert (out / 14336 - 1).abs().max() <= 2**-8  # the product is rounded to bfloat16
 
 
@@ -170,7 +170,7 @@ def test_sums_beyond_half_are_kept() -> None:
 def test_rotation_of_a_product(bias: bool, norms: bool) -> None:
     """Scaled on the way is as scaled before."""
     case = Rotation(11, 16, bias=bias)
-    before = fp8.scale(
+    before = eight_bits.scale(
         case.product, case.scales.rows, case.scales.columns, torch.bfloat16, case.scales.bias
     )
     want = case(before, None, norms)
@@ -179,7 +179,7 @@ def test_rotation_of_a_product(bias: bool, norms: bool) -> None:
 
 
 def test_shapes_without_kernels_are_refused() -> None:
-    launch = fp8.quantize.launcher
+    launch = eight_bits.quantize.launcher
     assert launch is not None
     with pytest.raises(KernelError, match=r"no kernels for torch\.float32"):
         launch(torch.ones(1, 16))
@@ -192,6 +192,6 @@ def test_shapes_without_kernels_are_refused() -> None:
 
 
 def test_no_rows() -> None:
-    values, scales = fp8.quantize(torch.empty(0, 16))
+    values, scales = eight_bits.quantize(torch.empty(0, 16))
     assert (values.shape, scales.shape) == ((0, 16), (0,))
     assert same_bits(matmul(values, values), torch.empty(0, 0, dtype=torch.bfloat16))

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from slipstream.kernels.elementwise import fp8
+from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.gemm.cublaslt import matmul
 from timing import DTYPE, FFN, HEAD_SIZE, HIDDEN, KV_HEADS, Q_HEADS, Result, measure, rows
 
@@ -25,24 +25,24 @@ def rowwise(n: int) -> list[Result]:
 
     def make_quantize() -> Callable[[], object]:
         x = rows(n, HIDDEN)
-        return lambda: fp8.quantize(x)
+        return lambda: eight_bits.quantize(x)
 
     def make_norm() -> Callable[[], object]:
         x, norm = rows(n, HIDDEN), rows(HIDDEN)
-        return lambda: fp8.norm_quantize(x, norm, 1e-5)
+        return lambda: eight_bits.norm_quantize(x, norm, 1e-5)
 
     def make_add_norm() -> Callable[[], object]:
         x, norm, product = rows(n, HIDDEN), rows(HIDDEN), rows(n, HIDDEN)
         by_row, by_column = scales(n), scales(HIDDEN)
-        return lambda: fp8.add_norm_quantize(x, norm, product, by_row, by_column, 1e-5)
+        return lambda: eight_bits.add_norm_quantize(x, norm, product, by_row, by_column, 1e-5)
 
     def make_silu() -> Callable[[], object]:
         product, by_row, by_column = rows(n, 2 * FFN), scales(n), scales(2 * FFN)
-        return lambda: fp8.silu_mul_quantize(product, by_row, by_column)
+        return lambda: eight_bits.silu_mul_quantize(product, by_row, by_column)
 
     def make_scale() -> Callable[[], object]:
         product, by_row, by_column = rows(n, QKV), scales(n), scales(QKV)
-        return lambda: fp8.scale(product, by_row, by_column, DTYPE)
+        return lambda: eight_bits.scale(product, by_row, by_column, DTYPE)
 
     return [
         measure("quantize", f"{n} x {HIDDEN}", make_quantize, n * HIDDEN * 3, 0),
@@ -59,7 +59,10 @@ def products(n: int) -> list[Result]:
     for name, (inputs, outputs) in PRODUCTS.items():
 
         def make(inputs: int = inputs, outputs: int = outputs) -> Callable[[], object]:
-            x, weight = fp8.quantize(rows(n, inputs)), fp8.quantize(rows(outputs, inputs))
+            x, weight = (
+                eight_bits.quantize(rows(n, inputs)),
+                eight_bits.quantize(rows(outputs, inputs)),
+            )
             return lambda: matmul(x.values, weight.values)
 
         size = inputs * outputs + n * (inputs + 2 * outputs)

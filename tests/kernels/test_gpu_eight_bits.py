@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from fixtures.kernels.checking import Judge, poison, same_bits, short
-from fixtures.kernels.fp8_cases import (
+from fixtures.kernels.eight_bits_cases import (
     Rotation,
     dequantized,
     normed,
@@ -14,8 +14,8 @@ from fixtures.kernels.fp8_cases import (
     scaled,
     silu_mul,
 )
-from slipstream.kernels.elementwise import fp8
-from slipstream.kernels.elementwise.fp8 import Quantized
+from slipstream.kernels.elementwise import eight_bits
+from slipstream.kernels.elementwise.eight_bits import Quantized
 from slipstream.kernels.gemm.cublaslt import matmul
 from torch import Tensor
 
@@ -48,32 +48,32 @@ def as_bytes(x: Quantized) -> Tensor:
 def check(judge: Judge, case: str, exact: Tensor, run: Callable[[], Quantized]) -> None:
     """Error against that of quantising the exact values, scales too; the same bits again."""
     out = poisoned(*exact.shape, run)
-    naive = fp8.quantize.oracle(exact.float())
+    naive = eight_bits.quantize.oracle(exact.float())
     judge.close(case, dequantized(out).float(), exact, dequantized(naive))
     scales = exact.abs().amax(-1) / 448
     judge.close(f"{case}: scales", out.scales, scales, scales.float())
     judge.repeats(case, lambda: as_bytes(poisoned(*exact.shape, run)))
 
 
-@pytest.mark.parametrize("dtype", fp8.DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", eight_bits.DTYPES, ids=short)
 def test_quantize(dtype: torch.dtype) -> None:
     judge = Judge(f"quantize {short(dtype)}")
     for width in WIDTHS:
         for n in ROWS:
             x = random(n, width, dtype=dtype, seed=n + width)
-            check(judge, f"{n} x {width}", x.double(), lambda x=x: fp8.quantize(x))
-            want = fp8.quantize(x.cpu())
-            got = fp8.quantize(x)
+            check(judge, f"{n} x {width}", x.double(), lambda x=x: eight_bits.quantize(x))
+            want = eight_bits.quantize(x.cpu())
+            got = eight_bits.quantize(x)
             judge.true(f"{n} x {width}: scales", same_bits(got.scales.cpu(), want.scales))
             judge.true(
                 f"{n} x {width}: values",
                 same_bits(got.values.cpu().view(torch.uint8), want.values.view(torch.uint8)),
             )
-    assert fp8.quantize(random(0, 64, dtype=dtype)).values.shape == (0, 64)
+    assert eight_bits.quantize(random(0, 64, dtype=dtype)).values.shape == (0, 64)
     judge.verdict()
 
 
-@pytest.mark.parametrize("dtype", fp8.DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", eight_bits.DTYPES, ids=short)
 def test_extremes(dtype: torch.dtype) -> None:
     """Zeros, the smallest and the largest rows as on the CPU; NaN and infinity spoil their rows."""
     judge = Judge(f"extremes {short(dtype)}")
@@ -86,23 +86,25 @@ def test_extremes(dtype: torch.dtype) -> None:
     x[3] *= limits.max
     x[3, ::2] *= -1
     x[4, 5], x[5, 4095], x[6, 0] = math.nan, math.inf, -math.inf
-    got, want = fp8.quantize(x.cuda()), fp8.quantize(x)
+    got, want = eight_bits.quantize(x.cuda()), eight_bits.quantize(x)
     fine = [0, 1, 2, 3, 7]
     judge.true("values", torch.equal(got.values.cpu().float()[fine], want.values.float()[fine]))
     judge.true("scales", torch.equal(got.scales.cpu()[fine], want.scales[fine]))
-    weight = fp8.quantize(random(64, 4096, dtype=dtype))
-    out = fp8.scale(matmul(got.values, weight.values), got.scales, weight.scales, torch.bfloat16)
+    weight = eight_bits.quantize(random(64, 4096, dtype=dtype))
+    out = eight_bits.scale(
+        matmul(got.values, weight.values), got.scales, weight.scales, torch.bfloat16
+    )
     judge.true("spoilt rows", bool(out[4:7].isnan().all()))
     judge.true("others", bool(out[[0, 1, 2, 7]].isfinite().all()))
     ones = torch.ones(4096, dtype=dtype, device="cuda")
-    normed_rows = dequantized(fp8.norm_quantize(x.cuda(), ones, 1e-5))
+    normed_rows = dequantized(eight_bits.norm_quantize(x.cuda(), ones, 1e-5))
     judge.true("norm: spoilt rows", bool(normed_rows[4:7].isnan().any(-1).all()))
     judge.true("norm: zeros", not normed_rows[0].any())
     judge.true("norm: ones", bool(((normed_rows[7] - 1).abs() < 1e-4).all()))
     judge.verdict()
 
 
-@pytest.mark.parametrize("dtype", fp8.DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", eight_bits.DTYPES, ids=short)
 def test_norms(dtype: torch.dtype) -> None:
     judge = Judge(f"norms {short(dtype)}")
     for width in WIDTHS:
@@ -111,7 +113,7 @@ def test_norms(dtype: torch.dtype) -> None:
             case = f"{n} x {width}"
             x = random(n, width, dtype=dtype, seed=n + width)
             exact = normed(x.double(), weight, 1e-5)
-            run = lambda x=x, w=weight: fp8.norm_quantize(x, w, 1e-5)  # noqa: E731
+            run = lambda x=x, w=weight: eight_bits.norm_quantize(x, w, 1e-5)  # noqa: E731
             check(judge, f"norm_quantize {case}", exact, run)
 
             product, rows, columns, bias = random_product(n, width, dtype, "cuda", seed=width)
@@ -120,21 +122,21 @@ def test_norms(dtype: torch.dtype) -> None:
                 addend = (product, rows, columns)
                 want = x.double() + scaled(torch.float64, *addend, b)
                 total = x.clone()
-                fp8.add_norm_quantize(total, weight, *addend, 1e-5, b)
+                eight_bits.add_norm_quantize(total, weight, *addend, 1e-5, b)
                 judge.close(f"sum {with_bias}", total, want, want.to(dtype))
 
                 def add(x=x, w=weight, addend=addend, b=b) -> Quantized:
-                    return fp8.add_norm_quantize(x.clone(), w, *addend, 1e-5, b)
+                    return eight_bits.add_norm_quantize(x.clone(), w, *addend, 1e-5, b)
 
                 exact = normed(total.double(), weight, 1e-5)
                 check(judge, f"add_norm_quantize {with_bias}", exact, add)
                 split = x.clone()
-                fp8.add_scaled(split, *addend, b)
+                eight_bits.add_scaled(split, *addend, b)
                 judge.true(f"add_scaled {with_bias}", same_bits(split, total))
     judge.verdict()
 
 
-@pytest.mark.parametrize("dtype", fp8.DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", eight_bits.DTYPES, ids=short)
 def test_products(dtype: torch.dtype) -> None:
     judge = Judge(f"products {short(dtype)}")
     for width in WIDTHS:
@@ -145,12 +147,12 @@ def test_products(dtype: torch.dtype) -> None:
                 addend = (product, rows, columns)
                 exact, naive = (scaled(t, *addend, b) for t in (torch.float64, torch.float32))
                 poison(exact.shape, dtype=dtype)
-                run = lambda addend=addend, b=b: fp8.scale(*addend, dtype, b)  # noqa: E731
+                run = lambda addend=addend, b=b: eight_bits.scale(*addend, dtype, b)  # noqa: E731
                 judge.close(f"scale {case}", run(), exact, naive.to(dtype))
                 judge.repeats(f"scale {case}", run)
 
                 def gate(addend=addend, b=b) -> Quantized:
-                    return fp8.silu_mul_quantize(*addend, b)
+                    return eight_bits.silu_mul_quantize(*addend, b)
 
                 check(judge, f"silu_mul_quantize {case}", silu_mul(exact), gate)
     judge.verdict()
@@ -164,7 +166,7 @@ def test_rotation_of_a_product(head_size: int) -> None:
         for bias in (False, True):
             rotation = Rotation(n, head_size, "cuda", bias)
             rows, columns, b = rotation.scales
-            before = fp8.scale(rotation.product, rows, columns, torch.bfloat16, b)
+            before = eight_bits.scale(rotation.product, rows, columns, torch.bfloat16, b)
             for norms in (False, True):
                 case = f"{n} rows{' bias' if bias else ''}{' norms' if norms else ''}"
                 want = rotation(before, None, norms)
@@ -181,7 +183,7 @@ def test_many_rows() -> None:
         product, rows, columns, bias = random_product(400, 2 * width, torch.float16, "cuda")
         for b in (None, bias):
             exact = silu_mul(scaled(torch.float64, product, rows, columns, b))
-            run = lambda p=product, r=rows, c=columns, b=b: fp8.silu_mul_quantize(  # noqa: E731
+            run = lambda p=product, r=rows, c=columns, b=b: eight_bits.silu_mul_quantize(  # noqa: E731
                 p, r, c, b
             )
             check(judge, f"silu_mul_quantize {width}", exact, run)
@@ -195,16 +197,16 @@ def chain(x: Tensor, weights: list[tuple[Tensor, Quantized, Quantized]], settle:
         if settle:
             torch.cuda.synchronize()
 
-    normed = fp8.norm_quantize(x, weights[0][0], 1e-5)
+    normed = eight_bits.norm_quantize(x, weights[0][0], 1e-5)
     for norm, gate_up, down in weights:
         wait()
         product = matmul(normed.values, gate_up.values)
         wait()
-        gated = fp8.silu_mul_quantize(product, normed.scales, gate_up.scales)
+        gated = eight_bits.silu_mul_quantize(product, normed.scales, gate_up.scales)
         wait()
         product = matmul(gated.values, down.values)
         wait()
-        normed = fp8.add_norm_quantize(x, norm, product, gated.scales, down.scales, 1e-5)
+        normed = eight_bits.add_norm_quantize(x, norm, product, gated.scales, down.scales, 1e-5)
     wait()
     return torch.cat([as_bytes(normed), x.view(torch.uint8).flatten()])
 
@@ -215,8 +217,8 @@ def test_overlapping_kernels_wait_for_each_other() -> None:
     weights = [
         (
             1 + 0.1 * random(1024, dtype=torch.bfloat16, seed=i),
-            fp8.quantize(random(2 * 2048, 1024, dtype=torch.bfloat16, seed=i) / 32),
-            fp8.quantize(random(1024, 2048, dtype=torch.bfloat16, seed=i) / 32),
+            eight_bits.quantize(random(2 * 2048, 1024, dtype=torch.bfloat16, seed=i) / 32),
+            eight_bits.quantize(random(1024, 2048, dtype=torch.bfloat16, seed=i) / 32),
         )
         for i in range(8)
     ]
