@@ -52,8 +52,9 @@ from slipstream_quantize.text import default_texts, pieces, tokenizer_of
 
 RESULT = ROOT / "benchmarks/results/accuracy.json"
 BASE, PLAIN = "16 bits", "int4-plain"  # the model as it is; ranges that hold all weights
-ROWS = (BASE, "int8", "int8-sq", "fp8", "fp8-gptq", "fp8-block", PLAIN, "int4", "awq", "gptq")
-ROWS = (*ROWS, "awq-gptq", "w4a8", "nvfp4")
+AT_LOAD = "w8a8"  # int8-sq without its scales, as `--quantization w8a8` rounds
+ROWS = (BASE, "int8", AT_LOAD, "int8-sq", "fp8", "fp8-gptq", "fp8-block", PLAIN, "int4", "awq")
+ROWS = (*ROWS, "gptq", "awq-gptq", "w4a8", "nvfp4")
 CACHES = ("auto", "fp8", "int8", "int4")
 ALL = ("default", "smollm2", "gemma")
 
@@ -62,6 +63,8 @@ def recipe_for(opened: Opened, row: str) -> Recipe:
     """Return the recipe of a row, with the groups that fit the model."""
     if row == PLAIN:
         return replace(recipe_of(opened, "int4", None, False), clips=False)
+    if row == AT_LOAD:
+        return replace(recipe_of(opened, "int8", None, False), activations="int8")
     return recipe_of(opened, row, None, False)
 
 

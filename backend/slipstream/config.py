@@ -51,7 +51,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "auto: as the checkpoint has them, or int8 on a CPU that is faster with it than "
             "with 16 bits; none: 16 bits, whatever it has; fp8: weights and "
             "activations in e4m3, made from 16 bits at start; a GPU needs compute capability 8.9 "
-            "or newer, a CPU computes it slowly; int8, int4, w4a8: weights rounded at start"
+            "or newer, a CPU computes it slowly; int8, int4: weights rounded at start; "
+            "w4a8, w8a8: weights and, where a GPU has GEMMs for it, rows: to e4m3, to int8"
         ),
     ] = "auto"
     backend_model: Annotated[

@@ -260,7 +260,7 @@ def test_forms_of_packed_experts() -> None:
     """As kernels for rows of 16 bits take them; those of e4m3 are for linear layers alone."""
     for form in EXPERT_FORMS:
         for dtype in packed.DTYPES:
-            matrix = replace(quantized(form, 96, 256), for_e4m3=True)
+            matrix = replace(quantized(form, 96, 256), row_type="e4m3")
             found = form_of_experts(matrix, 3, HOPPER, dtype)
             assert found is not None, form
             groups = found.make(matrix).groups

@@ -277,7 +277,7 @@ def test_routes_of_rows_in_e4m3() -> None:
     plus_one = linear.choose(spec(1, made=made, norm=norm, plus_one=True))
     assert str(plus_one.path) == "norm + quantise + GEMM"
     matrix = quantized(Form(group=128), 32, 256)
-    meant = replace(matrix, for_e4m3=True)
+    meant = replace(matrix, row_type="e4m3")
     names = [
         forms.form_of(each, KNOWN[target], dtype).name  # type: ignore[union-attr]
         for each, target, dtype in (

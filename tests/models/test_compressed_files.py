@@ -14,28 +14,28 @@ from slipstream.models.weights import FileSource, ShapeSource
 from slipstream.quant.matrix import Kind, QuantMatrix, dequantise
 
 FILE = Path(__file__).parents[1] / "fixtures" / "quant" / "compressed.safetensors"
-# Case -> kind, inputs of a group, whether there are zeros, whether rows may be e4m3.
+# Case -> kind, inputs of a group, whether there are zeros, what rows are to be rounded to.
 CASES = {
-    "pack-2": (Kind.W4, 32, True, False),
-    "pack-3": (Kind.W4, 32, True, False),
-    "pack-4": (Kind.W4, 32, True, False),
-    "pack-5": (Kind.W8, 32, True, False),
-    "pack-6": (Kind.W8, 32, True, False),
-    "pack-8": (Kind.W8, 32, True, False),
-    "pack-4-symmetric": (Kind.W4, 128, False, False),
-    "pack-4-rows": (Kind.W4, 128, False, False),
-    "pack-8-rows": (Kind.W8, 128, False, False),
-    "int-rows": (Kind.W8, 128, False, False),
-    "int-tensor": (Kind.W8, 128, False, False),
-    "int-rows-zeros": (Kind.W8, 128, True, False),
-    "float-rows": (Kind.F8, 128, False, False),
-    "float-tensor": (Kind.F8, 128, False, False),
-    "float-blocks": (Kind.F8, 64, False, True),
-    "naive-4": (Kind.W4, 32, False, True),
-    "nvfp4": (Kind.F4, 16, False, False),
-    "mxfp4": (Kind.F4, 32, False, False),
-    "fp8-float": (Kind.F8, 64, False, True),
-    "fp8-ue8m0": (Kind.F8, 64, False, True),
+    "pack-2": (Kind.W4, 32, True, ""),
+    "pack-3": (Kind.W4, 32, True, ""),
+    "pack-4": (Kind.W4, 32, True, ""),
+    "pack-5": (Kind.W8, 32, True, ""),
+    "pack-6": (Kind.W8, 32, True, ""),
+    "pack-8": (Kind.W8, 32, True, ""),
+    "pack-4-symmetric": (Kind.W4, 128, False, ""),
+    "pack-4-rows": (Kind.W4, 128, False, ""),
+    "pack-8-rows": (Kind.W8, 128, False, ""),
+    "int-rows": (Kind.W8, 128, False, "int8"),
+    "int-tensor": (Kind.W8, 128, False, "int8"),
+    "int-rows-zeros": (Kind.W8, 128, True, "int8"),
+    "float-rows": (Kind.F8, 128, False, ""),
+    "float-tensor": (Kind.F8, 128, False, ""),
+    "float-blocks": (Kind.F8, 64, False, "e4m3"),
+    "naive-4": (Kind.W4, 32, False, "e4m3"),
+    "nvfp4": (Kind.F4, 16, False, ""),
+    "mxfp4": (Kind.F4, 32, False, ""),
+    "fp8-float": (Kind.F8, 64, False, "e4m3"),
+    "fp8-ue8m0": (Kind.F8, 64, False, "e4m3"),
 }
 
 
@@ -64,7 +64,7 @@ def test_what_a_library_wrote_is_what_it_reads(case: str, tmp_path: Path) -> Non
     """`tests/fixtures/quant/write_compressed.py` re-makes the files."""
     tensors, want, config = read_case(case)
     matrix = read(directory_of(tmp_path, tensors, config))
-    found = (matrix.kind, matrix.group, matrix.zeros is not None, matrix.for_e4m3)
+    found = (matrix.kind, matrix.group, matrix.zeros is not None, matrix.row_type)
     assert found == CASES[case]
     # compressed-tensors scales e2m1 in bfloat16.
     most = 2**-8 if case == "nvfp4" else 1e-6

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,12 @@ def test_e4m3_at_load(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "rounded"),
-    [("int8", rounded8), ("int4", rounded4), ("w4a8", rounded_for_e4m3)],
+    [
+        ("int8", rounded8),
+        ("int4", rounded4),
+        ("w4a8", rounded_for_e4m3),
+        ("w8a8", partial(rounded8, row_type="int8")),
+    ],
 )
 @pytest.mark.parametrize("family", ["qwen3 moe", "gpt-oss"])
 def test_codes_at_load(

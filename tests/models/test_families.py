@@ -154,7 +154,7 @@ def test_the_table_of_what_each_is_served_with_is_current() -> None:
     [
         ("LlamaForCausalLM", 0, "float32, float16, bfloat16"),
         ("MixtralForCausalLM", 0, "float16, bfloat16"),
-        ("DeepseekV3ForCausalLM", 1, "fp8, int4, int8, w4a8"),
+        ("DeepseekV3ForCausalLM", 1, "fp8, int4, int8, w4a8, w8a8"),
         ("DeepseekV3ForCausalLM", 2, "auto"),
         ("GemmaForCausalLM", 3, "no: on a GPU has no kernels for heads of 256"),
         ("MixtralForCausalLM", 4, "linear layers, routed experts, head, embedding"),

@@ -77,11 +77,11 @@ def test_inputs_are_scaled_behind_a_pre_quant_scale(tmp_path: Path) -> None:
         tmp_path, tensors | {"pre_quant_scale": factors}, config_of("modelopt-int4")
     )
     found = read(directory)
-    assert not found.for_e4m3
+    assert found.row_type == ""
     torch.testing.assert_close(dequantise(found)[::8], want * factors)
     config = config_of("modelopt-int4") | {"quant_algo": "W4A8_AWQ"}
     found = read(directory_of(tmp_path, tensors | {"pre_quant_scale": factors}, config))
-    assert found.for_e4m3
+    assert found.row_type == "e4m3"
     torch.testing.assert_close(dequantise(found)[::8], want * factors)
 
 
@@ -118,7 +118,7 @@ def test_blocks_of_e4m3_say_whether_rows_are_e4m3_too(case: str, tmp_path: Path)
         directory_of(tmp_path, tensors, config), torch.device("cpu"), TensorNames()
     ).quantized(NAME, 200, 256)
     assert found is not None
-    assert (found.kind, found.group, found.for_e4m3) == (Kind.F8, 128, rounds)
+    assert (found.kind, found.group, found.row_type) == (Kind.F8, 128, "e4m3" if rounds else "")
     wanted = scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)
     assert torch.equal(dequantise(found), wanted)
 

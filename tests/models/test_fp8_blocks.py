@@ -68,7 +68,7 @@ def test_a_gpu_keeps_what_was_meant_in_8_bits(target: str, written: Written) -> 
 @pytest.mark.parametrize(("begin", "group"), [(128, 128), (64, 64), (96, 32)])
 def test_inputs_of_a_rank_may_begin_within_a_block(begin: int, group: int) -> None:
     """Groups are smaller then; of such no row is rounded."""
-    part = inputs_of(replace(quantized(BLOCKS, 48, 512), for_e4m3=True), begin, 256)
+    part = inputs_of(replace(quantized(BLOCKS, 48, 512), row_type="e4m3"), begin, 256)
     form = form_of(part, KNOWN["sm_90a"], torch.bfloat16)
     assert form is not None
     made = form.make(part)

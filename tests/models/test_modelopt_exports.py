@@ -77,7 +77,8 @@ def test_an_export_is_served(name: str, tmp_path: Path) -> None:
     directory = unpacked(name, tmp_path)
     down = FileSource(directory, HOST, TensorNames()).quantized(DOWN, 64, 256)
     assert down is not None
-    assert (down.kind, down.group, down.for_e4m3) == (kind, group, name.startswith("W4A8_AWQ"))
+    row_type = {"W4A8_AWQ_BETA_CFG": "e4m3", "INT8_SMOOTHQUANT_CFG": "int8"}.get(name, "")
+    assert (down.kind, down.group, down.row_type) == (kind, group, row_type)
     with safe_open(FILE, "pt") as file:
         weights, plain = file.get_tensor("down_proj").float(), file.get_tensor("logits")
     found = logits(directory)

@@ -53,7 +53,7 @@ def test_4_bits_without_zeros_are_no_worse_than_the_whole_range(
     weight = drawn(*shape)
     made = rounded_for_e4m3(weight)
     assert made.is_symmetric
-    assert made.for_e4m3
+    assert made.row_type == "e4m3"
     off = dequantise(made) - weight
     assert (off[0] == 0).all()
     for first in range(0, weight.shape[1], 128):

@@ -228,7 +228,7 @@ def _numbers(w: WeightSource, values: Tensor) -> Matrix:
 def _kept(w: WeightSource, matrix: QuantMatrix, count: int) -> Matrix:
     """Return `count` matrices under one another as kernels take them, dequantised if none does."""
     if (form := form_of_experts(matrix, count, w.target, w.dtype)) is not None:
-        w.note(f"experts of {matrix}: {form.name}")
+        w.note(f"experts of {matrix}: {form.said(matrix)}")
         made = form.make(matrix)
         assert isinstance(made, Matrix), "of experts"
         return made

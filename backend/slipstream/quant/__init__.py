@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slipstream.quant.scheme import MatrixSource, Scheme
 
 # Modules of the package that are no schemes.
-_HELPERS = {"forms", "matrix", "parts", "rounding", "scheme", "units"}
+_HELPERS = {"forms", "matrix", "parts", "rounding", "row_forms", "scheme", "units"}
 _registered: "dict[str, Scheme]" = {}  # beside the modules
 
 

@@ -69,7 +69,7 @@ def kept(w: MatrixSource, matrix: QuantMatrix) -> Matrix | Packed:
     """Return a matrix in the form that a GEMM takes, dequantised if none takes it; say which."""
     form = form_of(matrix, w.target, w.dtype)
     if form is not None:
-        w.note(f"weights of {matrix}: {form.name}")
+        w.note(f"weights of {matrix}: {form.said(matrix)}")
         return form.make(matrix)
     w.note(_said(w, str(matrix)))
     out = torch.empty(matrix.outputs, matrix.inputs, dtype=w.dtype, device=w.device)

@@ -18,7 +18,8 @@ from slipstream.kernels.gemm import cpu_packing, packing, records
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.gemm.packing import CodeType, Groups, Packing
 from slipstream.kernels.runtime.registry import Target
-from slipstream.quant.matrix import Kind, QuantMatrix, codes_of, multiplied
+from slipstream.quant.matrix import Kind, QuantMatrix, RowType, codes_of, multiplied
+from slipstream.quant.row_forms import make_e4m3, make_int8, rounds, takes_e4m3, takes_int8
 from slipstream.quant.scheme import MatrixSource
 
 _GROUPS = (32, 64, 128, 256)  # of torch's product with 4 bits
@@ -47,6 +48,12 @@ class Form(NamedTuple):
     make: Callable[[QuantMatrix], Matrix | Packed]
     for_experts: bool = False  # whether kernels for experts take it
     keeps_rows: bool = False  # whether it is packed for a GPU, and rows stay in 16 bits
+    row_type: RowType = ""  # to which rows are rounded
+
+    def said(self, matrix: QuantMatrix) -> str:
+        """Return how a matrix is multiplied, and that rows stay though it asks for others."""
+        is_said = self.keeps_rows or matrix.row_type == self.row_type
+        return self.name if is_said or not matrix.row_type else f"{self.name}, rows as they come"
 
 
 def _is_exact(scales: Tensor) -> bool:
@@ -87,24 +94,6 @@ def _make_int4(matrix: QuantMatrix) -> Packed:
     return Packed("int4", packed, both, matrix.group)
 
 
-def _takes_fp8(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
-    if matrix.kind is not Kind.F8 or target.device != "cuda" or dtype not in eight_bits.DTYPES:
-        return False
-    by_row = matrix.group >= matrix.inputs and matrix.is_symmetric and matrix.is_plain
-    sizes = (matrix.inputs, matrix.outputs)
-    fits = (
-        not any(size % eight_bits.MULTIPLE for size in sizes)
-        and matrix.inputs <= eight_bits.MAX_WIDTH
-    )
-    return by_row and fits and target.capability >= eight_bits.MIN_CAPABILITY
-
-
-def _make_fp8(matrix: QuantMatrix) -> Matrix:
-    scales = matrix.scales[:, 0].float()
-    scales = scales if matrix.outer is None else scales * matrix.outer
-    return Matrix(matrix.codes.contiguous(), scales.contiguous())
-
-
 def _takes_packed(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
     if matrix.kind not in _CODE_TYPES or target.device != "cuda" or dtype not in eight_bits.DTYPES:
         return False
@@ -117,17 +106,13 @@ def _takes_packed(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bo
 
 def _takes_packed_e4m3(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
     is_here = target.device == "cuda" and target.capability == (9, 0) and dtype == torch.bfloat16
-    fits = (
-        matrix.kind is Kind.W4 and matrix.is_symmetric and matrix.inputs % eight_bits.MULTIPLE == 0
-    )
-    fits = fits and matrix.inputs <= eight_bits.MAX_WIDTH and matrix.for_e4m3
-    return is_here and fits and _takes_packed(matrix, target, dtype)
+    fits = matrix.kind is Kind.W4 and matrix.is_symmetric and matrix.row_type == "e4m3"
+    return is_here and fits and rounds(matrix) and _takes_packed(matrix, target, dtype)
 
 
 def _takes_blocks(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
     is_here = target.device == "cuda" and target.capability == (9, 0) and dtype == torch.bfloat16
-    fits = matrix.kind is Kind.F8 and matrix.for_e4m3 and matrix.inputs % eight_bits.MULTIPLE == 0
-    fits = fits and matrix.inputs <= eight_bits.MAX_WIDTH
+    fits = matrix.kind is Kind.F8 and matrix.row_type == "e4m3" and rounds(matrix)
     has_blocks = matrix.group >= matrix.inputs or matrix.group % packing.BLOCK == 0
     return is_here and fits and has_blocks and _takes_packed(matrix, target, dtype)
 
@@ -348,11 +333,22 @@ def read_numbers(
 
 FORMS = (
     Form("multiplied as they are by the CPU kernels", takes_tiles, make_tiles, True),
-    Form("e4m3 products, rows quantised by token", _takes_fp8, _make_fp8, True),
+    Form("e4m3 products, rows quantised by token", takes_e4m3, make_e4m3, True, row_type="e4m3"),
+    Form("int8 products, rows quantised by token", takes_int8, make_int8, row_type="int8"),
     Form("torch's product with 8 bits", _takes_int8, _make_int8),
     Form("torch's product with 4 bits", _takes_int4, _make_int4),
-    Form("kept packed, rows quantised by token", _takes_packed_e4m3, make_packed_e4m3),
-    Form("kept packed, rows of long prompts quantised by token", _takes_blocks, make_blocks),
+    Form(
+        "kept packed, rows quantised by token",
+        _takes_packed_e4m3,
+        make_packed_e4m3,
+        row_type="e4m3",
+    ),
+    Form(
+        "kept packed, rows of long prompts quantised by token",
+        _takes_blocks,
+        make_blocks,
+        row_type="e4m3",
+    ),
     Form("kept packed, multiplied with 16-bit rows", _takes_packed, make_packed, True, True),
     Form("kept packed, multiplied with 16-bit rows", takes_records, make_records, True, True),
     *(

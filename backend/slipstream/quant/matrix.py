@@ -7,7 +7,7 @@ definition of what it stands for; whatever multiplies with it must agree with th
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from slipstream.kernels.elementwise.eight_bits import E4M3 as E4M3
 from slipstream.kernels.gemm.packing import e2m1_table
 
+RowType = Literal["", "e4m3", "int8"]
 MIDDLE = 8  # the zero of 4 bits without zeros
 _ROWS = 1 << 22  # weights that are dequantised at a time: what fp32 needs beside the result
 
@@ -53,7 +54,7 @@ class QuantMatrix:
     table: Tensor | None = None  # [16] f32: of F4; None: e2m1
     order: Tensor | None = None  # [k] i64: code i belongs to input order[i]
     factors: Tensor | None = None  # [k] f32: inputs are multiplied by them first
-    for_e4m3: bool = False  # rows are to be rounded to e4m3, where a GEMM takes them so
+    row_type: RowType = ""  # to which rows are to be rounded, where a GEMM takes them so
     units: Tensor | None = None  # [n, groups] f16: of scales
     low_units: Tensor | None = None  # [n, groups] f16: of minimums
 
@@ -83,7 +84,7 @@ class QuantMatrix:
         size = "a row" if self.group >= self.inputs else f"{self.group} inputs"
         more = " with zeros" if self.zeros is not None and self.minimums is None else ""
         more += " with minimums" if self.minimums is not None else ""
-        more += " for rows in e4m3" if self.for_e4m3 else ""
+        more += f" for rows in {self.row_type}" if self.row_type else ""
         name = self.kind.value if self.table is None else "a table of 16"
         return f"{name} by {size}{more}"
 
@@ -169,9 +170,14 @@ def _bytes_of(values: Tensor) -> Tensor:
 
 
 def stack(parts: Sequence[QuantMatrix]) -> QuantMatrix | None:
-    """Put matrices of the same inputs under one another; None where their forms differ."""
+    """Put matrices of the same inputs under one another; None where their forms differ.
+
+    Rows that only some of them ask for are rounded for none.
+    """
     if len(parts) == 1:
         return parts[0]
+    if len({each.row_type for each in parts}) > 1:
+        parts = [replace(each, row_type="") for each in parts]
     if any(each.zeros is not None for each in parts):
         parts = [_with_zeros(each) for each in parts]
     first = parts[0]
@@ -199,7 +205,7 @@ def _with_zeros(matrix: QuantMatrix) -> QuantMatrix:
 def _alike(one: QuantMatrix, other: QuantMatrix) -> bool:
     """Whether two can be one."""
     same = one.scales.dtype == other.scales.dtype
-    for name in ("kind", "group", "inputs", "for_e4m3"):
+    for name in ("kind", "group", "inputs"):
         same = same and getattr(one, name) == getattr(other, name)
     names = ("zeros", "minimums", "outer", "units", "low_units")
     has = all((getattr(one, n) is None) == (getattr(other, n) is None) for n in names)
@@ -244,7 +250,7 @@ def widened(parts: Sequence[QuantMatrix]) -> list[QuantMatrix] | None:
     for each in parts:
         more = (each.outer, each.order, each.factors)
         is_whole = each.kind is Kind.W4 or (each.kind is Kind.W8 and each.zeros is None)
-        if not is_whole or any(x is not None for x in more) or each.for_e4m3 or each.group % group:
+        if not is_whole or any(x is not None for x in more) or each.group % group:
             return None
     has = any(each.minimums is not None for each in parts)
     return [_in_bytes(each, group, has) for each in parts]

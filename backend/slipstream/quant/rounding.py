@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.quant.matrix import E4M3, Kind, QuantMatrix, halves
+from slipstream.quant.matrix import E4M3, Kind, QuantMatrix, RowType, halves
 
 GROUP = 64  # inputs of a group of 4 bits
 GROUP_FOR_E4M3 = 128  # without zeros
@@ -35,15 +35,18 @@ class _Rounded(NamedTuple):
     zero: Tensor
 
 
-def rounded8(weight: Tensor) -> QuantMatrix:
-    """Return `[n, k]` in 8 bits, a scale for each output: its largest weight over 127."""
+def rounded8(weight: Tensor, row_type: RowType = "") -> QuantMatrix:
+    """Return `[n, k]` in 8 bits, a scale for each output: its largest weight over 127.
+
+    `row_type` is what rows are to be rounded to.
+    """
     n, k = weight.shape
     if weight.is_meta:  # whose operations are slow
         codes, scales = weight.new_empty(n, k, dtype=torch.int8), weight.new_empty(n, 1)
-        return QuantMatrix(Kind.W8, codes, scales, k, k)
+        return QuantMatrix(Kind.W8, codes, scales, k, k, row_type=row_type)
     parts = [_rows8(part.float(), weight.dtype) for part in _some(weight)]
     codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
-    return QuantMatrix(Kind.W8, codes, scales, k, k)
+    return QuantMatrix(Kind.W8, codes, scales, k, k, row_type=row_type)
 
 
 def rounded4(weight: Tensor, group: int = GROUP) -> QuantMatrix:
@@ -67,11 +70,11 @@ def rounded_for_e4m3(weight: Tensor, group: int = GROUP_FOR_E4M3) -> QuantMatrix
     if weight.is_meta:
         scales = weight.new_empty(n, -(-k // group))
         codes = weight.new_empty(n, -(-k // 2), dtype=torch.uint8)
-        return QuantMatrix(Kind.W4, codes, scales, group, k, for_e4m3=True)
+        return QuantMatrix(Kind.W4, codes, scales, group, k, row_type="e4m3")
     parts = [_rows4(part.float(), group, weight.dtype, has_zeros=False) for part in _some(weight)]
     codes = torch.cat([halves(part.codes.flatten(1)[:, :k]) for part in parts])
     scales = torch.cat([part.scale.squeeze(-1) for part in parts])
-    return QuantMatrix(Kind.W4, codes, scales, group, k, for_e4m3=True)
+    return QuantMatrix(Kind.W4, codes, scales, group, k, row_type="e4m3")
 
 
 def rounded_e4m3(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,8 @@ from slipstream.runner.host import MIN_ELEMENTS
 from slipstream.runner.plan import Plan
 
 _log = logging.getLogger(__name__)
-_MADE_AT_LOAD = ("int4", "int8")  # schemes whose packing takes longer than to read its result
+# Schemes whose packing takes longer than to read its result.
+_MADE_AT_LOAD = ("int4", "int8", "w8a8")
 
 
 def load_weights(plan: Plan) -> Weights:

@@ -62,7 +62,7 @@ class Weight:
             weight=self.dtype,
             out=self.model_dtype,
             norm=self.norm,
-            scales="columns" if is_e2m1 or self.dtype == E4M3 else "",
+            scales="columns" if is_e2m1 or self.dtype in (E4M3, torch.int8) else "",
             bias=self.bias,
             gate=self.gate,
             residual=self.adds,

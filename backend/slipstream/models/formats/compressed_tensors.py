@@ -24,7 +24,7 @@ from slipstream.models.formats.module import (
     without,
 )
 from slipstream.models.reader import Reader, words
-from slipstream.quant.matrix import Kind, QuantMatrix, halves
+from slipstream.quant.matrix import Kind, QuantMatrix, RowType, halves
 
 FORMATS = (
     "pack-quantized",
@@ -46,8 +46,9 @@ _BYTES = ("U8", "F8_E8M0")  # of exponents
 class GroupScheme(NamedTuple):
     """What a group says of its weights; `at` reads the object, for refusals.
 
-    `for_e4m3` says whether rows are to be rounded to e4m3, a scale for each; `is_sorted`, whether
-    inputs have groups by a `weight_g_idx`.
+    `row_type` says to what rows are to be rounded, a scale for each, and `kept_rows`, why they are
+    not, though the group rounds them to integers; `is_sorted`, whether inputs have groups by a
+    `weight_g_idx`.
     """
 
     at: Reader
@@ -57,7 +58,8 @@ class GroupScheme(NamedTuple):
     strategy: str
     group: int | None
     block: tuple[int, int] | None
-    for_e4m3: bool
+    row_type: RowType
+    kept_rows: str
     is_sorted: bool
 
 
@@ -91,11 +93,11 @@ class CompressedTensors(Format):
         scheme = None
         if group.has("weights"):
             weights, activations = group.child("weights"), group.child("input_activations")
-            scheme = self._scheme(weights, _are_rows_e4m3(activations, weights))
+            scheme = self._scheme(weights, *_rows_of(activations, weights))
         return listed(group, "targets"), scheme
 
     @staticmethod
-    def _scheme(at: Reader, for_e4m3: bool) -> GroupScheme:
+    def _scheme(at: Reader, row_type: RowType, kept_rows: str) -> GroupScheme:
         for key, value in at.data.items():
             if key not in _HARMLESS and value not in (None, False, {}, [], ""):
                 raise at.refusal(key, "is not implemented for weights")
@@ -123,7 +125,7 @@ class CompressedTensors(Format):
         sizes = None if block is None else (block[0], block[1])
         is_sorted = strategy == "group" and at.data.get("actorder") in (True, "group", "dynamic")
         numbers = (bits, is_float, symmetric, strategy, group, sizes)
-        return GroupScheme(at, *numbers, for_e4m3, is_sorted)
+        return GroupScheme(at, *numbers, row_type, kept_rows, is_sorted)
 
     def excludes(self, name: str) -> str:
         """Return `ignore` or `config_groups`, where they leave the module out."""
@@ -168,6 +170,8 @@ class CompressedTensors(Format):
         scheme = self._scheme_of(module.name)
         assert scheme is not None, "`check` refuses such"
         module.drop_activations()
+        if scheme.kept_rows:
+            module.note(scheme.kept_rows)
         read: dict[str, Callable[[Module, GroupScheme, int, int], QuantMatrix]] = {
             "I8": _integers,
             "F8_E4M3": _e4m3,
@@ -182,14 +186,28 @@ class CompressedTensors(Format):
         return read[module.dtype("weight")](module, scheme, outputs, inputs)
 
 
-def _are_rows_e4m3(activations: Reader, weights: Reader) -> bool:
-    """Return whether a group rounds its rows to e4m3, each by a scale of its own; of weights in
-    blocks, by such for each group of inputs.
+def _rows_of(activations: Reader, weights: Reader) -> tuple[RowType, str]:
+    """Return to what a group rounds its rows, and why those that it rounds to integers stay.
+
+    e4m3 has a scale for each row; beside weights in blocks, for each group of its inputs. int8 is
+    symmetric, by rows or by tensors: a scale for each row is at least as exact as one for all.
     """
     data = activations.data
-    is_e4m3 = data.get("type") == "float" and data.get("num_bits") == 8
-    strategies = ("token", "group") if weights.data.get("strategy") == "block" else ("token",)
-    return is_e4m3 and data.get("strategy") in strategies and data.get("dynamic") is True
+    if not data:
+        return "", ""
+    bits, strategy = data.get("num_bits", 8), data.get("strategy") or "tensor"
+    if data.get("type", "int") != "int":
+        strategies = ("token", "group") if weights.data.get("strategy") == "block" else ("token",)
+        is_taken = bits == 8 and strategy in strategies and data.get("dynamic") is True
+        return ("e4m3", "") if is_taken else ("", "")
+    has_zeros = not activations.flag("symmetric", default=True)
+    if bits == 8 and strategy in ("token", "tensor") and not has_zeros:
+        return "int8", ""
+    zeros = " with zeros" if has_zeros else ""
+    return "", (
+        f"rows in integers of {bits} bits by {strategy}{zeros}: they are not rounded; int8 by "
+        "token without zeros would be"
+    )
 
 
 def _check(scheme: GroupScheme, module: Module, bits: tuple[int, ...], is_float: bool) -> None:
@@ -300,12 +318,14 @@ def _of_integers(
     zeros = _zeros(module, scheme, outputs, num_groups(scaled, group))
     if scheme.bits > 4:
         kept = None if zeros is None else without(zeros.to(torch.int8), 0)
-        found = QuantMatrix(Kind.W8, codes.to(torch.int8), scales, group, inputs, zeros=kept)
+        eight: RowType = "int8" if scheme.row_type == "int8" else ""
+        sizes = (codes.to(torch.int8), scales, group, inputs)
+        found = QuantMatrix(Kind.W8, *sizes, zeros=kept, row_type=eight)
         return found if order is None else order.sort(found)
     kept = None if zeros is None else without((zeros + 8).to(torch.uint8), 8)
-    for_e4m3 = scheme.for_e4m3 and kept is None and order is None
+    four: RowType = scheme.row_type if kept is None and order is None else ""
     found = QuantMatrix(
-        Kind.W4, halves(codes + 8), scales, group, inputs, zeros=kept, for_e4m3=for_e4m3
+        Kind.W4, halves(codes + 8), scales, group, inputs, zeros=kept, row_type=four
     )
     return found if order is None else order.sort(found)
 
@@ -317,8 +337,9 @@ def _e4m3(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> Qua
     check_numbers(module, "weight", codes)
     scales, group = _scales(module, scheme, outputs, inputs)
     module.drop("weight_zero_point", "not used: the scheme is symmetric")
-    for_e4m3 = scheme.for_e4m3 and group < inputs  # by row they have GEMMs of their own
-    return QuantMatrix(Kind.F8, codes, scales, group, inputs, for_e4m3=for_e4m3)
+    # By row they have GEMMs of their own.
+    row_type: RowType = "e4m3" if scheme.row_type == "e4m3" and group < inputs else ""
+    return QuantMatrix(Kind.F8, codes, scales, group, inputs, row_type=row_type)
 
 
 def _e2m1(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> QuantMatrix:

@@ -6,7 +6,7 @@ from slipstream.models.formats.compressed_tensors import powers
 from slipstream.models.formats.format import Format, Row, is_part, listed
 from slipstream.models.formats.module import FLOATS, Module, check_numbers, num_groups, over_rows
 from slipstream.models.reader import Reader, words
-from slipstream.quant.matrix import Kind, QuantMatrix
+from slipstream.quant.matrix import Kind, QuantMatrix, RowType
 
 
 class FineGrained(Format):
@@ -79,8 +79,9 @@ class FineGrained(Format):
         rows, group = self._block
         shape = (num_groups(outputs, rows), num_groups(inputs, group))
         scales = over_rows(_scales(module, part, shape), outputs, rows)
-        for_e4m3 = group < inputs  # by row they have GEMMs of their own
-        return QuantMatrix(Kind.F8, codes, scales, group, inputs, for_e4m3=for_e4m3)
+        # By row they have GEMMs of their own.
+        row_type: RowType = "e4m3" if group < inputs else ""
+        return QuantMatrix(Kind.F8, codes, scales, group, inputs, row_type=row_type)
 
 
 def _scales(module: Module, part: str, *shapes: tuple[int, ...]) -> Tensor:

@@ -10,7 +10,7 @@ from slipstream.models.formats.compressed_tensors import powers
 from slipstream.models.formats.format import Format, Row, listed
 from slipstream.models.formats.module import FLOATS, Module, check_numbers, num_groups, over_rows
 from slipstream.models.reader import Reader, words
-from slipstream.quant.matrix import Kind, QuantMatrix, halves
+from slipstream.quant.matrix import Kind, QuantMatrix, RowType, halves
 
 # quant_algo -> the dtype of weights, by which tensors are read.
 ALGORITHMS = {
@@ -30,8 +30,9 @@ ALGORITHMS = {
     "MXFP4": "U8",
     "W4A8_MXFP4_FP8": "U8",
 }
-_INT4_FOR_E4M3 = "W4A8_AWQ"
-_INT4 = ("W4A16_AWQ", "INT4_AWQ", _INT4_FOR_E4M3)
+_INT4 = ("W4A16_AWQ", "INT4_AWQ", "W4A8_AWQ")
+# To what rows are rounded, where weights in e4m3 by row do not say it.
+_ROWS: dict[str, RowType] = {"W4A8_AWQ": "e4m3", "W8A8_SQ_PER_CHANNEL": "int8", "INT8_SQ": "int8"}
 _POWERS = ("U8", "F8_E8M0")
 _BLOCK = 128
 
@@ -119,7 +120,7 @@ class ModelOpt(Format):
             factors = module.take("pre_quant_scale", FLOATS, (inputs,)).float()
         read = _fp4 if is_4 and not is_integer else _by_dtype
         matrix = read(module, at, self.config, outputs, inputs)
-        return replace(matrix, factors=factors, for_e4m3=algorithm == _INT4_FOR_E4M3)
+        return replace(matrix, factors=factors, row_type=_ROWS.get(algorithm, ""))
 
 
 def _scales_of(algorithm: str) -> tuple[str, ...]:

@@ -1,0 +1,61 @@
+"""Weights that are multiplied with rows of their own type: e4m3 and int8, a scale for each row.
+
+An output has one scale, and a row of activations, too, so sums of codes are scaled once. Nothing is
+put into another order.
+"""
+
+from functools import lru_cache
+
+import torch
+
+from slipstream.kernels.elementwise import eight_bits
+from slipstream.kernels.gemm.linear import answers
+from slipstream.kernels.gemm.op import Matrix, Spec
+from slipstream.kernels.runtime.registry import Target
+from slipstream.quant.matrix import Kind, QuantMatrix
+
+_ROWS = (1, 2, 3, 8, 64, 256, 2048)  # for which there must be a GEMM
+
+
+def rounds(matrix: QuantMatrix) -> bool:
+    """Return whether kernels round rows of so many inputs to 8 bits."""
+    return matrix.inputs % eight_bits.MULTIPLE == 0 and matrix.inputs <= eight_bits.MAX_WIDTH
+
+
+def takes_e4m3(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
+    """Return whether GEMMs take weights in e4m3 by row, with rows in e4m3."""
+    if matrix.kind is not Kind.F8 or target.device != "cuda" or dtype not in eight_bits.DTYPES:
+        return False
+    by_row = matrix.group >= matrix.inputs and matrix.is_symmetric and matrix.is_plain
+    fits = rounds(matrix) and matrix.outputs % eight_bits.MULTIPLE == 0
+    return by_row and fits and target.capability >= eight_bits.MIN_CAPABILITY
+
+
+def make_e4m3(matrix: QuantMatrix) -> Matrix:
+    """Return codes and scales as they are."""
+    scales = matrix.scales[:, 0].float()
+    scales = scales if matrix.outer is None else scales * matrix.outer
+    return Matrix(matrix.codes.contiguous(), scales.contiguous())
+
+
+def takes_int8(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
+    """Return whether GEMMs take weights in 8 bits by row, with rows in int8."""
+    if matrix.row_type != "int8" or target.device != "cuda" or dtype not in eight_bits.DTYPES:
+        return False
+    by_row = matrix.group >= matrix.inputs and matrix.outer is None
+    fits = matrix.kind is Kind.W8 and by_row and matrix.is_symmetric and matrix.is_plain
+    return fits and rounds(matrix) and _has_gemm(matrix.outputs, matrix.inputs, dtype, target)
+
+
+@lru_cache
+def _has_gemm(outputs: int, inputs: int, dtype: torch.dtype, target: Target) -> bool:
+    """Whether GEMMs take weights in int8 with few rows and with many."""
+    sizes, aligned = (inputs, outputs, dtype, torch.int8, dtype), (True,) * 4
+    around = ("", "columns", False, "", False)
+    specs = (Spec(rows, *sizes, *around, *aligned, target) for rows in _ROWS)
+    return all(answers(spec)[0].refusal is None for spec in specs)
+
+
+def make_int8(matrix: QuantMatrix) -> Matrix:
+    """Return codes and scales as they are."""
+    return Matrix(matrix.codes.contiguous(), matrix.scales[:, 0].float().contiguous())

@@ -1,0 +1,130 @@
+"""Weights for rows in int8: which files ask for such, and the forms that they have by GPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fixtures.models.quantised import NAME, K, N, config_of, directory_of, tensors_of
+from slipstream.kernels.runtime.registry import CPU, KNOWN, Target
+from slipstream.models.axes import TensorNames
+from slipstream.models.weights import FileSource, ShapeSource
+from slipstream.quant import row_forms
+from slipstream.quant.forms import form_of, form_of_ends, form_of_experts
+from slipstream.quant.matrix import QuantMatrix, dequantise, stack
+from slipstream.quant.rounding import rounded8
+
+OF_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+OF_TENSORS = OF_TOKENS | {"strategy": "tensor", "dynamic": False}
+# Rows as compressed-tensors' groups have them: what they are rounded to, and what the start says.
+ROWS: dict[str, tuple[dict[str, Any] | None, str, str]] = {
+    "by token": (OF_TOKENS, "int8", ""),
+    "by tensor, static": (OF_TENSORS, "int8", ""),
+    "by tensor, dynamic": (OF_TENSORS | {"dynamic": True}, "int8", ""),
+    "with zeros": (OF_TOKENS | {"symmetric": False}, "", "8 bits by token with zeros"),
+    "by group": (OF_TOKENS | {"strategy": "group", "group_size": 32}, "", "8 bits by group"),
+    "in 4 bits": (OF_TOKENS | {"num_bits": 4}, "", "4 bits by token"),
+    "in e4m3": (OF_TOKENS | {"type": "float"}, "", ""),
+    "as they are": (None, "", ""),
+}
+INT8, PACKED = "int8 products, rows quantised by token", "kept packed, multiplied with 16-bit rows"
+
+
+@pytest.fixture
+def gemms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GEMMs with rows in int8 on every GPU."""
+    monkeypatch.setattr(row_forms, "_has_gemm", lambda *_: True)
+
+
+def read(directory: Path) -> tuple[QuantMatrix, FileSource]:
+    source = FileSource(directory, torch.device("cpu"), TensorNames())
+    found = source.quantized(NAME, N, K)
+    assert found is not None
+    return found, source
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_a_group_says_what_rows_are_rounded_to(case: str, tmp_path: Path) -> None:
+    activations, row_type, said = ROWS[case]
+    tensors, config = tensors_of("ct-int-rows")[0], config_of("ct-int-rows")
+    config["config_groups"]["group_0"]["input_activations"] = activations
+    if activations == OF_TENSORS:
+        tensors["input_scale"] = torch.ones(1)
+    found, source = read(directory_of(tmp_path, tensors, config))
+    assert found.row_type == row_type
+    rows = [note for note in source._notes if note.startswith("rows in integers")]
+    assert [said in note and "they are not rounded" in note for note in rows] == [True] * bool(said)
+    scales = [note for note in source._notes if note.startswith("input_scale: read and not used")]
+    assert len(scales) == ("input_scale" in tensors)
+
+
+def test_rows_of_another_library_are_as_its_algorithm_says(tmp_path: Path) -> None:
+    tensors = tensors_of("modelopt-int8")[0] | {"input_scale": torch.ones(())}
+    for name in ("INT8_SQ", "W8A8_SQ_PER_CHANNEL", "W8A16"):
+        config = config_of("modelopt-int8") | {"quant_algo": name}
+        found, source = read(directory_of(tmp_path, tensors, config))
+        assert found.row_type == ("" if name == "W8A16" else "int8")
+        assert any(note.startswith("input_scale: read and not used") for note in source._notes)
+
+
+@pytest.mark.parametrize("case", ["ct-int-rows", "ct-int-tensor", "ct-int-rows-zeros"])
+@pytest.mark.usefixtures("gemms")
+def test_files_have_the_form_of_their_target(case: str, tmp_path: Path) -> None:
+    """By shapes alone, too; codes and scales stand for what they did before."""
+    directory = directory_of(tmp_path, tensors_of(case)[0], config_of(case))
+    shapes = ShapeSource(directory, TensorNames()).quantized(NAME, N, K)
+    found, _ = read(directory)
+    assert shapes is not None
+    for target in (each for each in KNOWN.values() if each.device == "cuda"):
+        for dtype in (torch.bfloat16, torch.float16):
+            forms = [form_of(each, target, dtype) for each in (found, shapes)]
+            assert forms[0] is forms[1]
+            assert forms[0] is not None
+            assert forms[0].name == (PACKED if case.endswith("zeros") else INT8)
+            if forms[0].name == INT8:
+                made = forms[0].make(found)
+                assert (made.values.dtype, made.scales.dtype) == (torch.int8, torch.float32)
+                assert torch.equal(made.values * made.scales[:, None], dequantise(found))
+            assert "rows" in forms[0].said(found)
+    for dtype in (torch.bfloat16, torch.float32):
+        form = form_of(found, CPU, dtype)
+        assert form is None or form.said(found).endswith(", rows as they come")
+
+
+@pytest.mark.usefixtures("gemms")
+def test_what_no_gemm_takes_keeps_rows_of_16_bits() -> None:
+    hopper = KNOWN["sm_90a"]
+    made = rounded8(torch.randn(128, 256).bfloat16(), row_type="int8")
+    form = form_of(made, hopper, torch.bfloat16)
+    assert form is not None
+    assert form.name == INT8
+    ends = form_of_ends(made, hopper, torch.bfloat16)
+    assert ends is not None
+    assert ends.name == PACKED
+    experts = form_of_experts(made, 2, hopper, torch.bfloat16)
+    assert experts is not None
+    assert experts.name == PACKED
+    odd = rounded8(torch.randn(128, 264).bfloat16(), row_type="int8")  # no multiple of 16
+    form = form_of(odd, hopper, torch.bfloat16)
+    assert form is not None
+    assert form.name == PACKED
+    assert form_of(made, hopper, torch.float32) is None
+
+
+def test_rows_that_some_ask_for_are_rounded_for_none() -> None:
+    one = rounded8(torch.randn(32, 64), row_type="int8")
+    whole = stack([one, rounded8(torch.randn(16, 64))])
+    assert whole is not None
+    assert whole.row_type == ""
+    both = stack([one, one])
+    assert both is not None
+    assert both.row_type == "int8"
+
+
+def test_without_a_gemm_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_forms, "_has_gemm", lambda *_: False)
+    made = rounded8(torch.randn(64, 64).half(), row_type="int8")
+    form = form_of(made, Target("cuda", "sm_75", 40), torch.float16)
+    assert form is not None
+    assert form.name == PACKED
+    assert str(made) == "8 bits by a row for rows in int8"
