@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures.models.checkpoints import make_model, make_runner, save
-from fixtures.models.repeated import Home
+from fixtures.models.repeated import Home, repeat
 from slipstream.config import EngineConfig
 from slipstream.core.laps import Laps
 from slipstream.layers.residual import Residual
@@ -41,10 +41,13 @@ def measured(
         seen.append((shape, bool(runner.adapters._groups.tables)))
         return hidden(shape, inputs, keeps_all)
 
+    compiled: set[tuple[StepShape, bool]] = set()
+
     def left(
         device: torch.device, largest: Callable[[], object], others: list[Callable[[], object]]
     ) -> int:
-        seen.clear()  # what came before only compiled
+        compiled.update(seen)
+        seen.clear()
         for step in (*others, largest):
             step()
         return 0
@@ -61,6 +64,8 @@ def measured(
         ModelRunner._measure(runner, replace(plan, device=torch.device("cuda")), buckets, Laps())
     largest = max(buckets.shapes, key=lambda shape: shape.num_tokens)
     assert {shape for shape, _ in seen} == {*largest_shapes(plan, layout), largest}
+    kinds = {has for _, has in seen}  # kernels of steps that may come are compiled at start
+    assert compiled >= {(shape, has) for shape in buckets.shapes for has in kinds}
     return seen
 
 
@@ -77,3 +82,22 @@ def test_where_no_adapter_is_expected_none_is_measured(
 ) -> None:
     seen = measured(checkpoint, monkeypatch, adapter_memory=memory)
     assert not any(has for _, has in seen)
+
+
+@pytest.mark.parametrize("memory", [0, 1 << 20])
+def test_an_idle_engine_captures_the_graphs_of_adapters_that_are_expected(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, memory: int
+) -> None:
+    runner = make_runner(checkpoint, **SIZES, adapter_memory=memory)
+    settings = {"checkpoint": str(checkpoint), "device": "cpu", "dtype": "float32"}
+    plan = resolve(EngineConfig(**settings, **SIZES))
+    (repeats,) = repeat([runner], plan, monkeypatch)
+    assert runner._graphs is not None
+    repeats.notes.clear()
+    pieces = list(runner.chores(plan))
+    ran = [note[0] for note in repeats.notes if note[0] != "capture" and note[1]]  # type: ignore[index]
+    shapes = runner._graphs._buckets.shapes if memory else []
+    assert ran == shapes
+    assert pieces == [None] * len(shapes)
+    assert list(runner.captured_ahead()) == []
+    assert runner._graphs._adapted.keys() == set(shapes)

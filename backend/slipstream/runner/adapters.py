@@ -8,7 +8,6 @@ steps go on, and evicted.
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from slipstream.models.adapters.legacy import read_table, read_task
 from slipstream.models.adapters.read import AdapterWeights, PlaceTerms, bytes_of, read_adapter
 from slipstream.models.adapters.targets import Targets
 from slipstream.runner.adapter_forms import Loaded, ReadAdapter, has_kernels
+from slipstream.runner.adapter_loads import Loads
 from slipstream.runner.adapter_magnitudes import Fold
 from slipstream.runner.adapter_pages import LEAST_PAGE
 from slipstream.runner.adapter_places import REFUSAL, of_all_stages
@@ -66,9 +66,8 @@ class Adapters:
         self._groups = StepGroups()
         self._stored: dict[int, AdapterWeights] = {}  # in host memory
         self._loaded: dict[int, Loaded] = {}  # on the device
-        self._loads: dict[int, Future[Loaded]] = {}
+        self._loads = Loads(plan.device, self._copy)
         self._late: list[int] = []  # loads that wait until other ranks have their parts
-        self._thread: ThreadPoolExecutor | None = None
         self.page_bytes, self.num_pages = LEAST_PAGE, 0
         self._numbers = itertools.count(1)
         self.targets: Targets | None = None
@@ -202,10 +201,7 @@ class Adapters:
         number = self.store(weights)
         self._ranks.give_all(number)
         self.start_load(number)
-        wait([self._loads[number]])
-        for _, error in self.take_loaded():
-            if error is not None:
-                raise error
+        self.settle(number)
         return number
 
     def pages_of(self, number: int) -> int:
@@ -231,13 +227,7 @@ class Adapters:
             self._late.append(number)
             return
         self._ranks.order(AdapterOrder.LOAD, number)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "adapter-loads")
-            self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        behind = None
-        if self._stream is not None:
-            behind = torch.cuda.current_stream().record_event()
-        self._loads[number] = self._thread.submit(self._load, self._stored[number], behind)
+        self._loads.start(number, self._stored[number])
 
     def take_loaded(self, seconds: float = 0.0) -> Sequence[tuple[int, Exception | None]]:
         """Take the adapters that have arrived, and why one did not; wait for one at most so long.
@@ -246,13 +236,8 @@ class Adapters:
         """
         if self._late:
             self._start_late(has_time=bool(seconds))
-        if seconds and self._loads:
-            wait(self._loads.values(), seconds, FIRST_COMPLETED)
         found: list[tuple[int, Exception | None]] = []
-        for number, load in list(self._loads.items()):
-            if not load.done():
-                continue
-            del self._loads[number]
+        for number, load in self._loads.take(seconds):
             try:
                 self._loaded[number] = load.result()
             except Exception as error:
@@ -273,30 +258,20 @@ class Adapters:
             self.start_load(number)
 
     def evict(self, number: int) -> None:
-        """Give up an adapter's memory on the device; steps launched with it keep it to their end.
-
-        The memory is of the loads' stream, which waits for steps launched before it writes again.
-        """
+        """Give up an adapter's memory on the device; launched steps keep it to their end."""
         self._ranks.order(AdapterOrder.EVICT, number)
-        self._loaded.pop(number, None)
+        self._discard(number)
 
     def remove(self, number: int) -> None:
         """Discard an adapter; steps that were launched with it keep it to their end."""
         self._ranks.order(AdapterOrder.REMOVE, number)
-        self._loaded.pop(number, None)
+        self._discard(number)
         self._pages.pop(number, None)
         del self._stored[number]
 
-    def _load(self, weights: AdapterWeights, behind: torch.cuda.Event | None) -> Loaded:
-        """Copy an adapter to the device, in the thread of loads, `behind` what was launched."""
-        with torch.inference_mode():
-            if self._stream is None or behind is None:
-                return self._copy(weights)
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(behind)
-                loaded = self._copy(weights)
-                self._stream.synchronize()
-            return loaded
+    def _discard(self, number: int) -> None:
+        if (loaded := self._loaded.pop(number, None)) is not None:
+            self._loads.evict(loaded)
 
     def _copy(self, weights: AdapterWeights) -> Loaded:
         is_host = self._device.type == "cpu"
@@ -318,7 +293,7 @@ class Adapters:
     def settle(self, number: int) -> None:
         """Wait until an adapter that is being loaded has arrived. Raises why it does not."""
         if number in self._loads:
-            wait([self._loads[number]])
+            self._loads.wait_for(number)
             for _, error in self.take_loaded():
                 if error is not None:
                     raise error
@@ -340,6 +315,11 @@ class Adapters:
     def _are_laid(self, active: Active) -> bool:
         """Whether kernels add all terms of a step."""
         return self.by_tables and all(each.laid is not None for each in active.values())
+
+    @property
+    def kinds_of_steps(self) -> Sequence[bool]:
+        """Whether a step with adapters looks for terms of experts: all answers that there are."""
+        return (False, True) if self._own.experts else (False,)
 
     @staticmethod
     def have_experts(active: Active) -> bool:

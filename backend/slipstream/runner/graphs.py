@@ -243,8 +243,8 @@ class Capture:
 
 class Graphs:
     """Holds one graph for each shape of `buckets`, all made at start, a second one for steps with
-    adapters, and a third for those with terms of experts, made when the first such step comes. None
-    is ever discarded.
+    adapters, and a third for those with terms of experts, made when the first such step comes or in
+    idle times. None is ever discarded.
 
     A shape for which memory is too short, of its first run, its capture or its instance, has no
     graph. Ranks that share layers have the same graphs: they make each at the same step, as it has
@@ -333,6 +333,19 @@ class Graphs:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
         _log.info("%d CUDA graphs captured in %.2f s", len(self._graphs), seconds)
+
+    def captured_ahead(
+        self, prepare_adapted: PrepareAdapted, has_experts: bool = False
+    ) -> Iterator[None]:
+        """Capture the graphs of steps with adapters that no step has had captured yet, each by a
+        `next`; no step may be in flight.
+        """
+        graphs = self._of_experts if has_experts else self._adapted
+        for shape in self._buckets.shapes:
+            if shape not in graphs:
+                self.graph(shape, prepare_adapted, has_experts)
+                torch.cuda.synchronize()
+                yield
 
     def recaptured(
         self,

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import numpy as np
 import torch
@@ -101,7 +102,7 @@ class ModelRunner:
         alone, mixed = largest_shapes(plan, self._builder.layout)
         with jit.compile_ahead():
             for shape in [*buckets.shapes, alone]:
-                self.padding(shape)()
+                self._run_padding(shape)
             self._run_largest(mixed)
             self._copy_blocks(Batch((), 0, copies=((0, 0),)))
         laps.lap("compiling")
@@ -312,9 +313,20 @@ class ModelRunner:
         return lambda: self._step(shape, inputs)
 
     def chores(self, plan: Plan) -> Iterator[float | None]:
-        """Return what an idle engine does, a piece at a time: measure GEMMs (`idle_tuning.py`)."""
+        """Return what an idle engine does, a piece at a time: capture graphs of steps with adapters
+        that are expected, and measure GEMMs (`idle_tuning.py`).
+        """
         prepares = self.padding, self._prepare_adapted
-        return idle_tuning.chores(plan, self._model, self._graphs, *prepares)
+        tuning = idle_tuning.chores(plan, self._model, self._graphs, *prepares)
+        has_ranks = plan.config.num_ranks > 1  # which capture a graph at the same step
+        return tuning if has_ranks else chain(self.captured_ahead(), tuning)
+
+    def captured_ahead(self) -> Iterator[None]:
+        """Capture graphs of steps with adapters, if such are expected, each by a `next`."""
+        adapters = self.adapters
+        if self._graphs is not None and adapters.by_tables and adapters.are_expected:
+            for has_experts in adapters.kinds_of_steps:
+                yield from self._graphs.captured_ahead(self._prepare_adapted, has_experts)
 
     def _prepare_adapted(self, shape: StepShape, has_experts: bool) -> Callable[[], Tensor]:
         """Stage a step of padding whose rows may have adapters; return what launches it."""
