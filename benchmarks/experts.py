@@ -5,7 +5,9 @@ is what the distinct experts of the rows take to read. Of up to eight rows `choo
 are kernels of their own, `few` a layer by them with its norm, `normed` by the others with its norm.
 `--tiles` times every size of tiles, by which `slipstream.kernels.experts.grouped` chooses, and
 `--both` each by the kernel of all GPUs and by Hopper's, in turn. Packed weights, by
-`--weights`, have one kernel; their limit is of the bytes that a GPU keeps.
+`--weights`, have one kernel; their limit is of the bytes that a GPU keeps. `--design old new` times
+steps of up to eight rows without and with the kernels of `sm90/streamed.py`, in turn; `--layers`
+and `--choices` make a layer's weights and choices as far apart in memory as those of a model are.
 """
 
 import argparse
@@ -33,7 +35,7 @@ from slipstream.kernels.experts.grouped import (
 )
 from slipstream.kernels.experts.route import Routed, route
 from slipstream.kernels.experts.router import Chosen, RouterStages, choose_rows
-from slipstream.kernels.experts.sm90 import piped
+from slipstream.kernels.experts.sm90 import piped, streamed
 from slipstream.kernels.experts.spec import Gate, Routing
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Matrix
@@ -60,6 +62,7 @@ MODELS = (
     Model("gpt-oss-20b", 2880, 32, 4, 2880, 24),
 )
 KINDS = ("bf16", "e4m3", *FORMS)
+DESIGNS = {"old": 0.0, "new": math.inf}  # the most pairs an expert that streamed kernels take
 
 
 @dataclass
@@ -71,6 +74,7 @@ class Result:
     rows: int
     tile_rows: int
     is_piped: bool
+    design: str
     kernel: str
     microseconds: float
     share_of_limit: float | None
@@ -181,17 +185,28 @@ def timed(layers: list[Layer], n: int, size: int) -> dict[str, tuple[float, floa
     return found
 
 
+def make_layers(model: Model, kind: str, count: int | None) -> list[Layer]:
+    """Make layers, by default so many that their weights are several times the L2 cache."""
+    size = 3 * model.experts * model.inner * model.hidden * (2 if kind == "bf16" else 1)
+    wanted = max(2, min(8, math.ceil(12e9 / size))) if count is None else count
+    return [Layer(model, kind) for _ in range(wanted)]
+
+
 def measure(
-    model: Model, kind: str, counts: list[int], all_tiles: bool, kernels: list[bool]
+    layers: list[Layer],
+    kind: str,
+    counts: list[int],
+    all_tiles: bool,
+    kernels: list[bool],
+    designs: list[str],
 ) -> list[Result]:
     """Time a model's layer with every number of rows, by each of the kernels: Hopper's, or not."""
-    rate = rates_of(torch.cuda.get_device_name(), {}).read
-    size = 3 * model.experts * model.inner * model.hidden * (2 if kind == "bf16" else 1)
-    layers = [Layer(model, kind) for _ in range(max(2, min(8, math.ceil(12e9 / size))))]
+    rate, model = rates_of(torch.cuda.get_device_name(), {}).read, layers[0].model
     results, device, is_fp8 = [], layers[0].router.device, kind == "e4m3"
     own = [each.groups.packing for each in (layers[0].gate_up, layers[0].down) if each.groups]
-    for n, is_piped in itertools.product(counts, kernels[:1] if own else kernels):
+    for n, is_piped, design in itertools.product(counts, kernels[:1] if own else kernels, designs):
         piped.runs_on = lambda *_, is_piped=is_piped: is_piped
+        streamed.MOST_PAIRS = dict.fromkeys((False, True), DESIGNS[design])
         pairs = n * model.top_k
         chosen = tile_rows(pairs, model.experts, is_fp8, target=target_of(device), packings=own)
         sizes = piped.TILE_ROWS if is_piped else (SKINNY_ROWS, *TILE_ROWS)
@@ -199,14 +214,13 @@ def measure(
         for tile in sizes if all_tiles else (chosen,):
             found = timed(layers, n, tile)
             line = f"{model.name:14} {kind:10} {n:5} rows, {'piped' if is_piped else 'tiles'} of"
-            line += f" {tile:3}{'*' * (tile == chosen):1}"
+            line += f" {tile:3}{'*' * (tile == chosen):1} {design}"
             for kernel, (seconds, num_bytes) in found.items():
                 share = num_bytes / rate / seconds if num_bytes else None
                 line += f" {kernel} {seconds * 1e6:7.1f} us"
                 line += f" {share:4.0%}" if share else ""
-                results.append(
-                    Result(model.name, kind, n, tile, is_piped, kernel, seconds * 1e6, share)
-                )
+                how = (model.name, kind, n, tile, is_piped, design, kernel)
+                results.append(Result(*how, seconds * 1e6, share))
             ms = found["layer"][0] * model.num_layers * 1e3
             print(f"{line} | {ms:.2f} ms a step of {model.num_layers}", flush=True)
     return results
@@ -219,15 +233,26 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true", help="every size of tiles")
     parser.add_argument("--both", action="store_true", help="by both kernels")
     parser.add_argument("--weights", nargs="*", choices=KINDS, default=["bf16", "e4m3"])
+    parser.add_argument("--design", nargs="*", choices=DESIGNS, default=["old"])
+    names = [model.name for model in MODELS]
+    parser.add_argument("--models", nargs="*", choices=names, default=names)
+    parser.add_argument("--layers", type=int, help="layers, each with weights of its own")
+    parser.add_argument("--choices", type=int, default=1, help="of experts, by each layer")
+    parser.add_argument("--slots", type=int, default=streamed.MOST_SLOTS, help="of a new ring")
+    parser.add_argument("--ahead", type=int, default=streamed.UNDER_WAY, help="... at once")
     args = parser.parse_args()
+    streamed.MOST_SLOTS, streamed.UNDER_WAY = args.slots, args.ahead
     need_gpu()
     torch.manual_seed(0)
     results = []
     kernels = [False, True] if args.both else [jit.is_hopper(torch.device("cuda", 0))]
-    for model in MODELS:
-        for kind in args.weights:
-            results += measure(model, kind, args.rows, args.tiles, kernels)
-            torch.cuda.empty_cache()
+    for model, kind in itertools.product(MODELS, args.weights):
+        if model.name not in args.models:
+            continue
+        layers = make_layers(model, kind, args.layers) * args.choices
+        results += measure(layers, kind, args.rows, args.tiles, kernels, args.design)
+        del layers
+        torch.cuda.empty_cache()
     device = torch.cuda.get_device_name()
     print(json.dumps({"device": device, "results": [asdict(result) for result in results]}))
 

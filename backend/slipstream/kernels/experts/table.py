@@ -5,8 +5,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.elementwise.fp8 import E4M3
 from slipstream.kernels.experts import down_add, grouped, packed
 from slipstream.kernels.experts.grouped import ExpertMatrix, ExpertSpec, tiles_of
+from slipstream.kernels.experts.route import most_tiles
+from slipstream.kernels.experts.sm90 import streamed
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import Target
 
@@ -64,6 +67,8 @@ def _on_gpu(product: ExpertProduct) -> list[tuple[str, str | None]]:
     also_adds = found.get("down_add", "") is None
     for name, sizes in tiles_of(product.target, product.deterministic).items():
         reason = _not_by_tiles(product, sizes)
+        if reason is None and name in ("streamed", "skinny"):
+            reason = _not_of_few(product, name)
         found[name] = "down_add also adds the outputs" if also_adds and not reason else reason
     found["packed"] = None if matrix.groups is not None else "takes packed weights"
     name = next(name for name, reason in found.items() if reason is None)
@@ -79,6 +84,18 @@ def _not_by_tiles(product: ExpertProduct, sizes: tuple[int, ...]) -> str | None:
         return "adds in an order of its own" if product.deterministic else "needs sm_90a"
     is_taken = product.tile_rows in sizes
     return None if is_taken else f"takes tiles of {_listed(sizes)} rows, not {product.tile_rows}"
+
+
+def _not_of_few(product: ExpertProduct, name: str) -> str | None:
+    """Say why one of the two kernels with tiles of eight rows is not taken; None: it is."""
+    matrix, pairs = product.matrix, product.num_rows * product.top_k
+    experts, width = len(matrix.values), matrix.inputs
+    rows = streamed.Rows(len(product.rows), width, matrix.values.dtype == E4M3)
+    num_tiles = most_tiles(pairs, experts, product.tile_rows)
+    reason = streamed.refusal(streamed.Step(rows, pairs, num_tiles, experts), product.target)
+    if name == "streamed":
+        return reason
+    return "streamed takes so few rows" if reason is None else None
 
 
 def _refusal(product: ExpertProduct) -> str | None:
