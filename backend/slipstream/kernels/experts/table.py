@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.elementwise.fp8 import E4M3
+from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts import down_add, grouped, packed
 from slipstream.kernels.experts.grouped import ExpertMatrix, ExpertSpec, tiles_of
 from slipstream.kernels.experts.route import most_tiles

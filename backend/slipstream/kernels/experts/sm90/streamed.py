@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.elementwise.fp8 import E4M3
+from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.experts.spec import adapted
 from slipstream.kernels.runtime import jit
