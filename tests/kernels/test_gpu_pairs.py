@@ -11,7 +11,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
-EPSILON = {torch.float16: 2**-9, torch.bfloat16: 2**-6}
+DTYPES = (torch.float16, torch.bfloat16)
 RANKS = ((16, 16, 16), (3, 0, 40), (0, 300, 5), (0, 0, 0))
 WIDTHS = Widths(128, 8, 2048, 768)
 
@@ -40,12 +40,12 @@ def test_groups_are_those_of_torch(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("is_fixed", [False, True])
-@pytest.mark.parametrize("dtype", EPSILON)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "tile_rows"), [(1, 8), (7, 8), (40, 16), (200, 32)])
 def test_pairs_get_their_terms(
     num_rows: int, tile_rows: int, dtype: torch.dtype, is_fixed: bool
 ) -> None:
-    """Rows without an adapter, and those of one without terms, keep their bits."""
+    """Errors are those of rounding what kernels write; rows without terms keep their bits."""
     tile_rows = max(tile_rows, 16) if is_fixed else tile_rows
     made = Mixed(WIDTHS, RANKS, dtype, "cuda", num_rows, seed=num_rows)
     rng = random.Random(num_rows)
@@ -53,9 +53,9 @@ def test_pairs_get_their_terms(
     poison()
     found = made.run(numbers, is_fixed, tile_rows=tile_rows)
     some = rng.sample(range(num_rows), min(num_rows, 20))
-    wanted = made.by_torch(numbers, some)
-    apart = (found[some] - wanted).abs() / (1 + wanted.abs())
-    assert apart.max() < EPSILON[dtype]
+    wanted, rounded = made.by_torch(numbers, some), made.by_torch(numbers, some, dtype)
+    error = (found[some] - wanted).abs().amax(1)
+    assert bool((error <= 1.5 * (rounded - wanted).abs().amax(1)).all())
     plain = made.run([0] * num_rows, is_fixed, tile_rows=tile_rows)
     others = torch.tensor([number in (0, 4) for number in numbers], device="cuda")
     assert torch.equal(found[others], plain[others])

@@ -1,5 +1,6 @@
 """Head and embedding that stay packed on a GPU: lookups, products of a vocabulary, and models."""
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,6 +163,7 @@ def test_weights_take_the_memory_that_is_counted(tmp_path: Path) -> None:
         _, directory, _ = made(tmp_path / str(tied), "Q4_K", "Q6_K", tied, **sizes)
         taken = {}
         for scheme in ("none", "auto"):
+            gc.collect()  # runners of tests before
             before = torch.cuda.memory_allocated()
             runner = on_gpu(directory, quantization=scheme, kv_cache_tokens=4096, max_num_seqs=8)
             taken[scheme] = torch.cuda.memory_allocated() - before
