@@ -1,8 +1,8 @@
 """Chat templates of models whose files have none, and do not say which: chosen by their names.
 
 They say in Jinja what the code beside these checkpoints does, which is never run. Facts are from
-THUDM/chatglm2-6b and chatglm3-6b, and internlm/internlm-chat-7b, whose first files end a user's
-turn otherwise than later ones.
+THUDM/chatglm-6b, chatglm2-6b and chatglm3-6b, and internlm/internlm-chat-7b, whose first files end
+a user's turn otherwise than later ones.
 """
 
 from dataclasses import dataclass
@@ -40,6 +40,24 @@ _CHATGLM2 = """\
 {%- endif -%}
 {%- endfor -%}
 """
+_CHATGLM1 = """\
+{%- set turns = namespace(count=0) -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}
+{%- if messages | length > 1 -%}
+{{- '[Round ' ~ turns.count ~ ']\\n问\uff1a' + message['content'] + '\\n答\uff1a' -}}
+{%- else -%}
+{{- message['content'] -}}
+{%- endif -%}
+{%- set turns.count = turns.count + 1 -%}
+{%- elif message['role'] == 'assistant' -%}
+{{- message['content'] + '\\n' -}}
+{%- else -%}
+{{- raise_exception('ChatGLM has turns of user and assistant, not of ' + message['role']) -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}[gMASK]<sop>{%- endif -%}
+"""
 _CHATGLM3 = """\
 [gMASK]sop
 {%- for message in messages -%}
@@ -60,6 +78,7 @@ _INTERNLM = """\
 {%- endfor -%}
 """
 TEMPLATES = {
+    "chatglm1": NamedTemplate("ChatGLMTokenizer", _CHATGLM1, ("[gMASK]", "<sop>")),
     "chatglm2": NamedTemplate("ChatGLMTokenizer", _CHATGLM2, ("[gMASK]", "sop")),
     "chatglm3": NamedTemplate(
         "ChatGLMTokenizer",

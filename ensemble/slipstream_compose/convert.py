@@ -10,9 +10,10 @@ from slipstream.errors import CheckpointError
 from slipstream.models.files import read_json
 
 from slipstream_compose.compose import ComposeError
-from slipstream_compose.tokenizer_classes import CLASSES, TokenizerClass
+from slipstream_compose.tokenizer_classes import CLASSES, TokenizerClass, is_shifted
 
 TOKENIZER, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+ICE = CLASSES["ChatGLM1Tokenizer"].file
 FILES = sorted({"tokenizer.model", *(known.file for known in CLASSES.values())})
 VOCABULARY, MERGES = "vocab.json", "merges.txt"  # of GPT-2's tokenizer, which OPT has alone
 # Module -> requirement for pip. Newer sentencepiece needs a protobuf that tritonclient refuses.
@@ -63,11 +64,14 @@ def convert_tokenizer(checkpoint: Path, tokens: Sequence[str] = ()) -> list[Path
 
 def _vocabulary(checkpoint: Path) -> Path | None:
     names = [*FILES, *([VOCABULARY] if (checkpoint / MERGES).is_file() else [])]
-    return next((checkpoint / name for name in names if (checkpoint / name).is_file()), None)
+    found = [checkpoint / name for name in names if (checkpoint / name).is_file()]
+    return next((each for each in found if each.name != ICE or not is_shifted(checkpoint)), None)
 
 
 def _class_of(checkpoint: Path) -> str:
-    """Return the name of the tokenizer's class; that of GLM-4 has the name of its predecessors'."""
+    """Return the name of the tokenizer's class; those of ChatGLM 1 to GLM-4 may have the same."""
+    if (checkpoint / ICE).is_file():
+        return "ChatGLM1Tokenizer"
     config = _config(checkpoint, CONFIG)
     name = str(config.get("tokenizer_class", ""))
     special = json.dumps(config.get("added_tokens_decoder", {}))
@@ -129,8 +133,9 @@ def _by_class(checkpoint: Path, source: Path, known: TokenizerClass, tokens: Seq
     config = _config(checkpoint, CONFIG)
     if known.pattern is None:
         proto = read_pieces(source)
-        tokenizer, bos = tokenizer_of_pieces(proto), proto.trainer_spec.bos_piece
-        _probe(tokenizer, source)
+        _check_pieces(proto, known)
+        tokenizer, bos = tokenizer_of_pieces(proto, known.spelled), proto.trainer_spec.bos_piece
+        _probe(tokenizer, source, known.spelled)
     else:
         tokenizer = tokenizer_of_ranks(read_ranks(source), known.pattern, known.composes)
         bos = ""
@@ -141,26 +146,38 @@ def _by_class(checkpoint: Path, source: Path, known: TokenizerClass, tokens: Seq
     tokenizer.add_special_tokens(list(special))
     adds_bos = config.get("add_bos_token", known.adds_bos)
     prefix = [bos] if bos and adds_bos is True else list(known.prefix)
-    _put_before(tokenizer, prefix, config)
+    _put_around(tokenizer, prefix, list(known.suffix), config)
     return tokenizer
 
 
-def _put_before(tokenizer: Any, prefix: list[str], config: dict[str, object]) -> None:
-    """Let the tokenizer put tokens before every text."""
+def _check_pieces(proto: Any, known: TokenizerClass) -> None:
+    """Raise ValueError if pieces that the class's code names are missing."""
+    wanted = [piece for _, piece in known.spelled]
+    wanted += known.special if known.spelled else []
+    missing = set(wanted) - {piece.piece for piece in proto.pieces}
+    if missing:
+        raise ValueError(f"{min(missing)!r} is no piece of it")
+
+
+def _put_around(
+    tokenizer: Any, prefix: list[str], suffix: list[str], config: dict[str, object]
+) -> None:
+    """Let the tokenizer put tokens before every text, and behind it."""
     from tokenizers.processors import TemplateProcessing
 
     numbered = config.get("added_tokens_decoder")
     if isinstance(numbered, dict):  # in their order: each gets the next id
         for _, token in sorted((int(i), token) for i, token in numbered.items()):
             tokenizer.add_special_tokens([token["content"]] if token.get("special") else [])
-    if not prefix:
+    if not prefix and not suffix:
         return
-    ids = [(token, tokenizer.token_to_id(token)) for token in prefix]
+    ids = [(token, tokenizer.token_to_id(token)) for token in (*prefix, *suffix)]
     missing = [token for token, token_id in ids if token_id is None]
     if missing:
         raise ValueError(f"{missing[0]!r}, which begins every text, is no token of it")
+    single = [*prefix, "$A", *suffix]
     tokenizer.post_processor = TemplateProcessing(
-        single=[*prefix, "$A"], pair=[*prefix, "$A", "$B:1"], special_tokens=ids
+        single=single, pair=[*single, "$B:1"], special_tokens=ids
     )
 
 
@@ -174,11 +191,14 @@ def _read_pieces(source: Path) -> Any:
         raise ValueError("it is no SentencePiece model") from None
 
 
-def _probe(tokenizer: Any, source: Path) -> None:
+def _probe(tokenizer: Any, source: Path, spelled: Sequence[tuple[str, str]] = ()) -> None:
     """Raise ValueError if a text is encoded in other tokens than SentencePiece's."""
     original = _read_pieces(source)
     for text in _PROBES:
-        if tokenizer.encode(text, add_special_tokens=False).ids != original.encode(text):
+        ids, given = tokenizer.encode(text, add_special_tokens=False).ids, text
+        for characters, piece in spelled:
+            given = given.replace(characters, piece)
+        if ids != original.encode(given):
             raise ValueError(f"{text!r} becomes other tokens")
 
 

@@ -1,10 +1,12 @@
 """Make a tokenizer of a SentencePiece model: BPE or Unigram, as its own encoder splits texts."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slipstream.models.gguf.merges import merges_of
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram
 
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
@@ -27,28 +29,39 @@ def read_pieces(path: Path) -> Any:
     return proto
 
 
-def tokenizer_of_pieces(proto: Any) -> Tokenizer:
-    """Return the tokenizer, which adds nothing to a text. Raises ValueError for other kinds."""
+def tokenizer_of_pieces(proto: Any, spelled: Sequence[tuple[str, str]] = ()) -> Tokenizer:
+    """Return the tokenizer, which adds nothing to a text. Raises ValueError for other kinds.
+
+    `spelled` are characters and the pieces that stand for them, which texts may have, too.
+    """
     if (
         proto.trainer_spec.treat_whitespace_as_suffix
         or not proto.normalizer_spec.escape_whitespaces
     ):
         raise ValueError("spaces behind words, or spaces that are no pieces, are not served")
-    tokenizer = Tokenizer(_model(proto))
+    tokenizer = Tokenizer(_model(proto, keeps_pieces=bool(spelled)))
     has_prefix = proto.normalizer_spec.add_dummy_prefix
-    tokenizer.normalizer = normalizers.Sequence(_normalizers(proto.normalizer_spec))
+    written = [normalizers.Replace(*each) for each in spelled]
+    tokenizer.normalizer = normalizers.Sequence([*written, *_normalizers(proto.normalizer_spec)])
     strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
     bytes_of = [decoders.ByteFallback()] if proto.trainer_spec.byte_fallback else []
-    parts = [decoders.Replace(_MARK, " "), *bytes_of, decoders.Fuse(), *strip]
+    read = [decoders.Replace(piece, characters) for characters, piece in spelled]
+    parts = [*read, decoders.Replace(_MARK, " "), *bytes_of, decoders.Fuse(), *strip]
     tokenizer.decoder = decoders.Sequence(parts)
+    defined = [piece.piece for piece in proto.pieces if piece.type == _DEFINED]
+    if spelled and defined:  # apart within a text, as it is then: an added token would begin a text
+        longest = sorted(defined, key=len, reverse=True)
+        pattern = Regex("|".join(re.escape(piece) for piece in longest))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")
     for piece in proto.pieces:
-        if piece.type in (_CONTROL, _DEFINED):
+        if piece.type == _CONTROL or (piece.type == _DEFINED and not spelled):
             is_special = piece.type == _CONTROL
             tokenizer.add_tokens([AddedToken(piece.piece, normalized=False, special=is_special)])
     return tokenizer
 
 
-def _model(proto: Any) -> BPE | Unigram:
+def _model(proto: Any, keeps_pieces: bool) -> BPE | Unigram:
+    """Return the model; `keeps_pieces`: a text that is a piece stays one, whatever merges there."""
     spec, pieces = proto.trainer_spec, [(piece.piece, piece.score) for piece in proto.pieces]
     if spec.model_type == _UNIGRAM:
         return Unigram(pieces, unk_id=spec.unk_id, byte_fallback=spec.byte_fallback)
@@ -61,6 +74,7 @@ def _model(proto: Any) -> BPE | Unigram:
         unk_token=spec.unk_piece,
         fuse_unk=True,
         byte_fallback=spec.byte_fallback,
+        ignore_merges=keeps_pieces,
     )
 
 

@@ -1,12 +1,14 @@
 """What tokenizers whose code lies in the checkpoint do beside their vocabulary, as data.
 
-That code is never run. Facts are from the published checkpoints: THUDM/chatglm2-6b, chatglm3-6b and
-glm-4-9b-chat, Qwen/Qwen-7B, baichuan-inc/Baichuan2-7B-Chat, internlm/internlm-chat-7b and
-internlm2-chat-7b, replit/replit-code-v1-3b.
+That code is never run. Facts are from the published checkpoints: THUDM/chatglm-6b, chatglm2-6b,
+chatglm3-6b and glm-4-9b-chat, Qwen/Qwen-7B, baichuan-inc/Baichuan2-7B-Chat,
+internlm/internlm-chat-7b and internlm2-chat-7b, replit/replit-code-v1-3b.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+
+from slipstream.models.files import read_json
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -20,9 +22,11 @@ class TokenizerClass:
         file: the vocabulary; tiktoken's ranks if there is a pattern, else SentencePiece's model.
         pattern: by which texts are cut before merges.
         composes: whether texts are brought into Unicode's composed form (NFC) before that.
+        spelled: characters, and the pieces of the vocabulary that stand for them, put into a text
+            in turn; its special tokens are pieces, too.
         special: tokens behind the vocabulary, with the next ids.
         special_if_named: more of them, if tokenizer_config.json has the first.
-        prefix: tokens before every text.
+        prefix, suffix: tokens before every text, and behind it.
         adds_bos: before every text, unless `add_bos_token` of tokenizer_config.json says.
         template: of chats, where a chat model has none; generation_config.json says that it is one.
         turns: keys of that file with the ids of the tokens that the template names in capitals.
@@ -31,9 +35,11 @@ class TokenizerClass:
     file: str = "tokenizer.model"
     pattern: str | None = None
     composes: bool = False
+    spelled: tuple[tuple[str, str], ...] = ()
     special: tuple[str, ...] = ()
     special_if_named: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
+    suffix: tuple[str, ...] = ()
     adds_bos: bool = False
     template: str | None = None
     turns: tuple[str, ...] = ()
@@ -41,6 +47,8 @@ class TokenizerClass:
 
 _GLM_SPECIAL = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 _GLM_ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+_MOST_BLANKS = 80  # in one piece of ChatGLM 1
+_BLANKS = tuple((" " * i, f"<|blank_{i}|>") for i in range(_MOST_BLANKS, 1, -1))
 _CHATML = """\
 {%- if messages[0]['role'] != 'system' -%}
 {{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
@@ -70,6 +78,21 @@ CLASSES = {
     "ChatGLMTokenizer": TokenizerClass(
         special=_GLM_SPECIAL, special_if_named=_GLM_ROLES, prefix=("[gMASK]", "sop")
     ),
+    "ChatGLM1Tokenizer": TokenizerClass(  # whose class is called ChatGLMTokenizer, too
+        "ice_text.model",
+        spelled=(("\n", "<n>"), ("\t", "<|tab|>"), *_BLANKS),
+        special=(
+            "[MASK]",
+            "[gMASK]",
+            "[sMASK]",
+            "<unused_0>",
+            "<sop>",
+            "<eop>",
+            "<ENC>",
+            "<dBLOCK>",
+        ),
+        suffix=("[gMASK]", "<sop>"),
+    ),
     "ChatGLM4Tokenizer": TokenizerClass(
         pattern=_WORDS + r"|\p{N}{1,3}" + _REST, prefix=("[gMASK]", "<sop>")
     ),
@@ -82,14 +105,21 @@ CLASSES = {
     ),
     "ReplitLMTokenizer": TokenizerClass("spiece.model"),
 }
-# ChatGLM 1 spells lines, tabs and runs of spaces as tokens, by code in the checkpoint.
-_NOT_CONVERTED = {"ice_text.model": "ChatGLM 1's, whose code puts tokens for lines and spaces"}
+_FIRST_ICE = 20000  # ids of images before those of texts, where the first files do not say
+
+
+def is_shifted(checkpoint: Path) -> bool:
+    """Return whether ids of texts begin behind those of images: ChatGLM 1's first files."""
+    path = checkpoint / "tokenizer_config.json"
+    config = read_json(path) if path.is_file() else {}
+    return config.get("num_image_tokens", _FIRST_ICE) != 0
 
 
 def unconverted(checkpoint: Path) -> list[str]:
-    """Return a note on each vocabulary of a checkpoint that nothing converts."""
-    return [
-        f"{name} is not made a tokenizer.json: it is {whose}; requests bring token ids"
-        for name, whose in _NOT_CONVERTED.items()
-        if (checkpoint / name).is_file() and not (checkpoint / "tokenizer.json").exists()
-    ]
+    """Return a note on a vocabulary of a checkpoint that nothing converts."""
+    name = CLASSES["ChatGLM1Tokenizer"].file
+    is_done = (checkpoint / "tokenizer.json").exists() or not (checkpoint / name).is_file()
+    if is_done or not is_shifted(checkpoint):
+        return []
+    why = "num_image_tokens of tokenizer_config.json is not 0, which shifts its ids"
+    return [f"{name} is not made a tokenizer.json: {why}; requests bring token ids"]

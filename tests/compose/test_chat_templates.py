@@ -10,6 +10,7 @@ from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 from slipstream_compose.chat_templates import TEMPLATES, put_template
 from slipstream_compose.compose import ComposeError
 from slipstream_compose.convert import convert_tokenizer
+from slipstream_compose.tokenizer_classes import CLASSES
 from slipstream_contract.errors import ContractError
 from slipstream_preprocessing.chat import ChatTemplate
 from slipstream_preprocessing.tokenizer import load_tokenizer
@@ -35,6 +36,14 @@ def chatglm2() -> str:
     return f"[gMASK]sop{prompt}[Round {len(TURNS)}]\n\n问\uff1a{TURNS[-1][0]}\n\n答\uff1a"
 
 
+def chatglm1() -> str:
+    """`chat` and `build_inputs_with_special_tokens`: rounds are counted where there are several."""
+    prompt = ""
+    for i, (asked, answer) in enumerate(TURNS[:-1]):
+        prompt += f"[Round {i}]\n问\uff1a{asked}\n答\uff1a{answer}\n"
+    return f"{prompt}[Round {len(TURNS) - 1}]\n问\uff1a{TURNS[-1][0]}\n答\uff1a[gMASK]<sop>"
+
+
 def chatglm3() -> str:
     """`build_chat_input`: roles are tokens, with a line behind each; SentencePiece's own space."""
     turns = [("system", SYSTEM)]
@@ -53,6 +62,7 @@ def internlm(end: str, system: str) -> str:
 
 
 WANTED = {
+    "chatglm1": (False, chatglm1()),
     "chatglm2": (False, chatglm2()),
     "chatglm3": (True, chatglm3()),
     "internlm": (True, internlm("", f"<|System|>:{SYSTEM}\n")),
@@ -65,9 +75,11 @@ def converted(request, tmp_path_factory) -> tuple[str, Path]:
     """A checkpoint of the class with a vocabulary of its kind, made for the template."""
     name, known = request.param, TEMPLATES[request.param]
     path = tmp_path_factory.mktemp(name)
-    config = {"tokenizer_class": known.tokenizer_class}
+    config = {"tokenizer_class": known.tokenizer_class, "num_image_tokens": 0}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
-    with (path / "tokenizer.model").open("wb") as file:
+    ice = CLASSES["ChatGLM1Tokenizer"]
+    named = [*ice.special, *(x for _, x in ice.spelled)] if name == "chatglm1" else []
+    with (path / vocabulary(name)).open("wb") as file:
         SentencePieceTrainer.train(
             sentence_iterator=iter(CORPUS * 4),
             model_writer=file,
@@ -77,7 +89,7 @@ def converted(request, tmp_path_factory) -> tuple[str, Path]:
             byte_fallback=True,
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
-            user_defined_symbols=["<eoh>", "<eoa>"],
+            user_defined_symbols=["<eoh>", "<eoa>", *named],
             minloglevel=2,
         )
     convert_tokenizer(path, known.tokens)
@@ -93,16 +105,31 @@ def test_a_template_says_what_the_models_code_says(converted: tuple[str, Path]) 
     text = ChatTemplate.load(path).render(messages(has_system=has_system))
     assert text == wanted
     ids = load_tokenizer(path).encode(text, add_special_tokens=False).ids
-    original = SentencePieceProcessor(model_file=str(path / "tokenizer.model"))
+    original = SentencePieceProcessor(model_file=str(path / vocabulary(name)))
+    spelled = CLASSES["ChatGLM1Tokenizer"].spelled if name == "chatglm1" else ()
     parts = [text]
     for token in TEMPLATES[name].tokens:
         parts = [x for part in parts for x in _split(part, token)]
     ours = load_tokenizer(path)
     expected: list[int] = []
     for part in parts:
+        for characters, piece in spelled:
+            part = part.replace(characters, piece)
         is_token = part in TEMPLATES[name].tokens
         expected += [ours.token_to_id(part)] if is_token else original.encode(part)
     assert ids == expected
+
+
+def test_one_question_of_chatglm_1_is_its_prompt(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES["chatglm1"].source)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    rendered = ChatTemplate.load(tmp_path).render([{"role": "user", "content": " 你好"}])
+    assert rendered == " 你好[gMASK]<sop>"
+
+
+def vocabulary(name: str) -> str:
+    """The file of a template's model."""
+    return "ice_text.model" if name == "chatglm1" else "tokenizer.model"
 
 
 def _split(text: str, token: str) -> list[str]:

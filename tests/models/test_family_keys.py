@@ -10,6 +10,7 @@ from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels.attention.backend import backend_for
 from slipstream.layers.dims import RopeConfig
+from slipstream.models.axes import Growth
 from slipstream.models.hf import read_config
 from slipstream.runner.cache_dtype import attention_spec
 from slipstream.runner.plan import resolve
@@ -59,6 +60,19 @@ def files(family: str, directory: Path, *removed: str, **changes: object) -> Pat
             {"rope_scaling": {"llama_4_scaling_beta": 0.1}},
             "rope_scaling.original_max_position_embeddings is missing",
         ),
+        (
+            "hunyuan_v1_dense",
+            {"rope_scaling": {"type": "dynamic", "alpha": 1e300}},
+            "rope_scaling.alpha = 1e+300 is above 1e+18",
+        ),
+        ("deepseek_v3", {"rope_scaling": YARN | {"mscale_all_dim": 1e300}}, "is above 262144"),
+        ("exaone_moe", {"mlp_layer_types": [["dense"]] * 2}, "is not a list of 2 of dense and"),
+        ("qwen3", {"layer_types": [["full_attention"]] * 2}, "has kinds other than full_attention"),
+        ("minimax_m2", {"rotary_dim": 10**30}, f"rotary_dim = {10**30} is above 64"),
+        ("llama4", {"num_experts_per_tok": 2}, "num_experts_per_tok = 2 is not implemented; 1 is"),
+        ("llama4", {"layer_types": [0, 0]}, "is not a list of 2 of chunked_attention and full"),
+        ("llama4", {"moe_layers": [True]}, "moe_layers = [True] is not a list of whole numbers"),
+        ("llama4", {"attention_chunk_size": None}, "attention_chunk_size = None is not a whole"),
         ("cohere2", {"layer_types": ["full_attention"]}, "is not a list of 2 kinds"),
         ("cohere", {"use_qk_norm": 1}, "use_qk_norm = 1 is neither true nor false"),
         ("cohere", {"layer_norm_eps": 0}, "layer_norm_eps = 0 is not a number > 0"),
@@ -150,5 +164,5 @@ def test_queries_grow_by_the_context_before_it_was_stretched(
     rope = YARN | {"llama_4_scaling_beta": 0.4, "original_max_position_embeddings": inner}
     keys = {"rope_scaling": rope, "original_max_position_embeddings": beside}
     config = read_config(files("ministral3", tmp_path, "rope_parameters", **keys))
-    assert config.axes.query_growth == (0.4, every)
+    assert config.axes.query_growth == Growth(0.4, every)
     assert config.rope.original_max_positions == every

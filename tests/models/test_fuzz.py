@@ -14,6 +14,7 @@ from slipstream.errors import CheckpointError
 from slipstream.models.files import tensor_entries
 from slipstream.models.hf import describe, read_config
 from slipstream.models.model_config import ModelConfig
+from slipstream.models.registry import family_of, supported
 
 T = TypeVar("T")
 KEYS = [
@@ -67,6 +68,25 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(changes=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
 def test_any_config(directory: Path, changes: dict[str, object]) -> None:
     (directory / "config.json").write_text(json.dumps(BASE | changes))
+    result = outcome(read_config, directory)
+    assert isinstance(result, ModelConfig) or ("config.json" in result and "\n" not in result)
+
+
+FAMILIES = supported()
+
+
+@settings(max_examples=400, deadline=None)
+@example(name="DeepseekV3ForCausalLM", number=0, value=2**63)
+@given(
+    st.sampled_from(FAMILIES), st.integers(0, 999), VALUES | st.lists(SCALARS | ROPES, min_size=9)
+)
+def test_any_value_of_a_key_that_a_family_has(
+    directory: Path, name: str, number: int, value: object
+) -> None:
+    family = family_of(name)
+    keys = sorted(family.keys)
+    config = {"architectures": [name], **family.said, keys[number % len(keys)]: value}
+    (directory / "config.json").write_text(json.dumps(config))
     result = outcome(read_config, directory)
     assert isinstance(result, ModelConfig) or ("config.json" in result and "\n" not in result)
 

@@ -356,10 +356,11 @@ def test_a_silent_file_is_what_transformers_takes(family: str, tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(file))
     ours, theirs = read_config(tmp_path), config_class(**said)
     dims = ours.dims
+    inner = "intermediate_size_mlp" if family == "llama4" else "intermediate_size"
     for value, key, otherwise in (
         (dims.vocab_size, "vocab_size", None),
         (dims.hidden_size, "hidden_size", None),
-        (dims.intermediate_size, "intermediate_size", 4 * dims.hidden_size),
+        (dims.intermediate_size, inner, 4 * dims.hidden_size),
         (dims.num_layers, "num_hidden_layers", None),
         (dims.num_heads, "num_attention_heads", None),
         (dims.num_kv_heads, "num_key_value_heads", OTHERWISE.get(family, dims.num_heads)),

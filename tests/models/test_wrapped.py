@@ -45,6 +45,11 @@ CASES: dict[str, tuple[str, dict[str, object]]] = {  # beginning of names of cla
     "gemma 3": ("Gemma3", {"model_type": "gemma3_text", "sliding_window": 9}),
     "llava": ("Llava", {"model_type": "llama"}),
     "llava next": ("LlavaNext", {"model_type": "mistral", "sliding_window": 12}),
+    "llama 4": (
+        "Llama4",
+        {"model_type": "llama4_text", "intermediate_size_mlp": 72, "num_local_experts": 4}
+        | {"attention_chunk_size": 256, "no_rope_layer_interval": 2},
+    ),
     "qwen 2 vl": ("Qwen2VL", {"rope_parameters": BY_AXES}),
     "qwen 2.5 vl": ("Qwen2_5_VL", {"rope_parameters": BY_AXES}),
     "qwen 3 vl": ("Qwen3VL", {"rope_parameters": BY_AXES | {"mrope_interleaved": True}}),

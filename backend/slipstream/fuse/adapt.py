@@ -65,7 +65,7 @@ def adapt(decoder: Decoder, groups: StepGroups, vocab_size: int) -> list[Adapted
         is_last = number == len(decoder.blocks) - 1
         if isinstance(layer, LatentAttention):
             apart.append(_heads(layer, prefix, groups, is_last))
-        if isinstance(layer, Experts):
+        if isinstance(layer, Experts) and not layer.config.scales_inputs:
             apart += _experts(layer, prefix, groups, is_last, 2 * num_experts)
             num_experts += layer.config.routing.num_experts
         if isinstance(layer, Experts) and layer.shared is not None:

@@ -79,6 +79,8 @@ class ExpertsConfig:
     shared_size: inner size of the expert of all rows; 0: there is none.
     shared_gated: whether a logistic gate of the row multiplies what it gives.
     corrected: whether the router has corrections of the scores by which experts are chosen.
+    scales_inputs: whether a logistic function of its logit multiplies what an expert reads, the
+    one of its row, and not what it gives (Llama 4).
     takes_turns: whether gates and ups take turns in the class of transformers, whose matrices of
     all experts are `[e, inputs, outputs]`.
     is_fused: whether the checkpoint has these matrices so, and not one by one.
@@ -91,5 +93,6 @@ class ExpertsConfig:
     shared_size: int = 0
     shared_gated: bool = False
     corrected: bool = False
+    scales_inputs: bool = False
     takes_turns: bool = False
     is_fused: bool = False

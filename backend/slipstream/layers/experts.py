@@ -127,6 +127,9 @@ class Experts:
                 first = self.config.routing.num_experts
                 gate = outputs[:, first : first + 1]
             shared = Shared(self.shared(x), gate)
+        if self.config.scales_inputs:
+            assert outputs is not None, "they are kept for it"
+            x = _scaled(x, outputs, routed)
         if self.out_norm is None:
             self.add(x, routed, residual.values, shared)
             return
@@ -139,7 +142,8 @@ class Experts:
         size = self.tile_rows(len(x), target_of(x.device), self.is_fixed)
         matrix = router.matrix
         if isinstance(norm, Norm) and matrix is not None and takes_router(x, matrix.values):
-            of_router = router.bias, self.correction, norm.plus_one, self.config.shared_gated
+            keeps = self.config.shared_gated or self.config.scales_inputs
+            of_router = router.bias, self.correction, norm.plus_one, keeps
             stages = RouterStages(norm.eps, routing, size, *of_router)
             return choose_rows(x, matrix.values, norm.weight, stages)
         normed = norm(x)
@@ -167,6 +171,12 @@ class Experts:
         all_groups = (self.gate_up.groups, self.down.groups)
         packings = [groups.packing for groups in all_groups if groups is not None]
         return tile_rows(pairs, count, is_fp8, fixed, target, packings)
+
+
+def _scaled(x: Tensor, outputs: Tensor, routed: Routed) -> Tensor:
+    """Return rows `[n, h]` times a logistic function of the logit of the one expert of each."""
+    logits = outputs.gather(1, routed.experts.long())
+    return x * logits.float().sigmoid().to(x.dtype)
 
 
 def _router(w: WeightSource, config: ExpertsConfig, hidden: int) -> Linear:

@@ -33,6 +33,15 @@ class Norm:
         return norm.rms_norm(x, self.weight, self.eps, self.plus_one)
 
 
+class BareNorm(Norm):
+    """An RMS norm without a weight: its weight is ones."""
+
+    def __init__(self, w: WeightSource, size: int, eps: float) -> None:
+        self.weight = torch.ones(size, dtype=w.dtype, device=w.device)
+        self.eps = eps
+        self.plus_one = False
+
+
 class LayerNorm:
     """Layer norm (Ba et al., 2016) over the last dimension, by torch: in fp32, rounded once.
 

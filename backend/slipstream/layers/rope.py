@@ -78,9 +78,11 @@ def cos_sin_table(
     return table.to(device)
 
 
-def growth_table(share: float, every: int, num_positions: int, device: torch.device) -> Tensor:
-    """`[num_positions]` fp32: `1 + share log(1 + p // every)` of position p (Llama 4's queries)."""
-    steps = torch.arange(num_positions) // every
+def growth_table(
+    share: float, every: int, first: int, num_positions: int, device: torch.device
+) -> Tensor:
+    """`[num_positions]` fp32: `1 + share log(1 + (p + first) // every)` of position p."""
+    steps = (torch.arange(num_positions) + first) // every
     return (1 + share * torch.log1p(steps.float())).to(device)
 
 

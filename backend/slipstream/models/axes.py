@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,6 +66,7 @@ class QkNorms(Enum):
 
     NONE = "nothing"
     HEADS = "each head, by rms"
+    BARE_HEADS = "each head, by rms without weights, where it rotates"
     WHOLE = "all heads together, by rms"
     LAYER_HEADS = "each head, by a layer norm with weights of its own"
     LAYER = "each head, by a layer norm with bias"
@@ -73,7 +74,19 @@ class QkNorms(Enum):
 
 
 # Norms of each head by itself.
-OF_HEADS = (QkNorms.HEADS, QkNorms.LAYER_HEADS, QkNorms.LAYER)
+OF_HEADS = (QkNorms.HEADS, QkNorms.BARE_HEADS, QkNorms.LAYER_HEADS, QkNorms.LAYER)
+
+
+class Growth(NamedTuple):
+    """How queries grow: at position p by `1 + share * log(1 + (p + first) // every)`.
+
+    of_still: whether those of layers that do not rotate grow alone; else all do.
+    """
+
+    share: float
+    every: int
+    first: int = 0
+    of_still: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +101,7 @@ class Axes:
     sum_scale: of norms that take the sum's place, there; attention and MLP read them without.
     qk_norms: what is normalised of queries and keys.
     late_norms: whether these norms, of each head, come behind the rotation.
-    query_growth: b and n: a query at position p is multiplied by 1 + b log(1 + p // n); None: not.
+    query_growth: by which queries are multiplied, of their position; None: not.
     normed_size: numbers of a head that its norm counts, the others being zeros; 0: all.
     interleaved: whether a head's numbers 2i and 2i + 1 rotate together; else the halves do.
     qkv_bias, out_bias, mlp_bias: whether these matrices have biases.
@@ -121,7 +134,7 @@ class Axes:
     sum_scale: float = 1.0
     qk_norms: QkNorms = QkNorms.NONE
     late_norms: bool = False
-    query_growth: tuple[float, int] | None = None
+    query_growth: Growth | None = None
     normed_size: int = 0
     interleaved: bool = False
     qkv_bias: bool = False
@@ -252,6 +265,7 @@ class TensorNames:
     changed: other changes, by the ends of the decoder's names.
     stacked: ends of names of tensors that are several under one another, and the ends of these
     ones' names, with `{}` for an expert's number: `[experts, rows, inputs]`, or `[rows, inputs]`.
+    turned: the same of `[experts, inputs, rows]`, where these ones' rows lie side by side.
     change: what makes a tensor of the decoder from the stored one, all of these together; None: it
     is that. Set when dims are known (transforms.py).
     moves: the same of a matrix, whose name ends in no `.weight`, or of a bias, if it moves numbers.
@@ -269,6 +283,7 @@ class TensorNames:
     norms_each_head: bool = False
     changed: Mapping[str, Change] = field(default_factory=dict)
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    turned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     change: Callable[[str], Change | None] = field(default=_unchanged, compare=False)
     moves: Callable[[str], Moves | None] = field(default=_unmoved, compare=False)
     cuts: Cuts | None = None

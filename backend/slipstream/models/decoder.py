@@ -24,6 +24,7 @@ from slipstream.layers.experts import Experts
 from slipstream.layers.latent import LatentAttention
 from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP, XieluMLP
 from slipstream.layers.norm import (
+    BareNorm,
     Factor,
     LayerNorm,
     Norm,
@@ -98,8 +99,10 @@ class _Builder:
         }
 
         self._factors = None
-        if config.axes.query_growth is not None and max_model_len > config.axes.query_growth[1]:
-            self._factors = growth_table(*config.axes.query_growth, max_model_len, weights.device)
+        growth = config.axes.query_growth
+        if growth is not None and max_model_len + growth.first > growth.every:
+            table = growth.share, growth.every, growth.first
+            self._factors = growth_table(*table, max_model_len, weights.device)
 
     def decoder(self) -> Decoder:
         """Build all."""
@@ -142,9 +145,10 @@ class _Builder:
             return self._norm(w) if scale == 1.0 else ScaledNorm(self._norm(w), scale)
         return None if scale == 1.0 else Factor(scale)
 
-    def _head_norms(self, w: Weights) -> tuple[HeadNorm, HeadNorm] | None:
+    def _head_norms(self, w: Weights, turns: bool) -> tuple[HeadNorm, HeadNorm] | None:
+        """Read the norms of queries and keys, of a layer that `turns` them by position or not."""
         kind, d = self._axes.qk_norms, self._dims
-        if kind is QkNorms.NONE:
+        if kind is QkNorms.NONE or (kind is QkNorms.BARE_HEADS and not turns):
             return None
         pairs = (("q_norm", d.num_heads), ("k_norm", d.num_kv_heads))
         q_norm, k_norm = (self._head_norm(w.at(name), heads) for name, heads in pairs)
@@ -171,12 +175,16 @@ class _Builder:
         kind, size, eps = self._axes.qk_norms, self._dims.head_size, self._dims.eps
         if kind is QkNorms.HEADS:
             return Norm(w, size, eps, self._axes.norm is NormKind.ONE_PLUS_WEIGHT)
+        if kind is QkNorms.BARE_HEADS:
+            return BareNorm(w, size, eps)
         if kind is QkNorms.LAYER:
             return LayerNorm(w, size, eps)
         return LayerNorm(w, size, eps, has_bias=False, groups=heads)
 
     def _attention(self, i: int, w: Weights) -> Attention | LatentAttention:
         axes, own = self._axes, w.at("self_attn")
+        turns, growth = self._config.ropes[i].rotated != 0, axes.query_growth
+        grows = growth is not None and not (growth.of_still and turns)
         if axes.latent is not None:
             table, scale = self._tables[self._config.ropes[i]], axes.attention_scale
             assert scale is not None, "heads have two sizes"
@@ -187,14 +195,14 @@ class _Builder:
             self._tables[self._config.ropes[i]],
             axes.qkv_bias,
             axes.out_bias,
-            self._head_norms(own),
+            self._head_norms(own, turns),
             self._behind(w.at("attention_out_norm")),
             axes.attention_scale,
             most=axes.qkv_most,
             changed=Scores(axes.score_cap, self._slopes),
             has_sink_scores=axes.sink_scores,
             are_late=axes.late_norms,
-            factors=self._factors,
+            factors=self._factors if grows else None,
             has_two_positions=self._config.ropes[i].has_two,
         )
 

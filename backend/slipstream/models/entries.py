@@ -23,14 +23,22 @@ class TensorEntry:
 
 
 def unstacked(
-    entries: Mapping[str, TensorEntry], stacked: Mapping[str, Sequence[str]]
+    entries: Mapping[str, TensorEntry],
+    stacked: Mapping[str, Sequence[str]],
+    turned: Mapping[str, Sequence[str]],
 ) -> dict[str, TensorEntry]:
     """Return the tensors, of which those that are several under one another are apart.
 
-    stacked: as of `TensorNames`. A tensor whose shape has no such parts stays as it is.
+    Those that are several side by side have all of an expert's each, `[inputs, rows]`.
+    stacked, turned: as of `TensorNames`. A tensor whose shape has no such parts stays as it is.
     """
     found: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
+        beside = next((each for each in turned if name.endswith(f".{each}")), None)
+        if beside is not None and len(entry.shape) == 3:
+            for each in turned[beside]:
+                found |= _parts(name.removesuffix(beside), entry, [each])
+            continue
         end = next((each for each in stacked if name.endswith(f".{each}")), None)
         if end is None or len(entry.shape) not in (2, 3) or entry.shape[-2] % len(stacked[end]):
             found[name] = entry

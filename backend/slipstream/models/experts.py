@@ -47,13 +47,9 @@ def read_experts(
 
 def listed_dense_layers(config: Reader, silent: frozenset[int]) -> frozenset[int]:
     """Return the layers without experts: those of `mlp_layer_types`, else `silent`."""
-    count, kinds = config.whole("num_hidden_layers"), config.get("mlp_layer_types")
+    kinds = config.names_of("mlp_layer_types", config.whole("num_hidden_layers"), KINDS)
     if kinds is None:
         return silent
-    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= set(KINDS):
-        raise config.refusal(
-            "mlp_layer_types", f"is not a list of {count} of {' and '.join(KINDS)}"
-        )
     return frozenset(i for i, kind in enumerate(kinds) if kind == KINDS[0])
 
 
@@ -62,9 +58,7 @@ def read_dense_layers(config: Reader) -> frozenset[int]:
 
     They are those of `mlp_only_layers`, and all but every `decoder_sparse_step`-th.
     """
-    layers = config.get("mlp_only_layers") if config.has("mlp_only_layers") else []
-    if not isinstance(layers, list) or not all(type(i) is int and i >= 0 for i in layers):
-        raise config.refusal("mlp_only_layers", "is not a list of whole numbers >= 0")
+    layers = config.wholes("mlp_only_layers") or []
     step = config.whole("decoder_sparse_step", 1)
     count = config.whole("num_hidden_layers")
     return frozenset(layers) | {i for i in range(count) if (i + 1) % step}

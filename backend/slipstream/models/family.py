@@ -133,6 +133,19 @@ def _pairs(aliases: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
+_REFUSED: dict[str, str] = {}
+
+
+def refuses(architecture: str, why: str) -> None:
+    """Register why an architecture is not served, which its refusal says."""
+    _REFUSED[architecture] = why
+
+
+def refused() -> Mapping[str, str]:
+    """Return why architectures are not served, of all imported files."""
+    return _REFUSED
+
+
 def registered() -> Mapping[str, Family]:
     """Return the families of all imported files, by architecture."""
     return _FAMILIES

@@ -21,7 +21,7 @@ from slipstream.models.files import read_json, tensor_entries
 from slipstream.models.gguf.tensors import REFERENCE
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader, words
-from slipstream.models.registry import family_of, supported, whole_of
+from slipstream.models.registry import family_of, supported, whole_of, why_not
 from slipstream.models.ropes import STILL, by_layer, rope_key
 from slipstream.models.transforms import with_changes
 from slipstream.models.windows import read_windows
@@ -69,6 +69,8 @@ def _architecture(config: Reader) -> str:
     names = config.data.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in supported():
         near = ", ".join(get_close_matches(str(names), supported(), _MOST_NEAR, cutoff=0.0))
+        if lacks := why_not(names):
+            raise UnknownArchitectureError(str(config.refusal("architectures", lacks)))
         why = (
             f"is not supported; {len(supported())} others are, see docs/families.md; names like "
             f"it: {near}"

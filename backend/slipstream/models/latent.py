@@ -17,7 +17,7 @@ EXPERT_KEYS += "num_experts_per_tok scoring_func num_mtp_layers num_nextn_predic
 EXPERT_KEYS += "num_local_experts num_experts"
 LATENT_KEYS = "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim attention_bias"
 KEYS = f"{LATENT_KEYS} {EXPERT_KEYS}"
-_MOST = 1 << 18
+_MOST = 1 << 18  # of sizes, and of a factor
 
 
 def derived_experts(config: Reader) -> Mapping[str, object]:
@@ -71,7 +71,8 @@ def _experts(config: Reader, routing: Routing) -> tuple[ExpertsConfig, frozenset
     """Read the sizes of experts, and which layers have none: the first."""
     dense = 0
     if config.has("first_k_dense_replace") and config.get("first_k_dense_replace") != 0:
-        dense = config.whole("first_k_dense_replace")
+        count = config.whole("num_hidden_layers")
+        dense = min(config.whole("first_k_dense_replace"), count)
     inner = config.whole("moe_intermediate_size")
     shared = inner * config.whole("n_shared_experts") if config.has("n_shared_experts") else 0
     return ExpertsConfig(routing, inner, shared_size=shared), frozenset(range(dense))
@@ -120,6 +121,6 @@ def _scale(config: Reader, size: int) -> float:
     kind = rope.data.get("rope_type") or rope.data.get("type") or "default"
     if kind == "default" or not rope.data.get("mscale_all_dim"):
         return float(size**-0.5)
-    factor, weight = rope.positive("factor"), rope.positive("mscale_all_dim")
+    factor, weight = rope.positive("factor"), rope.positive("mscale_all_dim", most=_MOST)
     magnitude = 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
     return float(size**-0.5) * magnitude**2

@@ -1,7 +1,7 @@
 """Look up typed values in a JSON object of a checkpoint. No torch."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from slipstream_contract.errors import clip
 
@@ -51,12 +51,14 @@ class Reader:
             raise self.refusal(key, f"is above {most}")
         return value
 
-    def positive(self, key: str, default: float | None = None) -> float:
-        """Return a finite number > 0; raises `CheckpointError` for anything else."""
+    def positive(self, key: str, default: float | None = None, most: float = math.inf) -> float:
+        """Return a finite number > 0, up to `most`; raises `CheckpointError` for anything else."""
         value = self._value(key, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(float(str(value))) or float(str(value)) <= 0:
             raise self.refusal(key, "is not a number > 0")
+        if float(str(value)) > most:
+            raise self.refusal(key, f"is above {most:g}")
         return float(str(value))
 
     def flag(self, key: str, default: bool) -> bool:
@@ -64,6 +66,26 @@ class Reader:
         value = self._value(key, default)
         if not isinstance(value, bool):
             raise self.refusal(key, "is neither true nor false")
+        return value
+
+    def names_of(self, key: str, count: int, known: Sequence[str]) -> list[str] | None:
+        """Return a list of `count` of the names `known`, or None where the key is missing."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, list) and len(value) == count:
+            found = [each for each in value if isinstance(each, str) and each in known]
+            if len(found) == count:
+                return found
+        raise self.refusal(key, f"is not a list of {count} of {' and '.join(known)}")
+
+    def wholes(self, key: str) -> list[int] | None:
+        """Return a list of whole numbers >= 0, or None where the key is missing."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
+            raise self.refusal(key, "is not a list of whole numbers >= 0")
         return value
 
     def refuse_unless(self, key: str, value: object) -> None:

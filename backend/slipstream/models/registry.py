@@ -5,7 +5,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from slipstream.models import families
-from slipstream.models.family import Family, registered
+from slipstream.models.family import Family, refused, registered
 from slipstream.models.wrapped import Whole, registered_wholes
 
 
@@ -20,6 +20,12 @@ def supported() -> tuple[str, ...]:
     """Return the values of `architectures` in config.json that are served, sorted."""
     _import_families()
     return tuple(sorted(registered()))
+
+
+def why_not(names: object) -> str:
+    """Return why what `architectures` names is not served, where a file says so; else nothing."""
+    _import_families()
+    return refused().get(str(names[0]), "") if isinstance(names, list) and len(names) == 1 else ""
 
 
 def family_of(architecture: str) -> Family:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _NAME = re.compile(
     r"(?:^|\.)(self_attn\.\w+|mlp\.\w+|lm_head|model\.\w+)(?:\.norms\.\d+)?\.(weight|bias)$"
 )
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _OUT = "self_attn.o_proj"
@@ -47,7 +48,7 @@ def part_of_qkv(x: "Tensor", order: QkvOrder, which: int, dims: Dims) -> "Tensor
 
 def part_of_two(x: "Tensor", which: int) -> "Tensor":
     """Return the first or second half of the rows."""
-    return x.view(2, len(x) // 2, *x.shape[1:])[which]
+    return x.reshape(2, len(x) // 2, *x.shape[1:])[which]
 
 
 def head_order(
@@ -127,7 +128,7 @@ class Changes:
         part = _NAME.search(name)
         if part is None:
             ends = (end for end in self._names.changed if name.endswith(f".{end}"))
-            return self._names.changed.get(next(ends, ""))
+            return self._names.changed.get(next(ends, "")) or self._turned(name)
         name, is_matrix = part[1], part[2] == "weight"
         found: list[Change] = []
         if is_matrix and name in self._names.transposed:
@@ -135,6 +136,15 @@ class Changes:
         found += self._rows(name, part[2])
         found += self._columns(name) if is_matrix else []
         return _together(found)
+
+    def _turned(self, name: str) -> Change | None:
+        """Return what makes an expert's matrix from that of all of its rows, `[inputs, rows]`."""
+        plain = _EXPERT.sub("{}", name)
+        for ends in self._names.turned.values():
+            for which, end in enumerate(ends):
+                if plain.endswith(f".{end}"):
+                    return lambda x: part_of_two(x.t(), which) if len(ends) > 1 else x.t()
+        return None
 
     def moves(self, name: str) -> Moves | None:
         """Return how a matrix, whose name ends in no `.weight`, or a bias is changed; None: not."""

@@ -55,7 +55,9 @@ class _Checkpoint:
     def __init__(self, directory: Path, tensors: TensorNames, single: str = SINGLE) -> None:
         self._directory = directory
         self._tensors = tensors
-        self._entries = unstacked(tensor_entries(directory, single), tensors.stacked)
+        self._entries = unstacked(
+            tensor_entries(directory, single), tensors.stacked, tensors.turned
+        )
         self._unread = set(self._entries)
         lacks = tensors.optional and not any(n.startswith(tensors.optional) for n in self._entries)
         self._lacking = tensors.optional if lacks else ""
@@ -323,7 +325,7 @@ class FileSource(_Checkpoint):
 
     def fill(self, names: Sequence[str], outs: Sequence[Tensor]) -> None:
         """Copy the tensors into `outs`, converting their dtypes; change those that need it."""
-        stored: dict[str, Tensor] = {}  # of which several of these are made
+        last: tuple[TensorEntry, Tensor] | None = None  # of which several of these may be made
         plain: list[tuple[str, Tensor]] = []
         for name, out in zip(names, outs, strict=True):
             change = self._tensors.change(name)
@@ -334,9 +336,9 @@ class FileSource(_Checkpoint):
                 plain.append((name, out))
                 continue
             entry, key = self._take(name, out.shape), self.stored(name)
-            if key not in stored:
-                stored[key] = self._values(key, entry)
-            out.copy_(change(stored[key]))
+            if last is None or last[0] != entry:
+                last = entry, self._values(key, entry)
+            out.copy_(change(last[1]))
             self._note_values(key, entry, out)
         if plain:
             self._fill(*zip(*plain, strict=True))

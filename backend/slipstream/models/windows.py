@@ -19,7 +19,7 @@ def read_windows(config: Reader, num_layers: int) -> tuple[int, ...]:
         return tuple(window if _slides(config, i) else 0 for i in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise config.refusal("layer_types", f"is not a list of {num_layers} kinds")
-    if not set(kinds) <= {_FULL, _SLIDING}:
+    if not all(kind in (_FULL, _SLIDING) for kind in kinds):
         raise config.refusal("layer_types", f"has kinds other than {_FULL} and {_SLIDING}")
     if _SLIDING in kinds and not window:
         raise config.refusal("layer_types", f"has {_SLIDING}, but no sliding_window is in use")

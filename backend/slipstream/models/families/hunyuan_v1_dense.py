@@ -11,6 +11,7 @@ from slipstream.models.ropes import rope_key
 NAMES = {"self_attn.q_norm": "self_attn.query_layernorm"}
 NAMES |= {"self_attn.k_norm": "self_attn.key_layernorm"}
 _SCALING = ("yarn", "longrope")  # kinds that change the length of rotated heads
+MOST_ALPHA = 1e18  # that leaves theta a number
 
 
 def derived(config: Reader) -> Mapping[str, object]:
@@ -27,7 +28,7 @@ def derived(config: Reader) -> Mapping[str, object]:
     if size <= 2:
         raise config.refusal("head_dim", f"gives heads of {size}: alpha needs more than 2")
     theta = rope.positive("rope_theta", config.positive("rope_theta"))
-    theta *= rope.positive("alpha") ** (size / (size - 2))
+    theta *= rope.positive("alpha", most=MOST_ALPHA) ** (size / (size - 2))
     return {key: {"rope_type": "default", "rope_theta": theta}, "rope_theta": theta}
 
 

@@ -20,7 +20,8 @@ def derived(config: Reader) -> Mapping[str, object]:
     """Return which share of a head rotates, of which the published files give the numbers."""
     if not config.has("rotary_dim") or config.has("partial_rotary_factor"):
         return {}
-    return {"partial_rotary_factor": config.whole("rotary_dim") / config.whole("head_dim")}
+    size = config.whole("head_dim")
+    return {"partial_rotary_factor": config.whole("rotary_dim", most=size) / size}
 
 
 def gguf_config(keys: GgufKeys) -> dict[str, object]:

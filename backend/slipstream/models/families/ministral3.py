@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from slipstream.models.axes import Axes
+from slipstream.models.axes import Axes, Growth
 from slipstream.models.family import family
 from slipstream.models.gguf_form import MAGNITUDE, GgufForm, GgufKeys
 from slipstream.models.reader import Reader
@@ -58,4 +58,4 @@ def ministral3(config: Reader) -> Axes:
     """Read how queries grow."""
     growth = config.get(BETA)
     assert growth is None or isinstance(growth, tuple), "`derived` made it"
-    return Axes(query_growth=growth)
+    return Axes(query_growth=None if growth is None else Growth(*growth))

@@ -52,7 +52,7 @@ def derived(config: Reader) -> Mapping[str, object]:
     own, heads = attention(config), config.whole("num_attention_heads")
     kinds = {"multihead_attention": heads, "multiquery_attention": 1}
     kind = own.data.get("attn_type", "multihead_attention")
-    if kind not in kinds and kind != "grouped_query_attention":
+    if not isinstance(kind, str) or (kind not in kinds and kind != "grouped_query_attention"):
         raise own.refusal("attn_type", "is not implemented")
     if config.get("norm_type") not in ("low_precision_layernorm", "layernorm"):
         raise config.refusal("norm_type", "is not implemented; layernorm is")
