@@ -5,9 +5,11 @@ is what the distinct experts of the rows take to read. Of up to eight rows `choo
 are kernels of their own, `few` a layer by them with its norm, `normed` by the others with its norm.
 `--tiles` times every size of tiles, by which `slipstream.kernels.experts.grouped` chooses, and
 `--both` each by the kernel of all GPUs and by Hopper's, in turn. Packed weights, by
-`--weights`, have one kernel; their limit is of the bytes that a GPU keeps. `--design old new` times
-steps of up to eight rows without and with the kernels of `sm90/streamed.py`, in turn; `--layers`
-and `--choices` make a layer's weights and choices as far apart in memory as those of a model are.
+`--weights`, have one kernel; their limit is of the bytes that a GPU keeps. `--design` names
+kernels of few rows, which are timed in turn: `old` reads weights into registers, `gates` brings
+those of gates and ups through shared memory, `new` outputs' as well, `beside` with rings of which
+both have room on a multiprocessor. `--layers` and `--choices` make a layer's weights and choices as
+far apart in memory as those of a model are.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 from limits import rates_of
@@ -35,7 +38,7 @@ from slipstream.kernels.experts.grouped import (
 )
 from slipstream.kernels.experts.route import Routed, route
 from slipstream.kernels.experts.router import Chosen, RouterStages, choose_rows
-from slipstream.kernels.experts.sm90 import piped, streamed
+from slipstream.kernels.experts.sm90 import piped, streamed, streamed_add
 from slipstream.kernels.experts.spec import Gate, Routing
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Matrix
@@ -62,7 +65,32 @@ MODELS = (
     Model("gpt-oss-20b", 2880, 32, 4, 2880, 24),
 )
 KINDS = ("bf16", "e4m3", *FORMS)
-DESIGNS = {"old": 0.0, "new": math.inf}  # the most pairs an expert that streamed kernels take
+
+
+class Design(NamedTuple):
+    """How many pairs an expert streamed kernels take, and slots of their rings."""
+
+    gates: float
+    outputs: float
+    slots: int = 5
+    slots_of_outputs: int = 7
+
+    def choose(self) -> None:
+        """Let all launches take it."""
+        for kernel, most, slots in (
+            (streamed, self.gates, self.slots),
+            (streamed_add, self.outputs, self.slots_of_outputs),
+        ):
+            kernel.MOST_PAIRS = dict.fromkeys((False, True), most)
+            kernel.MOST_SLOTS = slots
+
+
+DESIGNS = {
+    "old": Design(0, 0),
+    "gates": Design(math.inf, 0),
+    "new": Design(math.inf, math.inf),
+    "beside": Design(math.inf, math.inf, 3, 3),
+}
 
 
 @dataclass
@@ -206,7 +234,7 @@ def measure(
     own = [each.groups.packing for each in (layers[0].gate_up, layers[0].down) if each.groups]
     for n, is_piped, design in itertools.product(counts, kernels[:1] if own else kernels, designs):
         piped.runs_on = lambda *_, is_piped=is_piped: is_piped
-        streamed.MOST_PAIRS = dict.fromkeys((False, True), DESIGNS[design])
+        DESIGNS[design].choose()
         pairs = n * model.top_k
         chosen = tile_rows(pairs, model.experts, is_fp8, target=target_of(device), packings=own)
         sizes = piped.TILE_ROWS if is_piped else (SKINNY_ROWS, *TILE_ROWS)
@@ -238,10 +266,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=names, default=names)
     parser.add_argument("--layers", type=int, help="layers, each with weights of its own")
     parser.add_argument("--choices", type=int, default=1, help="of experts, by each layer")
-    parser.add_argument("--slots", type=int, default=streamed.MOST_SLOTS, help="of a new ring")
-    parser.add_argument("--ahead", type=int, default=streamed.UNDER_WAY, help="... at once")
+    parser.add_argument("--ahead", type=int, default=streamed.UNDER_WAY, help="slots at once")
     args = parser.parse_args()
-    streamed.MOST_SLOTS, streamed.UNDER_WAY = args.slots, args.ahead
+    streamed.UNDER_WAY = args.ahead
     need_gpu()
     torch.manual_seed(0)
     results = []

@@ -5,8 +5,10 @@ import torch
 from fixtures.kernels.emulation import emulate
 from fixtures.kernels.expert_cases import Case, Sizes, make_case
 from fixtures.tiers import quick_of
+from slipstream.kernels.experts.combine import Shared
+from slipstream.kernels.experts.down_add import down_add
 from slipstream.kernels.experts.grouped import Added, down, gate_up
-from slipstream.kernels.experts.sm90 import streamed
+from slipstream.kernels.experts.sm90 import streamed, streamed_add
 from slipstream.kernels.experts.spec import Gate
 from slipstream.kernels.runtime import jit
 
@@ -16,6 +18,12 @@ CASES = [  # rows, sizes, CTAs, slots
     (8, Sizes(3, 2, 144, 64), 132, 5),  # tiles of several rows, one without; CTAs of no unit
     (5, Sizes(20, 4, 1040, 32), 4, 3),
     (3, Sizes(2, 1, 4128, 48), 1, 4),
+]
+SUMS = [
+    (1, Sizes(6, 3, 40, 2064), 3, 2),  # 13 or 14 outputs a CTA; a row ends within a slot
+    (8, Sizes(5, 2, 136, 144), 4, 3),  # batches of 12, 11 outputs
+    (2, Sizes(40, 10, 24, 336), 1, 5),
+    (4, Sizes(64, 16, 16, 48), 2, 4),
 ]
 
 
@@ -50,3 +58,35 @@ def test_bits_are_those_of_the_other_kernel(
     how = (case.gate_up.values, case.gate_up, case.routed(8), case.gate)
     expected = gate_up.oracle(case.x.float(), *how)
     torch.testing.assert_close(found[0].float(), expected, rtol=ROUNDING[dtype], atol=1e-4)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "e4m3"])
+@pytest.mark.parametrize("of", quick_of(SUMS, SUMS[:1]), ids=str)
+def test_sums_are_added_once(
+    monkeypatch: pytest.MonkeyPatch, of: tuple[int, Sizes, int, int], fp8: bool
+) -> None:
+    """Within a rounding of the oracle, alone and with what is shared; the bits of any grid."""
+    num_rows, sizes, num_ctas, num_slots = of
+    emulate(monkeypatch)
+    monkeypatch.setattr(streamed_add, "refusal", lambda *_: None)
+    dtype = torch.float16 if num_rows == 2 else torch.bfloat16
+    case = make_case(num_rows, sizes, dtype, fp8, bias=num_rows != 8, seed=num_rows)
+    routed = case.routed(8)
+    inner = make_case(num_rows * sizes.top_k, Sizes(1, 1, sizes.inner, 8), dtype).x
+    residual = torch.cat([case.x * 2, case.x], 1)[:, : sizes.hidden]  # rows of wider ones
+    gate = make_case(num_rows, Sizes(1, 1, 9, 8), dtype).x[:, 8:]
+    for beside in (None, Shared(case.x.flip(1).contiguous(), gate)):
+        how = (case.down, routed, beside)
+        expected = down_add.oracle(inner, case.down.values, residual.float(), *how)
+        found = []
+        for ctas, slots in ((num_ctas, num_slots), (132, 7)):
+            monkeypatch.setattr(jit, "num_multiprocessors", lambda _, ctas=ctas: ctas)
+            monkeypatch.setattr(streamed_add, "MOST_SLOTS", slots)
+            wide = torch.full((num_rows, 2 * sizes.hidden), torch.nan, dtype=dtype)
+            out = wide[:, : sizes.hidden]
+            out.copy_(residual)
+            assert down_add.launcher(inner, case.down.values, out, *how) is out
+            assert wide[:, sizes.hidden :].isnan().all()
+            found.append(out)
+        assert torch.equal(*found)
+        torch.testing.assert_close(out.float(), expected, rtol=ROUNDING[dtype], atol=2e-4)

@@ -10,7 +10,7 @@ from slipstream.kernels.experts.down_add import MAX_ROWS, down_add
 from slipstream.kernels.experts.grouped import SKINNY_ROWS, TILE_ROWS, down, gate_up
 from slipstream.kernels.experts.route import choose, placed, route
 from slipstream.kernels.experts.router import RouterStages, choose_rows
-from slipstream.kernels.experts.sm90 import piped, streamed
+from slipstream.kernels.experts.sm90 import piped, streamed, streamed_add
 from slipstream.kernels.experts.spec import Gate, Routing, Score
 from slipstream.kernels.runtime import jit
 from torch import Tensor
@@ -269,6 +269,20 @@ def test_a_few_rows_choose(dtype: torch.dtype) -> None:
     judge.verdict()
 
 
+@pytest.fixture(params=["registers", "rings", "rings beside each other"])
+def by_rings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read weights of a few rows' experts into registers, or bring them by rings."""
+    if request.param == "registers":
+        return
+    if not jit.is_hopper(torch.device("cuda", 0)):
+        pytest.skip("needs a Hopper GPU")
+    for kernel in (streamed, streamed_add):
+        monkeypatch.setattr(kernel, "MOST_PAIRS", {False: 8.0, True: 8.0})
+        if request.param != "rings":
+            monkeypatch.setattr(kernel, "MOST_SLOTS", 3)
+
+
+@pytest.mark.usefixtures("by_rings")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "e4m3"])
 def test_a_few_rows_are_added(dtype: torch.dtype, fp8: bool) -> None:
@@ -304,6 +318,7 @@ def test_a_few_rows_are_added(dtype: torch.dtype, fp8: bool) -> None:
     judge.verdict()
 
 
+@pytest.mark.usefixtures("by_rings")
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
 def test_layers_of_a_few_rows_in_a_graph(num_rows: int) -> None:
     """Launches overlap and memory is used again; results are as if each had waited."""

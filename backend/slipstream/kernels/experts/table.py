@@ -9,7 +9,8 @@ from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts import down_add, grouped, packed
 from slipstream.kernels.experts.grouped import ExpertMatrix, ExpertSpec, tiles_of
 from slipstream.kernels.experts.route import most_tiles
-from slipstream.kernels.experts.sm90 import streamed
+from slipstream.kernels.experts.sm90 import streamed, streamed_add
+from slipstream.kernels.experts.sm90.ring import Ring
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import Target
 
@@ -62,9 +63,13 @@ def _on_cpu(product: ExpertProduct) -> list[tuple[str, str | None]]:
 def _on_gpu(product: ExpertProduct) -> list[tuple[str, str | None]]:
     matrix, rows = product.matrix, product.tile_rows
     found: dict[str, str | None] = {}
+    also_adds = False
     if not product.is_gated:
-        found["down_add"] = down_add.refusal(product.num_rows, rows, matrix)
-    also_adds = found.get("down_add", "") is None
+        reason = down_add.refusal(product.num_rows, rows, matrix)
+        also_adds = reason is None
+        found["streamed_add"] = reason or streamed_add.refusal(_step_of(product), product.target)
+        is_streamed = also_adds and found["streamed_add"] is None
+        found["down_add"] = "streamed_add adds so few rows" if is_streamed else reason
     for name, sizes in tiles_of(product.target, product.deterministic).items():
         reason = _not_by_tiles(product, sizes)
         if reason is None and name in ("streamed", "skinny"):
@@ -88,14 +93,17 @@ def _not_by_tiles(product: ExpertProduct, sizes: tuple[int, ...]) -> str | None:
 
 def _not_of_few(product: ExpertProduct, name: str) -> str | None:
     """Say why one of the two kernels with tiles of eight rows is not taken; None: it is."""
-    matrix, pairs = product.matrix, product.num_rows * product.top_k
-    experts, width = len(matrix.values), matrix.inputs
-    rows = streamed.Rows(len(product.rows), width, matrix.values.dtype == E4M3)
-    num_tiles = most_tiles(pairs, experts, product.tile_rows)
-    reason = streamed.refusal(streamed.Step(rows, pairs, num_tiles, experts), product.target)
+    reason = streamed.refusal(_step_of(product), product.target)
     if name == "streamed":
         return reason
     return "streamed takes so few rows" if reason is None else None
+
+
+def _step_of(product: ExpertProduct) -> streamed.Step:
+    matrix, pairs = product.matrix, product.num_rows * product.top_k
+    experts = len(matrix.values)
+    ring = Ring(len(product.rows), matrix.inputs, matrix.values.dtype == E4M3)
+    return streamed.Step(ring, pairs, most_tiles(pairs, experts, product.tile_rows), experts)
 
 
 def _refusal(product: ExpertProduct) -> str | None:

@@ -1,15 +1,10 @@
 // GEMMs of experts with up to eight rows each by one wave of CTAs, for steps of few rows (sm_90a). All units, of OUTPUTS
 // outputs of a tile, are shared out evenly; weights stream through a ring in shared memory from the moment on that the
-// choice is known, always so many bytes on their way. Two groups of warps multiply units in turn. The parts of a sum are
-// added in the order of warps: bits are those of `skinny.cu`, whatever the grid.
+// choice is known, always so many bytes on their way. The parts of a sum are added in the order of warps: bits are those
+// of `skinny.cu`, whatever the grid.
 // -D ELEMENT, FP8, GATED (see pieces.cuh), TERMS (task.cuh)
-#include "experts/output.cuh"
 #include "experts/sm90/slots.cuh"
 
-constexpr int GROUPS = 2;
-constexpr int GROUP_THREADS = 32 * WARPS;
-constexpr int READERS = GROUPS * GROUP_THREADS;
-constexpr int THREADS = READERS + 32;  // and a warp that fills
 constexpr int MAX_TILES = 256, MAX_PAIRS = 256;
 
 struct Shared {
@@ -33,14 +28,6 @@ struct Share {
   DEVICE int first(int unit) const { return unit % of_tile * OUTPUTS; }
 };
 
-DEVICE void barrier_of_readers() { asm volatile("bar.sync 1, %0;" ::"n"(READERS) : "memory"); }
-DEVICE void barrier_of_group(int group) {
-  if (group == 0)
-    asm volatile("bar.sync 1, %0;" ::"n"(GROUP_THREADS) : "memory");
-  else
-    asm volatile("bar.sync 2, %0;" ::"n"(GROUP_THREADS) : "memory");
-}
-
 // By all threads; a barrier of the CTA must follow.
 DEVICE void load_choice(Shared& shared, const int* tiles, const int* order, int num_tiles, int num_pairs, int top_k) {
   for (int i = threadIdx.x; i < num_tiles; i += THREADS) {
@@ -53,28 +40,20 @@ DEVICE void load_choice(Shared& shared, const int* tiles, const int* order, int 
     shared.rows[i] = GATED ? load_fresh<1>(order + i).at[0] / top_k : i;
 }
 
-// By threads that multiply.
-DEVICE void start_rows(u8* target, const T* x, i64 x_stride, int num_rows, int width, int pitch) {
-  const int pieces = width / 8;
-  for (int i = threadIdx.x; i < num_rows * pieces; i += READERS) {
-    const int row = i / pieces, piece = i % pieces;
-    copy_async(reinterpret_cast<T*>(target + row * pitch + piece * 16), x + row * x_stride + piece * 8, true);
-  }
-  copy_commit();
-}
-
 DEVICE int weight_row(const Task& task, int first, int lane) {
   if (lane < 8) return first + lane;
   return (GATED ? task.outputs + first : min(first + 8, task.outputs - 8)) + lane - 8;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    streamed(PARAMETERS, i64 num_rows, i64 num_pairs, i64 num_tiles, i64 x_pitch, i64 num_slots, i64 most) {
+    streamed(PARAMETERS, i64 num_rows, i64 num_pairs, i64 num_tiles, i64 x_pitch, i64 part_bytes, i64 num_slots,
+             i64 most) {
   extern __shared__ __align__(128) u8 slots[];
   __shared__ __align__(16) Shared shared;
-  const int thread = threadIdx.x, warp = thread / 32, row_bytes = int(width) * WEIGHT_BYTES;
-  u8* const rows = slots + num_slots * SLOT_BYTES;
-  CopyRing ring(slots, shared.barriers, SLOT_BYTES, int(num_slots));
+  const int thread = threadIdx.x, warp = thread / 32;
+  const Width bytes{int(width) * WEIGHT_BYTES, int(part_bytes)};
+  u8* const rows = slots + num_slots * bytes.slot_bytes();
+  CopyRing ring(slots, shared.barriers, bytes.slot_bytes(), int(num_slots));
   if (thread == 0) {
     ring.init(WARPS);
     shared.num_tiles = 0;
@@ -87,11 +66,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   const Share share(shared.num_tiles, int(outputs));
   if (thread >= READERS) {
-    Filler filler(ring, int(most));
+    Filler filler(ring, bytes, int(most));
     for (int unit = share.begin; unit < share.end; ++unit) {
       const Pack<int, 4> found = shared.tiles[share.tile(unit)];
       TASK_OF(found);
-      filler.bring(weights_of(task, weight_row(task, share.first(unit), min(thread - READERS, 15))), row_bytes, 16);
+      filler.bring(weights_of(task, weight_row(task, share.first(unit), thread % 16)), 16);
     }
     return;
   }
@@ -101,21 +80,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   int buffer = 0;
   for (int unit = share.begin; unit < share.end; ++unit) {
     if ((unit - share.begin) % GROUPS != group) {
-      for (int at = 0; at < row_bytes; at += PART_BYTES) ring.advance();
+      skip_rows(ring, bytes);
       continue;
     }
     const Pack<int, 4> found = shared.tiles[share.tile(unit)];
     TASK_OF(found);
     const Output output(task, thread % GROUP_THREADS, share.first(unit));
     const bool has_x = g < task.count;
-    const T* own = reinterpret_cast<const T*>(rows + (has_x ? shared.rows[task.first + g] : 0) * x_pitch);
+    const u8* own = rows + (has_x ? shared.rows[task.first + g] : 0) * x_pitch;
     float sums[4] = {};
-    for (int at = 0; at < row_bytes; at += PART_BYTES, own += PART_PIECES * PIECE) {
-      const u8* slot = ring.wait();
-      multiply_slot<WARPS>(sums, slot, own, has_x, warp % WARPS, min(PART_BYTES, row_bytes - at) / 16);
-      ring.release(sums[0]);
-      ring.advance();
-    }
+    multiply_rows(sums, ring, bytes, reinterpret_cast<const T*>(own), has_x, warp % WARPS);
     keep(shared.parts[group][buffer], warp % WARPS, sums);
     barrier_of_group(group);
     output.finish(shared.parts[group][buffer]);

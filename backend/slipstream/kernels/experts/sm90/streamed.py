@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts.route import Routed
+from slipstream.kernels.experts.sm90.ring import LEAST_SLOTS, Ring
 from slipstream.kernels.experts.spec import adapted
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.registry import Target
@@ -23,37 +24,15 @@ ARCHITECTURE = "sm_90a"
 MOST_PAIRS = {False: 0.0, True: 0.0}
 MOST_SLOTS = 5  # so that a CTA has room beside one of the router's
 UNDER_WAY = 5  # slots that are on their way at once
-_SLOT_BYTES = 16 * (2048 + 64)
-_LEAST_SLOTS = 2
-_THREADS = 288
-_STATIC_BYTES = 15 << 10
-_MEMORY = (227 << 10) - _STATIC_BYTES
+THREADS = 288
 _MAX_TILES = 256
 _MAX_PAIRS = 256
-
-
-class Rows(NamedTuple):
-    """Sizes of what weights are multiplied by, which a CTA has in shared memory."""
-
-    num_rows: int
-    width: int
-    is_fp8: bool  # weights
-
-    @property
-    def pitch(self) -> int:
-        """Return the bytes between two rows, by which loads of several meet different banks."""
-        return -(-self.width * 2 // 128) * 128 + (16 if self.is_fp8 else 64)
-
-    @property
-    def num_slots(self) -> int:
-        """Count the slots of a ring for which there is room beside the rows."""
-        return min(MOST_SLOTS, (_MEMORY - self.num_rows * self.pitch) // _SLOT_BYTES)
 
 
 class Step(NamedTuple):
     """What a kernel is chosen by."""
 
-    rows: Rows
+    ring: Ring
     num_pairs: int
     num_tiles: int
     num_experts: int
@@ -70,13 +49,13 @@ def is_wanted(target: Target, deterministic: bool, is_fp8: bool, average: float)
 
 def refusal(step: Step, target: Target) -> str | None:
     """Say why the kernel is not that of tiles of eight rows; None: it is."""
-    rows, average = step.rows, step.num_pairs / step.num_experts
+    ring, average = step.ring, step.num_pairs / step.num_experts
     if target.architecture != ARCHITECTURE:
         return f"needs {ARCHITECTURE}"
-    if not is_wanted(target, False, rows.is_fp8, average):
-        return f"takes {MOST_PAIRS[rows.is_fp8]:g} pairs an expert at most, not {average:g}"
-    if rows.num_slots < _LEAST_SLOTS:
-        return f"has no room for {rows.num_rows} rows of {rows.width}"
+    if not is_wanted(target, False, ring.is_fp8, average):
+        return f"takes {MOST_PAIRS[ring.is_fp8]:g} pairs an expert at most, not {average:g}"
+    if ring.num_slots(MOST_SLOTS) < LEAST_SLOTS:
+        return f"has no room for {ring.num_rows} rows of {ring.width}"
     if step.num_pairs > _MAX_PAIRS or step.num_tiles > _MAX_TILES:
         return f"takes {_MAX_PAIRS} pairs and {_MAX_TILES} tiles at most"
     return None
@@ -101,8 +80,8 @@ def variants() -> Iterator[jit.Variant]:
 
 def step_of(x: Tensor, values: Tensor, routed: Routed) -> Step:
     """Return what the kernel is chosen by."""
-    rows = Rows(len(x), x.shape[1], values.dtype == E4M3)
-    return Step(rows, len(routed.order), len(routed.tiles), len(values))
+    ring = Ring(len(x), x.shape[1], values.dtype == E4M3)
+    return Step(ring, len(routed.order), len(routed.tiles), len(values))
 
 
 def launch(
@@ -121,17 +100,16 @@ def launch(
         routed: rows and experts of places.
         parameters: of all kernels of experts (task.cuh).
     """
-    rows, num_pairs, num_tiles, _ = step_of(x, values, routed)
+    ring, num_pairs, num_tiles, _ = step_of(x, values, routed)
     units = num_tiles * -(-values.shape[1] // 16)
     num_ctas = min(jit.num_multiprocessors(x.get_device()), units)
-    sizes = (rows.num_rows, num_pairs, num_tiles, rows.pitch, rows.num_slots)
     jit.launch(
         wanted,
         "streamed",
         (num_ctas,),
-        _THREADS,
-        *parameters,
-        *(*sizes, min(UNDER_WAY, rows.num_slots)),
-        shared_memory=rows.num_slots * _SLOT_BYTES + rows.num_rows * rows.pitch,
+        THREADS,
+        *(*parameters, ring.num_rows, num_pairs, num_tiles),
+        *ring.arguments(MOST_SLOTS, UNDER_WAY),
+        shared_memory=ring.num_bytes(MOST_SLOTS),
         overlaps=True,
     )
