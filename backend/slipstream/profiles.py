@@ -31,7 +31,7 @@ _MOST_SEQUENCES = 1024  # at once: beyond, no step has a graph
 _SHORT = 512  # tokens: as many sequences as have room with so many each are let in
 _WORKSPACE = 2_000_000_000  # bytes
 _LAUNCH_S = 10e-6  # of each layer
-_FP8_S = 8e-6  # more of a layer whose rows are put into fp8
+_ROUNDED_S = 8e-6  # more of a layer whose rows are put into fp8; into int8: reckoned as long
 _UNHIDDEN = 0.65  # of the time of the GEMMs
 _PACKED_S = 2e-6  # more of each packed matrix
 _PACKED_READ = {4: 0.55, 8: 0.74}  # of the rate of other weights, by bits
@@ -51,9 +51,10 @@ _HOP_S = 30e-6  # from stage to stage
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A GPU: bytes, bytes read and operations a second of 16 bits and of fp8 (0: it has none).
+    """A GPU: bytes, bytes read and operations a second of 16 bits, fp8 (0: it has none) and int8.
 
-    Its memory is what its driver reports, which is not what it is sold as.
+    Its memory is what its driver reports, which is not what it is sold as. Those of int8 are
+    reckoned: what is published, less by as much as 16 bits are.
     """
 
     name: str
@@ -61,17 +62,19 @@ class Card:
     read: float
     bf16: float
     fp8: float
+    int8: float
     target: Target
     is_measured: bool = False  # else nine tenths of what is published
 
 
+_HOPPER = Target("cuda", "sm_90a", 132)
 CARDS = {
     card.name: card
     for card in (
-        Card("H100", 84.9e9, 3.11e12, 790e12, 1480e12, Target("cuda", "sm_90a", 132), True),
-        Card("H200", 150.1e9, 4.707e12, 790e12, 1480e12, Target("cuda", "sm_90a", 132), True),
-        Card("A100", 84.9e9, 1.83e12, 250e12, 0.0, Target("cuda", "sm_80", 108)),
-        Card("L40S", 47.6e9, 0.78e12, 290e12, 580e12, Target("cuda", "sm_89", 142)),
+        Card("H100", 84.9e9, 3.11e12, 790e12, 1480e12, 1480e12, _HOPPER, True),
+        Card("H200", 150.1e9, 4.707e12, 790e12, 1480e12, 1480e12, _HOPPER, True),
+        Card("A100", 84.9e9, 1.83e12, 250e12, 0.0, 500e12, Target("cuda", "sm_80", 108)),
+        Card("L40S", 47.6e9, 0.78e12, 290e12, 580e12, 580e12, Target("cuda", "sm_89", 142)),
     )
 }
 
@@ -108,7 +111,7 @@ def splits_of(count: int) -> list[Split]:
     ]
 
 
-_PRECISIONS = ("auto", "fp8", "int8", "int4")
+_PRECISIONS = ("auto", "fp8", "w8a8", "int8", "int4")
 _CACHES = ("auto", "fp8")
 
 
@@ -136,6 +139,7 @@ class Profile:
         rows, many_ms: the most such sequences at once in a replica, and then between two tokens.
         refused: why it cannot serve; empty: it can.
         split: the GPUs that serve.
+        is_reckoned: whether it multiplies rows in int8, which no GPU has timed.
     """
 
     quantization: str
@@ -148,6 +152,7 @@ class Profile:
     many_ms: float = 0.0
     refused: str = ""
     split: Split = ONE
+    is_reckoned: bool = False
 
     @property
     def tokens_s(self) -> float:
@@ -185,11 +190,12 @@ class StepModel:
         is_fp8 = plan.config.quantization == "fp8" and card.fp8 > 0
         self._rate = card.fp8 if is_fp8 else card.bf16
         packed = sum(each.num_elements for each in weights.packed)
-        others = weights.expert_elements + packed
+        others = weights.expert_elements + packed + weights.int8_elements
         if weights.has_packed_head:  # counted among what is packed
             others, head = others - head, 0
         self._elements, self._head = plan.block_elements - others, head
-        self._launches_s = dims.num_layers * (_LAUNCH_S + (_FP8_S if is_fp8 else 0.0))
+        rounds = is_fp8 or weights.int8_elements > 0
+        self._launches_s = dims.num_layers * (_LAUNCH_S + (_ROUNDED_S if rounds else 0.0))
         self._launches_s += weights.num_packed * _PACKED_S
         self._launches_s += weights.num_expert_layers * _EXPERTS_S
         self._weights, self._chosen = weights, 0.0
@@ -222,7 +228,8 @@ class StepModel:
         card = self._card
         others, experts = self.read_bytes(rows, context)
         read_s = (others - self._packed_bytes + experts / self._experts_read) / card.read
-        gemms_s = 2 * rows * (self._elements / self._rate + self._head / card.bf16)
+        element_s = self._elements / self._rate + self._weights.int8_elements / card.int8
+        gemms_s = 2 * rows * (element_s + self._head / card.bf16)
         unhidden_s = self._launches_s + _UNHIDDEN * gemms_s + self.packed_s(rows)
         chosen = self._chosen * self._weights.expert_elements
         unhidden_s += 2 * rows * chosen / (_EXPERTS_RATE * card.bf16)
@@ -262,7 +269,9 @@ def profile_of(config: EngineConfig, card: Card, split: Split = ONE) -> Profile:
     refused = "" if rows else f"{most / 1e9:.1f} GB of weights leave no room for a sequence"
     one, many = (_token_ms(stages, n, context) for n in (1, max(1, rows)))
     token_bytes = max(each.token_bytes for each in stages)
-    return Profile(*kept, most, tokens, token_bytes, one, rows, many, refused, split)
+    is_reckoned = any(each.int8_elements for each in weights)
+    costs = (most, tokens, token_bytes, one, rows, many)
+    return Profile(*kept, *costs, refused, split, is_reckoned)
 
 
 def _cache_tokens(plan: Plan, free: float) -> int:

@@ -22,10 +22,12 @@ from slipstream.profiles import (
     select,
     splits_of,
 )
+from slipstream.quant import row_forms
 from slipstream.runner.matrices import weight_bytes, weight_parts
 from slipstream.runner.memory import num_blocks
 from slipstream.runner.plan import settle
 from slipstream_client import cli
+from slipstream_compose.profile import table
 from slipstream_serve.server import repository_root
 
 RESULTS = repository_root() / "benchmarks" / "results"
@@ -281,3 +283,21 @@ def test_compose_takes_a_profile_and_an_operators_options_go_before_it(tmp_path,
     if not torch.cuda.is_available():
         assert cli.main([*words[:5], "--profile", "auto"]) == 1
         assert "gpus: none is here; name one with --gpus" in capsys.readouterr().err
+
+
+def test_rows_in_int8_are_reckoned_and_chosen_by_no_goal(recorded_shape, monkeypatch):
+    """No GPU has timed them; weights are read as fast as those of 16 bits, and take half."""
+    monkeypatch.setattr(row_forms, "_has_gemm", lambda *_: True)
+    card, found = CARDS["A100"], {}
+    for scheme in ("auto", "int8", "w8a8"):
+        config = msgspec.structs.replace(recorded_shape, quantization=scheme)
+        found[scheme] = profile_of(config, card)
+    plain, packed, ours = found.values()
+    assert [each.is_reckoned for each in found.values()] == [False, False, True]
+    assert ours.weight_bytes == pytest.approx(packed.weight_bytes, rel=0.01)
+    assert ours.one_ms < packed.one_ms < plain.one_ms
+    model = step_model(msgspec.structs.replace(recorded_shape, quantization="w8a8"), card)
+    assert model.step_ms(2048, 256) < 0.75 * step_model(recorded_shape, card).step_ms(2048, 256)
+    assert "reckoned: no GPU has timed int8" in table([ours], card)[-1]
+    for goal in GOALS:
+        assert select([plain, ours], goal) == plain

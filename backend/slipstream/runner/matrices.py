@@ -143,6 +143,7 @@ class WeightParts:
     num_expert_layers: int = 0
     packed: tuple[PackedPart, ...] = ()
     num_packed: int = 0  # matrices, not of experts
+    int8_elements: int = 0  # of those that are multiplied with rows in int8
     has_packed_head: bool = False
     embedding_bytes: int = 0
 
@@ -184,6 +185,11 @@ def weight_parts(
             for bits in sorted({packing.bits for _, packing in packed})
         ),
         len(packed),
+        sum(
+            each.values.numel()
+            for each in found
+            if isinstance(each, Matrix) and each.groups is None and each.values.dtype == torch.int8
+        ),
         head is not None and head.matrix.groups is not None,
         _num_bytes(each for each in _objects(embedding) if id(each) in alone),
     )
