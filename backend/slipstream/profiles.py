@@ -11,7 +11,7 @@ graphs and the CUDA context.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -269,9 +269,8 @@ def profile_of(config: EngineConfig, card: Card, split: Split = ONE) -> Profile:
     refused = "" if rows else f"{most / 1e9:.1f} GB of weights leave no room for a sequence"
     one, many = (_token_ms(stages, n, context) for n in (1, max(1, rows)))
     token_bytes = max(each.token_bytes for each in stages)
-    is_reckoned = any(each.int8_elements for each in weights)
-    costs = (most, tokens, token_bytes, one, rows, many)
-    return Profile(*kept, *costs, refused, split, is_reckoned)
+    made = Profile(*kept, most, tokens, token_bytes, one, rows, many, refused, split)
+    return replace(made, is_reckoned=any(each.int8_elements for each in weights))
 
 
 def _cache_tokens(plan: Plan, free: float) -> int:

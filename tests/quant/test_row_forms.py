@@ -1,5 +1,6 @@
 """Weights for rows in int8: which files ask for such, and the forms that they have by GPU."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from slipstream.quant import row_forms
 from slipstream.quant.forms import form_of, form_of_ends, form_of_experts
 from slipstream.quant.matrix import QuantMatrix, dequantise, stack
 from slipstream.quant.rounding import rounded8
+from slipstream.quant.row_forms import Factored
 
 OF_TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 OF_TENSORS = OF_TOKENS | {"strategy": "tensor", "dynamic": False}
@@ -108,7 +110,29 @@ def test_what_no_gemm_takes_keeps_rows_of_16_bits() -> None:
     form = form_of(odd, hopper, torch.bfloat16)
     assert form is not None
     assert form.name == PACKED
+    narrow = rounded8(torch.randn(104, 256).bfloat16(), row_type="int8")
+    form = form_of(narrow, hopper, torch.bfloat16)
+    assert form is not None
+    assert form.name == PACKED
     assert form_of(made, hopper, torch.float32) is None
+
+
+@pytest.mark.usefixtures("gemms")
+def test_factors_are_applied_before_rows_are_rounded() -> None:
+    plain = rounded8(torch.randn(128, 256).bfloat16(), row_type="int8")
+    factors = torch.rand(256) + 0.5
+    form = form_of(replace(plain, factors=factors), KNOWN["sm_80"], torch.bfloat16)
+    assert form is not None
+    assert form.name == INT8
+    made = form.make(replace(plain, factors=factors))
+    assert isinstance(made, Factored)
+    x = torch.randn(2, 256).bfloat16()
+    assert torch.equal(made.rows(x), (x.float() * factors).bfloat16())
+    assert torch.equal(made.matrix.values, plain.codes)
+    order = replace(plain, order=torch.arange(256).flip(0))
+    form = form_of(order, KNOWN["sm_80"], torch.bfloat16)
+    assert form is not None
+    assert form.name == PACKED
 
 
 def test_rows_that_some_ask_for_are_rounded_for_none() -> None:

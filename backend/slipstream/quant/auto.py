@@ -16,6 +16,7 @@ from slipstream.quant.forms import (
     takes_tiles,
 )
 from slipstream.quant.matrix import QuantMatrix, stack, widened, write
+from slipstream.quant.row_forms import Factored
 from slipstream.quant.scheme import MatrixSource, Scheme
 from slipstream.quant.units import in_units
 
@@ -27,7 +28,7 @@ class Auto(Scheme):
 
     def read(
         self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
-    ) -> Matrix | Packed:
+    ) -> Matrix | Packed | Factored:
         """Read the matrices `names`; those that differ in form are dequantised together."""
         sizes = list(zip(names, outputs, strict=True))
         parts = [w.quantized(name, rows, inputs) for name, rows in sizes]
@@ -41,8 +42,10 @@ class Auto(Scheme):
         w.note(_said(w, f"{kinds}, which differ within a GEMM"))
         return Matrix(dequantised(w, sizes, parts, inputs))
 
-    def matmul(self, x: Tensor, weights: Matrix | Packed, bias: Tensor | None) -> Tensor:
+    def matmul(self, x: Tensor, weights: Matrix | Packed | Factored, bias: Tensor | None) -> Tensor:
         """`x W^T + b`; a bias behind torch's own GEMMs is added to the rounded one."""
+        if isinstance(weights, Factored):
+            x, weights = weights.rows(x), weights.matrix
         if isinstance(weights, Matrix):
             return linear(x, weights, Around(bias=bias))
         y = product(x, weights)
@@ -65,7 +68,7 @@ def joined(w: MatrixSource, parts: Sequence[QuantMatrix]) -> QuantMatrix | None:
     return whole if whole is not None and takes(whole, w.target, w.dtype) else None
 
 
-def kept(w: MatrixSource, matrix: QuantMatrix) -> Matrix | Packed:
+def kept(w: MatrixSource, matrix: QuantMatrix) -> Matrix | Packed | Factored:
     """Return a matrix in the form that a GEMM takes, dequantised if none takes it; say which."""
     form = form_of(matrix, w.target, w.dtype)
     if form is not None:
@@ -118,11 +121,11 @@ class AtLoad(Auto):
 
     def read(
         self, w: MatrixSource, names: Sequence[str], outputs: Sequence[int], inputs: int
-    ) -> Matrix | Packed:
+    ) -> Matrix | Packed | Factored:
         """Read `NAME.weight` of all names and round them, unless an earlier start did."""
         full = [f"{name}.weight" for name in names]
 
-        def made() -> Matrix | Packed:
+        def made() -> Matrix | Packed | Factored:
             return kept(w, self.rounded(w.stacked(full, outputs, inputs)))
 
         return w.packed(full, outputs, inputs, made)

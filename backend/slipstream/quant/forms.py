@@ -19,7 +19,14 @@ from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.gemm.packing import CodeType, Groups, Packing
 from slipstream.kernels.runtime.registry import Target
 from slipstream.quant.matrix import Kind, QuantMatrix, RowType, codes_of, multiplied
-from slipstream.quant.row_forms import make_e4m3, make_int8, rounds, takes_e4m3, takes_int8
+from slipstream.quant.row_forms import (
+    Factored,
+    make_e4m3,
+    make_int8,
+    rounds,
+    takes_e4m3,
+    takes_int8,
+)
 from slipstream.quant.scheme import MatrixSource
 
 _GROUPS = (32, 64, 128, 256)  # of torch's product with 4 bits
@@ -45,7 +52,7 @@ class Form(NamedTuple):
 
     name: str
     takes: Callable[[QuantMatrix, Target, torch.dtype], bool]
-    make: Callable[[QuantMatrix], Matrix | Packed]
+    make: Callable[[QuantMatrix], Matrix | Packed | Factored]
     for_experts: bool = False  # whether kernels for experts take it
     keeps_rows: bool = False  # whether it is packed for a GPU, and rows stay in 16 bits
     row_type: RowType = ""  # to which rows are rounded

@@ -5,8 +5,10 @@ put into another order.
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.gemm.linear import answers
@@ -15,6 +17,17 @@ from slipstream.kernels.runtime.registry import Target
 from slipstream.quant.matrix import Kind, QuantMatrix
 
 _ROWS = (1, 2, 3, 8, 64, 256, 2048)  # for which there must be a GEMM
+
+
+class Factored(NamedTuple):
+    """Weights behind factors of inputs, which a kernel of its own applies: GEMMs fuse nothing."""
+
+    matrix: Matrix
+    factors: Tensor  # [k] f32
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return `x [n, k]` times the factors, in its dtype."""
+        return (x * self.factors).to(x.dtype)
 
 
 def rounds(matrix: QuantMatrix) -> bool:
@@ -43,8 +56,9 @@ def takes_int8(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
     if matrix.row_type != "int8" or target.device != "cuda" or dtype not in eight_bits.DTYPES:
         return False
     by_row = matrix.group >= matrix.inputs and matrix.outer is None
-    fits = matrix.kind is Kind.W8 and by_row and matrix.is_symmetric and matrix.is_plain
-    return fits and rounds(matrix) and _has_gemm(matrix.outputs, matrix.inputs, dtype, target)
+    fits = matrix.kind is Kind.W8 and by_row and matrix.is_symmetric and matrix.order is None
+    fits = fits and rounds(matrix) and matrix.outputs % eight_bits.MULTIPLE == 0
+    return fits and _has_gemm(matrix.outputs, matrix.inputs, dtype, target)
 
 
 @lru_cache
@@ -56,6 +70,7 @@ def _has_gemm(outputs: int, inputs: int, dtype: torch.dtype, target: Target) -> 
     return all(answers(spec)[0].refusal is None for spec in specs)
 
 
-def make_int8(matrix: QuantMatrix) -> Matrix:
-    """Return codes and scales as they are."""
-    return Matrix(matrix.codes.contiguous(), matrix.scales[:, 0].float().contiguous())
+def make_int8(matrix: QuantMatrix) -> Matrix | Factored:
+    """Return codes and scales as they are, behind factors if there are any."""
+    made = Matrix(matrix.codes.contiguous(), matrix.scales[:, 0].float().contiguous())
+    return made if matrix.factors is None else Factored(made, matrix.factors)

@@ -28,6 +28,7 @@ from slipstream.models.fileless import SizeSource
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.source import Source, Weights
 from slipstream.models.weights import ShapeSource
+from slipstream.quant.row_forms import Factored
 
 META = torch.device("meta")
 _PACKAGE = "slipstream."
@@ -113,6 +114,7 @@ def tensors_of(decoder: Decoder, dtype: torch.dtype) -> dict[Weight, list[Tensor
     found: dict[Weight, list[Tensor | None]] = {}
     for name, place in places(decoder):
         weights = place.linear.weights
+        weights = weights.matrix if isinstance(weights, Factored) else weights
         values = weights.values if isinstance(weights, Matrix) else None
         found.setdefault(_weight(name, place, dtype, norm), []).append(values)
     return found
@@ -253,13 +255,17 @@ def _norm_kind(decoder: Decoder) -> str:
 def _weight(name: str, place: Place, dtype: torch.dtype, norm: str) -> Weight:
     adds = isinstance(place, LinearAdd)
     found = linear_weight(name, place.linear, dtype)
+    if isinstance(place.linear.weights, Factored):
+        return found
     gate = place.gate if isinstance(place, GatedLinear) else ""
     return replace(found, norm="" if adds else norm, gate=gate, adds=adds)
 
 
 def linear_weight(name: str, linear: Linear, dtype: torch.dtype, count: int = 1) -> Weight:
     """Return the weights of a linear layer that nothing is fused with."""
-    matrix = linear.weights if isinstance(linear.weights, Matrix) else None
+    weights = linear.weights
+    weights = weights.matrix if isinstance(weights, Factored) else weights
+    matrix = weights if isinstance(weights, Matrix) else None
     packing = None if matrix is None or matrix.groups is None else matrix.groups.packing
     outputs, inputs = (0, 0) if matrix is None else matrix.values.shape
     return Weight(
