@@ -13,6 +13,7 @@ from slipstream.kernels.runtime.jit import Variant
 
 bindings = pytest.importorskip("cuda.bindings", reason="NVRTC comes with the extra nvrtc")
 
+from fixtures.kernels.cubins import num_summed_copies  # noqa: E402
 from fixtures.kernels.nvrtc import OTHER, Nvrtc, find_other  # noqa: E402
 from fixtures.kernels.pairs import Pair, of_pairs, pairs_of  # noqa: E402
 
@@ -76,6 +77,7 @@ OF_CALLED = re.compile(r"Function properties for _Z\w+\n.*?(\d+) bytes spill sto
 def compile_and_check(wanted: Variant, arch: str, max_spill: int = 0) -> None:
     cubin, log = jit.compile_variant(wanted, arch)
     assert cubin[:4] == b"\x7fELF"
+    assert arch == "sm_80" or num_summed_copies(cubin) == 0
     assert "warning" not in log.lower(), log
     assert "Potential Performance Loss" not in log, log  # products of a warpgroup made to wait
     reports = list(REPORT.finditer(log))

@@ -110,7 +110,7 @@ struct Unit {
   }
   // A step's blocks to a slot, for which the choice of experts is enough. Steps come in their order.
   DEVICE void copy_codes(u32 step, u32 slot) {
-    const u32 lane = threadIdx.x % 32, block = step * SPLIT + share, target = own_codes + slot;
+    const u32 lane = threadIdx.x % 32, block = step * SPLIT + share, target = in_register(own_codes + slot);
     if (block < weights.num_blocks) {
       const u32 of_group = weights.group(block, lane % SCALE_LANES / LANES_A_PART) * SCALE_BYTES;
 #pragma unroll

@@ -25,6 +25,13 @@ DEVICE u64 evict_first() {
 #endif
   return policy;
 }
+// A shared address in a register of the thread. ptxas 13.0 gives a copy with a policy whose address is the sum of a register
+// and a uniform one the wrong uniform registers, which is an illegal instruction; it cannot look through this.
+DEVICE u32 in_register(u32 address) {
+  u32 result;
+  asm("and.b32 %0, %1, 0x3ffff;" : "=r"(result) : "r"(address));  // shared memory is smaller
+  return result;
+}
 // `copy_async` to a shared address, with a policy of the L2 cache.
 DEVICE void copy_async(u32 target, const void* source, bool inside, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(target),
