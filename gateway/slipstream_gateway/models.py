@@ -74,7 +74,8 @@ class Model:
         self.config = config
         self.created = int(time.time())
         self.text: ModelText | None = None
-        self._fault = ""  # why there is no text
+        self._fault = ""  # why there is no text yet
+        self._unreadable = ""  # why there will be none, unless its files change
         self._around = around
         self._is_closed = threading.Event()
         runtime = Runtime(around.directory, deployment.folder)
@@ -120,9 +121,15 @@ class Model:
         return time.monotonic() - self._seen_s < _GONE_S
 
     def ready_text(self) -> ModelText:
-        """Return the text side. Raises ContractError (UNAVAILABLE) before the engine is up."""
+        """Return the text side.
+
+        Raises ContractError: UNAVAILABLE before the engine is up, UNSUPPORTED for a checkpoint
+        without a tokenizer that can be read.
+        """
         if self.text is not None:
             return self.text
+        if self._unreadable:
+            raise ContractError(self._unreadable, Code.UNSUPPORTED)
         fault = self._fault or self._starter.failure()
         message = fault or "the engine is not up yet; try again"
         raise ContractError(message, Code.UNAVAILABLE, "engine_down")
@@ -155,8 +162,11 @@ class Model:
             self.text = ModelText(
                 Path(self.config.checkpoint), welcome, self._around.pool, settings
             )
-            self._fault = ""
+            self._fault = self._unreadable = ""
             rest_collector()
+        except (OSError, ValueError, ContractError, ApiError) as error:
+            self.text, self._unreadable = None, f"the tokenizer cannot be read: {error}"
+            _log.error("%s: %s; its requests are refused", welcome.model, self._unreadable)
         except Exception as error:
             self.text, self._fault = None, f"the tokenizer cannot be read: {error}"
             _log.exception("the tokenizer of %s cannot be read", welcome.model)

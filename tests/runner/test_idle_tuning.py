@@ -1,5 +1,6 @@
 """Measuring in idle times, all but the measuring: what is searched, kept, taken and left out."""
 
+import itertools
 import logging
 import os
 from collections.abc import Callable, Generator, Iterator
@@ -7,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from fixtures.models.checkpoints import make_model, save
@@ -193,6 +195,43 @@ def test_a_process_that_writes_at_the_end_is_waited_for(device: Device, decoder:
     assert list(work) == []
     assert not tuning._unsaved
     assert len(tuning.load(MACHINE)) == len(device.searched)
+
+
+@pytest.fixture
+def brief_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a second pass with every piece that waits, in place of waiting."""
+    seconds = itertools.count()
+    monkeypatch.setattr(idle_tuning, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+
+
+def test_a_claim_of_an_engine_that_is_stopped_is_waited_for_for_a_minute(
+    device: Device, decoder: Decoder, brief_patience: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a stopped process has claimed is measured elsewhere after a bounded wait."""
+    work = pieces(device, decoder)
+    assert next(work) is None
+    places = {Product.of(Operands.of([each], False).shape(1)) for each in each_tensor(decoder)}
+    stopped = Claims(tuning.path(MACHINE))
+    with closing(stopped):
+        for product in places:
+            assert stopped.take(msgspec.json.encode(product).decode())
+        waits = [wait_s for wait_s in itertools.islice(work, 10_000) if wait_s is not None]
+    assert 0 < len(waits) <= 2 * len(places) * (1 + idle_tuning._PATIENCE_S)  # two passes
+    assert next(work, "ended") == "ended"
+    assert len(tuning.load(MACHINE)) == len(device.searched) > 0
+    assert any("is claimed by an engine that has not" in said for said in warnings_of(caplog))
+
+
+def test_a_writer_that_is_stopped_is_waited_for_for_a_minute(
+    device: Device, decoder: Decoder, brief_patience: None
+) -> None:
+    work = pieces(device, decoder)
+    next(work)
+    with closing(Claims(tuning.path(MACHINE))) as stopped, stopped.writing(0.0):
+        waits = [wait_s for wait_s in itertools.islice(work, 10_000) if wait_s is not None]
+        assert 0 < len(waits) <= 1 + idle_tuning._PATIENCE_S
+        assert next(work, "ended") == "ended"
+    assert len(tuning.load(MACHINE)) == len(device.searched) > 0  # in memory
 
 
 @pytest.mark.parametrize("num_pieces", [1, 2, 7, 100])

@@ -7,16 +7,19 @@ slower one are captured anew. Packed matrices are left to `slipstream tune`: the
 rows read a copy in 16 bits, which there is no room for.
 
 Engines of one machine, such as replicas, share the work: a GEMM is measured by the one that has
-claimed it, and the others take its choices from the file.
+claimed it, and the others take its choices from the file. An engine that is stopped, or always
+busy, keeps its claim: after `_PATIENCE_S` an idle one measures that GEMM, too.
 """
 
 import logging
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
+from slipstream_runtime.claims import Claims
 from torch import Tensor
 
 from slipstream.kernels.gemm import cublaslt, search, tuning
@@ -37,6 +40,7 @@ _log = logging.getLogger(__name__)
 _LONGEST_S = 2.4e-3  # of a product: a piece has two launches of it at least
 _FEWEST_ROWS = 8
 _WAIT_S = 1.0  # until an idle engine looks again whether others have measured
+_PATIENCE_S = 60.0  # with others that have claimed all that is left, or that write the file
 _HEAD = "head"  # the place that sees sampled rows alone
 
 
@@ -112,6 +116,9 @@ class Place:
         return msgspec.json.encode(self.product).decode()
 
 
+Job = tuple[Place, list[int]]  # a matrix, and numbers of rows to measure
+
+
 class IdleTuning:
     """Which GEMMs are measured, one after another, and where the results go."""
 
@@ -141,10 +148,7 @@ class IdleTuning:
         left = [(place, place.passes[number]) for number in range(2) for place in places]
         with closing(tuning.claims_of(machine)) as claims:
             while left:
-                job = next((each for each in left if claims.take(each[0].name)), None)
-                if job is None:
-                    yield _WAIT_S
-                    continue
+                job = yield from _next_job(left, claims)
                 left.remove(job)
                 try:
                     found = yield from self._shared(machine, *job)
@@ -155,7 +159,10 @@ class IdleTuning:
                     tuning.choices(torch.cuda.current_device())  # read now, not by a step
                     yield None
                     yield from recaptured(stale(gained))
+        deadline_s = time.monotonic() + _PATIENCE_S
         while isinstance(error := tuning.keep(machine, []), TimeoutError):
+            if time.monotonic() >= deadline_s:
+                break
             yield _WAIT_S  # no later piece would save what is kept in memory
         where = tuning.path(machine) if error is None else "kept in memory"
         _log.info("idle times: all GEMMs of the model are measured: %s", where)
@@ -252,6 +259,24 @@ class IdleTuning:
                 "idle times: %s measured at %d numbers of rows, which take %.1f %% less; %d of %d",
                 *(name, len(found), 100 * (1 - taken / default), self._num_done, self._num_all),
             )
+
+
+def _next_job(left: Sequence[Job], claims: Claims) -> Generator[float, None, Job]:
+    """Return the first job whose GEMM can be claimed; after `_PATIENCE_S` without one, any.
+
+    What two engines then measure twice does no harm: the later choice takes the earlier's place.
+    """
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while (job := next((each for each in left if claims.take(each[0].name)), None)) is None:
+        if time.monotonic() >= deadline_s:
+            _log.warning(
+                "idle times: %s is claimed by an engine that has not measured it for %g s; it is "
+                "measured here, too",
+                *(left[0][0].matrix.name, _PATIENCE_S),
+            )
+            return left[0]
+        yield _WAIT_S
+    return job
 
 
 def is_long(choice: Choice) -> bool:
