@@ -5,9 +5,12 @@ does every empty block: a step that reads a block too early, or a stale one, is 
 """
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from typing import ClassVar
 
 import pytest
+from fixtures.engine.checks import greedy
 from fixtures.engine.client import Client
 from fixtures.engine.counting import CountingRunner
 from fixtures.engine.hashed import Words, expected
@@ -24,6 +27,15 @@ from slipstream.engine.scheduler import Limits
 from slipstream.kvcache.host import Direction
 from slipstream.wire import FinishReason
 from slipstream_contract.sampling import SamplingParams
+
+# Counts of the cache, and the least share of the machine's examples in which each is above 0.
+LEAST_SHARES = {
+    "found_tokens:device": 0.5,
+    "found_tokens:host": 0.08,
+    "moved_blocks:out": 0.15,
+    "moved_blocks:in": 0.08,
+    "host_evicted_blocks": 0.05,
+}
 
 
 class Runner(CountingRunner):
@@ -49,36 +61,41 @@ class Runner(CountingRunner):
 
 
 class Tiers(Machine):
-    """The engine under all that `Machine` does to it: cancels, preemption, steps that fail."""
+    """The engine under all that `Machine` does to it: cancels, preemption, steps that fail.
+
+    It begins with a conversation, as other rules seldom draw two prompts that begin alike.
+    """
+
+    reached: ClassVar[Counter[str]] = Counter()  # examples in which a count was above 0
 
     @initialize(
         block_size=st.integers(1, 4),
-        num_blocks=st.integers(0, 40),
-        num_slots=st.integers(0, 12),
         num_seqs=st.integers(1, 6),
         num_tokens=st.integers(1, 30),
         max_in_flight=st.integers(1, 2),
         window_size=st.sampled_from([0, 0, 2, 5, 12]),
         num_tables=st.sampled_from([1, 1, 2, 3]),
+        seed=st.integers(0, 1 << 16),
     )
     def begin(
         self,
         block_size: int,
-        num_blocks: int,
-        num_slots: int,
         num_seqs: int,
         num_tokens: int,
         max_in_flight: int,
         window_size: int,
         num_tables: int,
+        seed: int,
     ) -> None:
+        rng = random.Random(seed)  # sizes are drawn evenly, so that few examples have room for all
+        num_blocks, num_slots = rng.choice([0, 0, 1, 3, 6, 30]), rng.choice([0, 3, 12, 24, 24])
         num_tables = num_tables if window_size else 1
         num_full = num_tables // 2
         num_ahead = max_in_flight * num_tokens
         window = AttentionWindow(window_size, 0, num_ahead, False, num_tables, num_full)
         super().begin(
             block_size=block_size,
-            num_blocks=min(num_blocks, 10),
+            num_blocks=num_blocks,
             num_seqs=num_seqs,
             num_tokens=num_tokens,
             max_waiting=8,
@@ -99,6 +116,23 @@ class Tiers(Machine):
         options = {"clock": lambda: self.now_ns, "speculation": self.drafts}
         self.engine = Engine(limits, self.runner, Words(), **options, adapters=self.store)
         self.client = Client(self.engine)
+        self.converse(seed, 8)
+
+    @rule(seed=st.integers(0, 1 << 16), num_turns=st.integers(1, 4))
+    def converse(self, seed: int, num_turns: int) -> None:
+        """Submit prompts that begin as another request's prompt and output, between some steps."""
+        rng = random.Random(seed)
+        for _ in range(num_turns):
+            turns = [[*self.asked[n][0], *self.client.streams[n, 0].token_ids] for n in self.asked]
+            turn = rng.choice([[0] * 18, [1] * 18, *turns[-6:]])
+            question = [rng.randrange(3) for _ in range(rng.randrange(1, 4))]
+            prompt = [*turn[: rng.randrange(8, 21)], *question]
+            self.submit(prompt, greedy(rng.randrange(1, 5)), 5, 0, "", None)
+            most = rng.randrange(4)
+            while len(self.in_flight()) > most:
+                self.step(1)
+                self.mover.end(rng.choice(list(Direction)))
+                self.runner.look(self.engine)
 
     @rule(direction=st.sampled_from(Direction), times=st.integers(1, 3))
     def end_copies(self, direction: Direction, times: int) -> None:
@@ -115,9 +149,23 @@ class Tiers(Machine):
     def nothing_is_read_that_nobody_wrote(self) -> None:
         self.runner.look(self.engine)
 
+    def teardown(self) -> None:
+        super().teardown()
+        counts = self.engine._scheduler.cache.tier.counts
+        self.reached.update({"examples": 1} | {name: 1 for name in counts if counts[name]})
 
-TestTiers = Tiers.TestCase
-TestTiers.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+class TestTiers(Tiers.TestCase):
+    settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+    def runTest(self) -> None:  # noqa: N802
+        """Run all examples, and assert that they do what they are for."""
+        Tiers.reached.clear()
+        super().runTest()
+        reached = Tiers.reached
+        shares = {name: reached[name] / reached["examples"] for name in reached}
+        for name, least in LEAST_SHARES.items():
+            assert shares.get(name, 0.0) >= least, (name, shares)
 
 
 class Tree:
