@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from types import ModuleType
 
 import pytest
@@ -15,7 +15,7 @@ bindings = pytest.importorskip("cuda.bindings", reason="NVRTC comes with the ext
 
 from fixtures.kernels.cubins import num_summed_copies  # noqa: E402
 from fixtures.kernels.nvrtc import OTHER, Nvrtc, find_other  # noqa: E402
-from fixtures.kernels.pairs import Pair, of_pairs, pairs_of  # noqa: E402
+from fixtures.kernels.pairs import covering, pairs_of  # noqa: E402
 
 
 def modules() -> Iterator[ModuleType]:
@@ -136,23 +136,32 @@ def is_everyday(wanted: Variant) -> bool:
     return not is_addition(wanted) or (is_one and defines.get("ROTATES") != "0")
 
 
-def settings_of(case: tuple[Variant, str]) -> list[tuple[str, str]]:
-    """Source and architecture, and each macro with them: pairs are those of one source."""
+Case = tuple[Variant, str]  # and the architecture that it is compiled for
+Parts = set[tuple[Hashable, ...]]
+
+
+def values_of(case: Case) -> Parts:
+    """A source with the value of each macro, for whichever architecture, and with each of these."""
     wanted, arch = case
-    own = wanted.source
-    return [(own, own), *((f"{own} {name}", value) for name, value in wanted.defines), (own, arch)]
+    return {(wanted.source, arch), *((wanted.source, *define) for define in wanted.defines)}
 
 
-def marked(cases: list[tuple[Variant, str]], is_in_quick: bool) -> list[object]:
-    """Put the everyday cases in which all pairs of macros meet into the rest tier.
+def pairs_of_values(case: Case) -> Parts:
+    """Every two macros' values that meet in a source."""
+    values = values_of(case)
+    return set(pairs_of(sorted(values))) | values
+
+
+def marked(cases: list[Case], parts: Callable[[Case], Parts], is_in_quick: bool) -> list[object]:
+    """Put everyday cases that have all parts of any into the rest tier.
 
     The quick tier has the first everyday one of each source, or none.
     """
     everyday = [case for case in cases if is_everyday(case[0])]
     firsts = {case[0].source: case for case in reversed(everyday)} if is_in_quick else {}
-    chosen = of_pairs(everyday, settings_of)
+    chosen = covering(everyday, parts)
 
-    def marks(case: tuple[Variant, str]) -> object:
+    def marks(case: Case) -> object:
         if case == firsts.get(case[0].source):
             return ()
         return pytest.mark.rest if case in chosen else pytest.mark.slow
@@ -170,10 +179,13 @@ def is_widest(wanted: Variant) -> bool:
     return defines.get("HEAD_SIZE", "128") in ("128", "256") and defines.get("VECTOR") != "1"
 
 
-HOPPER_CASES = marked([(wanted, "sm_90a") for wanted in VARIANTS], is_in_quick=True)
-# In the quick tier the other CUDA compiles each source, for these architectures in turn.
-OTHERS = [(wanted, arch) for wanted in filter(is_widest, VARIANTS) for arch in ("sm_80", "sm_100a")]
-OTHER_ARCHITECTURES = marked(OTHERS, is_in_quick=False)
+HOPPER = [(wanted, "sm_90a") for wanted in VARIANTS]
+HOPPER_CASES = marked(HOPPER, pairs_of_values, is_in_quick=True)
+WIDEST = list(filter(is_widest, VARIANTS))
+# Each architecture comes first in turn, and so has half of the values.
+IN_TURN = (("sm_80", "sm_100a"), ("sm_100a", "sm_80"))
+OTHERS = [(wanted, arch) for index, wanted in enumerate(WIDEST) for arch in IN_TURN[index % 2]]
+OTHER_ARCHITECTURES = marked(OTHERS, values_of, is_in_quick=False)
 
 
 @pytest.mark.parametrize(("wanted", "arch"), HOPPER_CASES)
@@ -187,18 +199,18 @@ def test_other_architectures(wanted: Variant, arch: str) -> None:
     compile_and_check(wanted, arch)
 
 
-def are_compiled(cases: list[object]) -> set[Pair]:
-    """Pairs of settings in the cases of the quick and the rest tier."""
-    found = [case.values for case in cases if "slow" not in {mark.name for mark in case.marks}]
-    return {pair for case in found for pair in pairs_of(settings_of(case))}
-
-
-def test_every_two_macros_that_meet_in_everyday_variants_are_compiled_together() -> None:
-    for cases in (HOPPER_CASES, OTHER_ARCHITECTURES):
-        everyday = [case.values for case in cases if is_everyday(case.values[0])]
-        compiled = are_compiled(cases)
-        assert {pair for case in everyday for pair in pairs_of(settings_of(case))} <= compiled
-        assert {wanted.source for wanted, _ in everyday} <= {name for (name, _), _ in compiled}
+@pytest.mark.parametrize(
+    ("cases", "parts"), [(HOPPER_CASES, pairs_of_values), (OTHER_ARCHITECTURES, values_of)]
+)
+def test_everyday_variants_are_compiled_with_all_that_any_has(
+    cases: list[object], parts: Callable[[Case], Parts]
+) -> None:
+    """Have every two macros' values that meet for sm_90a, and each value for one of the others."""
+    everyday = [case.values for case in cases if is_everyday(case.values[0])]
+    not_slow = [case for case in cases if "slow" not in {mark.name for mark in case.marks}]
+    compiled = {part for case in not_slow for part in parts(case.values)}
+    assert {part for case in everyday for part in parts(case)} <= compiled
+    assert {wanted.source for wanted, _ in everyday} <= {source for source, *_ in compiled}
 
 
 @pytest.mark.slow
@@ -235,8 +247,7 @@ def other_cuda(other_nvrtc: Nvrtc, monkeypatch: pytest.MonkeyPatch) -> int:
 def on_architectures(variants: list[Variant]) -> list[object]:
     """Every variant with each architecture that it is for.
 
-    The rest has one of each source and architecture, bf16 with the most macros; quick has one
-    architecture of each source, another for the next source.
+    The rest tier has one of each source and architecture, bf16 with the most macros.
     """
 
     def likely(wanted: Variant) -> tuple[bool, int]:
@@ -246,15 +257,9 @@ def on_architectures(variants: list[Variant]) -> list[object]:
     cases = [(v, "sm_90a") for v in by_use]
     cases += [(v, arch) for arch in ("sm_80", "sm_100a") for v in by_use if is_widest(v)]
     firsts = {(v.source, arch): v for v, arch in reversed(cases)}
-    quick = set()
-    for index, source in enumerate(sorted(ENTRIES)):
-        its_own = sorted(arch for other, arch in firsts if other == source)
-        quick.add((source, its_own[index % len(its_own)]))
 
     def marks(wanted: Variant, arch: str) -> object:
-        if firsts[wanted.source, arch] != wanted:
-            return pytest.mark.slow
-        return () if (wanted.source, arch) in quick else pytest.mark.rest
+        return pytest.mark.rest if firsts[wanted.source, arch] == wanted else pytest.mark.slow
 
     return [pytest.param(v, arch, id=f"{arch} {v}", marks=marks(v, arch)) for v, arch in cases]
 
