@@ -10,7 +10,8 @@ METRICS_PORT ?= 8002
 OPENAI_PORT ?= 9000
 MODEL_REPOSITORY ?= model_repository
 PYTEST_ARGS ?=
-WORKERS ?= 2
+# More than two cores' worth: what starts servers waits for them as long as it computes.
+WORKERS ?= 3
 # Where bytecode is kept, tests are rewritten for their assertions once and not in each run.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
 BESIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -41,9 +42,9 @@ serve: install   ## a real tritonserver on model_repository/ (HTTP_PORT GRPC_POR
 check: install   ## lint, format, types, import rules, words: what CI and pre-commit run
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
-	@$(BIN)/lint-imports
-	@$(BIN)/python tools/check_style.py
+	@$(BIN)/mypy & types=$$!; \
+	$(BIN)/lint-imports && $(BIN)/python tools/check_style.py; status=$$?; \
+	wait $$types && exit $$status
 
 format: install  ## apply the format and the safe fixes
 	@$(BIN)/ruff check --fix .

@@ -130,6 +130,7 @@ def statuses(client: Client, number: int) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.triton
+@pytest.mark.beside
 @pytest.mark.rest
 def test_every_ten_seconds_it_says_what_runs_waits_and_is_made(single: Client) -> None:
     """Three endless streams: one runs, two wait. The rate is tested in tests/engine."""

@@ -27,7 +27,7 @@ from fixtures.server.support import (
 from fixtures.tiers import quick_of
 from slipstream.engine.waiting import OLDEST_EVERY
 
-pytestmark = pytest.mark.triton
+pytestmark = [pytest.mark.triton, pytest.mark.beside]
 
 T = TypeVar("T")
 MODELS = [*TEXT_MODELS, "vllm_model", "tensorrt_llm"]
