@@ -9,6 +9,7 @@ from slipstream.kernels.experts.combine import Shared
 from slipstream.kernels.experts.down_add import down_add
 from slipstream.kernels.experts.grouped import Added, down, gate_up
 from slipstream.kernels.experts.sm90 import streamed, streamed_add
+from slipstream.kernels.experts.sm90.ring import Ring
 from slipstream.kernels.experts.spec import Gate
 from slipstream.kernels.runtime import jit
 
@@ -90,3 +91,21 @@ def test_sums_are_added_once(
             found.append(out)
         assert torch.equal(*found)
         torch.testing.assert_close(out.float(), expected, rtol=ROUNDING[dtype], atol=2e-4)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "e4m3"])
+def test_memory_of_a_cta(fp8: bool) -> None:
+    """A launch asks for more than 48 KB where static memory does not fit beside; never for all."""
+    static, default = 15 << 10, 48 << 10
+    for width in range(16, 16385, 16):
+        for num_rows in (1, 2, 8, 64):
+            ring = Ring(num_rows, width, fp8)
+            if (slots := ring.num_slots(7)) < 2:
+                continue
+            dynamic = ring.num_bytes(7)
+            assert dynamic >= slots * ring.slot_bytes + num_rows * ring.pitch
+            assert dynamic > default or dynamic + static <= default
+            assert dynamic + static <= 227 << 10
+            assert slots == 7 or dynamic + ring.slot_bytes + static > 227 << 10
+            row_bytes = width * (1 if fp8 else 2)
+            assert ring.part_bytes % 512 == 0 or ring.part_bytes >= row_bytes

@@ -7,6 +7,7 @@ _PART_BYTES = 2048  # of a weight row in a slot, at most
 _PAD = 64  # bytes behind a part
 _STATIC_BYTES = 15 << 10
 _MEMORY = (227 << 10) - _STATIC_BYTES
+_PLAIN_BYTES = 48 << 10  # that a CTA has without asking for more
 _CHUNK_BYTES = 128  # of a weight row, which a warp multiplies at once
 
 
@@ -37,8 +38,13 @@ class Ring(NamedTuple):
         return min(most, (_MEMORY - self.num_rows * self.pitch) // self.slot_bytes)
 
     def num_bytes(self, most: int) -> int:
-        """Return the bytes of all in shared memory."""
-        return self.num_slots(most) * self.slot_bytes + self.num_rows * self.pitch
+        """Return the bytes of shared memory that a launch requests.
+
+        What does not fit into a CTA's default beside static memory is counted as more than the
+        default, which the launch then raises.
+        """
+        found = self.num_slots(most) * self.slot_bytes + self.num_rows * self.pitch
+        return found if found + _STATIC_BYTES <= _PLAIN_BYTES else max(found, _PLAIN_BYTES + 16)
 
     def arguments(self, most: int, under_way: int) -> tuple[int, ...]:
         """Return a kernel's last arguments."""
