@@ -6,6 +6,7 @@
 #include "experts/sm90/slots.cuh"
 
 constexpr int MAX_TILES = 256, MAX_PAIRS = 256;
+static_assert(MAX_PAIRS <= READERS, "a thread a pair");
 
 struct Shared {
   u64 barriers[2 * MAX_SLOTS];
@@ -20,24 +21,29 @@ struct Share {
   int of_tile, begin, end;
 
   DEVICE Share(int num_tiles, int outputs) : of_tile((outputs + OUTPUTS - 1) / OUTPUTS) {
-    const u32 all = num_tiles * of_tile;
-    begin = int(u64(all) * blockIdx.x / gridDim.x);
-    end = int(u64(all) * (blockIdx.x + 1) / gridDim.x);
+    const u32 all = num_tiles * of_tile, each = all / gridDim.x, more = all % gridDim.x;
+    begin = blockIdx.x * each + min(u32(blockIdx.x), more);
+    end = begin + each + (blockIdx.x < more);
   }
   DEVICE int tile(int unit) const { return unit / of_tile; }
   DEVICE int first(int unit) const { return unit % of_tile * OUTPUTS; }
 };
 
-// By all threads; a barrier of the CTA must follow.
-DEVICE void load_choice(Shared& shared, const int* tiles, const int* order, int num_tiles, int num_pairs, int top_k) {
-  for (int i = threadIdx.x; i < num_tiles; i += THREADS) {
+// By the warp that fills; a barrier of the CTA must follow.
+DEVICE void load_tiles(Shared& shared, const int* tiles, int num_tiles) {
+  if (threadIdx.x == READERS) shared.num_tiles = 0;
+  __syncwarp();
+  for (int i = threadIdx.x - READERS; i < num_tiles; i += 32) {
     const Pack<int, 4> own = load_fresh<4>(tiles + 4 * i);
     const int next = i + 1 < num_tiles ? load_fresh<1>(tiles + 4 * i + 6).at[0] : 0;
     shared.tiles[i] = own;
     if (own.at[2] != 0 && next == 0) shared.num_tiles = i + 1;  // those without rows are behind the others
   }
-  for (int i = threadIdx.x; i < num_pairs; i += THREADS)
-    shared.rows[i] = GATED ? load_fresh<1>(order + i).at[0] / top_k : i;
+}
+// By the others.
+DEVICE void load_places(Shared& shared, const int* order, int num_pairs, int top_k) {
+  const int i = threadIdx.x;
+  if (i < num_pairs) shared.rows[i] = GATED ? load_fresh<1>(order + i).at[0] / top_k : i;
 }
 
 DEVICE int weight_row(const Task& task, int first, int lane) {
@@ -54,15 +60,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Width bytes{int(width) * WEIGHT_BYTES, int(part_bytes)};
   u8* const rows = slots + num_slots * bytes.slot_bytes();
   CopyRing ring(slots, shared.barriers, bytes.slot_bytes(), int(num_slots));
-  if (thread == 0) {
-    ring.init(WARPS);
-    shared.num_tiles = 0;
-  }
+  if (thread == 0) ring.init(WARPS);
   __syncthreads();
   wait_for_previous();
   start_next();
-  if (thread < READERS) start_rows(rows, x, x_stride, int(num_rows), int(width), int(x_pitch));
-  load_choice(shared, tiles, order, int(num_tiles), int(num_pairs), int(top_k));
+  if (thread >= READERS) {
+    load_tiles(shared, tiles, int(num_tiles));
+  } else {
+    start_rows(rows, x, x_stride, int(num_rows), int(width), int(x_pitch));
+    load_places(shared, order, int(num_pairs), int(top_k));
+  }
   __syncthreads();
   const Share share(shared.num_tiles, int(outputs));
   if (thread >= READERS) {

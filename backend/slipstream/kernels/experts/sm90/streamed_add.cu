@@ -22,8 +22,8 @@ struct Shared {
 struct Share {
   int begin, end, batch;
 
-  DEVICE explicit Share(int outputs)
-      : begin(int(i64(outputs) * blockIdx.x / gridDim.x)), end(int(i64(outputs) * (blockIdx.x + 1) / gridDim.x)) {
+  DEVICE explicit Share(u32 outputs)
+      : begin(int(outputs * blockIdx.x / gridDim.x)), end(int(outputs * (blockIdx.x + 1) / gridDim.x)) {
     const int all = max(1, end - begin), batches = (all + OUTPUTS - 1) / OUTPUTS;
     batch = (all + batches - 1) / batches;
   }
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   start_next();
   const int thread = threadIdx.x, warp = thread / 32, num_pairs = int(num_rows * top_k);
   const Width bytes{int(width) * WEIGHT_BYTES, int(part_bytes)};
-  const Share share{int(outputs)};
+  const Share share{u32(outputs)};
   u8* const rows = slots + num_slots * bytes.slot_bytes();
   CopyRing ring(slots, shared.barriers, bytes.slot_bytes(), int(num_slots));
   if (thread == 0) {
