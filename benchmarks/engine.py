@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=list(WORKLOADS))
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
     parser.add_argument("--dtype", default="auto")
-    schemes = ["none", "fp8", "int8", "int4", "w4a8", *packed_weights.FORMS]
+    schemes = ["none", "fp8", "int8", "int4", "w4a8", "w8a8", *packed_weights.FORMS]
     parser.add_argument("--quantization", default="none", choices=schemes, help="the last as files")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--max-num-batched-tokens", type=int, default=4096)

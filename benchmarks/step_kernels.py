@@ -30,7 +30,7 @@ def main() -> None:
     )
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
     parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--quantization", default="none", help="none, fp8, int8, int4, w4a8")
+    parser.add_argument("--quantization", default="none", help="none, fp8, int8, int4, w4a8, w8a8")
     args = parser.parse_args()
     need_gpu()
     options = {"quantization": args.quantization, "max_num_seqs": max(args.rows, 8)}
