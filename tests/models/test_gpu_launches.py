@@ -39,6 +39,7 @@ WAYS = [
     ("bfloat16", "int8", "auto"),
     ("bfloat16", "int4", "auto"),
     ("bfloat16", "w4a8", "auto"),
+    ("bfloat16", "w8a8", "auto"),
 ]
 STEPS = [(1, 0), (5, 0), (0, 40), (3, 140)]  # decodes, tokens of a chunk
 PROMPTS = [(2, 599)]  # whose packed weights are put into e4m3
@@ -129,7 +130,7 @@ def test_drawn_steps(family: str, tmp_path: Path) -> None:
     for seed in range(3):
         rng = random.Random(f"{family} {seed}")
         drawn = {"intermediate_size": 64 * rng.randrange(4, 20)}
-        scheme = rng.choice(["none", "fp8", "int8", "int4", "w4a8"])
+        scheme = rng.choice(["none", "fp8", "int8", "int4", "w4a8", "w8a8"])
         plan = planned(family, "bfloat16", scheme, "auto", tmp_path, **drawn)
         if isinstance(plan, str):
             assert REFUSALS.search(plan), plan

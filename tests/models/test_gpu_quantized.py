@@ -13,6 +13,7 @@ from fixtures.models.checkpoints import (
     save,
 )
 from fixtures.models.parity import LENGTHS, engine_greedy
+from fixtures.models.rows_of_gpu import round_rows_as_on_gpu
 from fixtures.quantize import tiny
 from slipstream.engine.scheduler import Limits
 from slipstream.runner.model_runner import ModelRunner
@@ -59,9 +60,16 @@ def rms(x: torch.Tensor) -> float:
         ("qwen3", "float16", "int4"),
         ("gemma3", "bfloat16", "int4"),
         ("llama", "float16", "int8"),
+        ("llama", "bfloat16", "w8a8"),
+        ("qwen3", "float16", "w8a8"),
+        ("gemma3", "bfloat16", "w8a8"),
     ],
 )
-def test_error_is_that_of_the_cpu(family: str, dtype: str, scheme: str, tmp_path: Path) -> None:
+def test_error_is_that_of_the_cpu(
+    family: str, dtype: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if scheme == "w8a8":  # rows in int8 on the CPU, too
+        round_rows_as_on_gpu(monkeypatch)
     save(make_model(family, **SIZES, **FAMILIES[family]), tmp_path)
     settings = {"dtype": dtype, "quantization": scheme, "block_size": 16}
     truth = logits(make_runner(tmp_path))
@@ -90,7 +98,7 @@ def test_blocks_of_e4m3_stay_packed(dtype: str, tmp_path: Path) -> None:
     assert rms(gpu[-1] - truth[-1]) <= 0.25 * rms(truth[-1])
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int4"])
+@pytest.mark.parametrize("scheme", ["fp8", "int4", "w8a8"])
 def test_the_engine_repeats_itself(scheme: str, tmp_path: Path) -> None:
     """Graphs or none: equal batches give equal tokens, and graphs give about the same."""
     directory = save(make_model("llama", **SIZES), tmp_path)
