@@ -1,10 +1,12 @@
 """Fused places compute what plain ones do, with stages between product and gate or sum, too."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
+from fixtures.quant.int8_rows import NAME as INT8_ROWS
+from fixtures.quant.int8_rows import int8_rows
 from slipstream import quant
 from slipstream.fuse.places import FusedGatedLinear, FusedLinearAdd, FusedNormLinear, Gated
 from slipstream.fuse.rewrite import Place, fused, rewrite
@@ -25,8 +27,15 @@ from slipstream.models.source import Weights
 from torch import Tensor
 
 HIDDEN, INNER, ROWS = 64, 96, 128
+SCHEMES = ("none", "fp8", INT8_ROWS)
 CPU = torch.device("cpu")
 DIMS = Dims(101, HIDDEN, INNER, 1, 2, 1, 32, 1e-5)
+
+
+@pytest.fixture(autouse=True)
+def all_schemes() -> Iterator[None]:
+    with int8_rows():
+        yield
 
 
 def weights(scheme: str = "none", deterministic: bool = False, seed: int = 0) -> Weights:
@@ -79,7 +88,7 @@ PLACES: dict[str, Callable[[Weights], Place]] = {
 
 
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("scheme", ["none", "fp8"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize(
     ("pattern", "is_shared"),
     [*((name, False) for name in PLACES), *((name, True) for name in PLACES if "resid" in name)],
@@ -97,12 +106,12 @@ def test_a_fused_place_computes_what_a_plain_one_does(
         layer.ranks = TwoRanks()
     want, got = run(place, norm, x), run(fused(place), norm, x)
     # In e4m3 a fused norm rounds elsewhere; the rest is the same arithmetic.
-    tolerance = 0.05 if scheme == "fp8" and "norm, linear" in pattern else 1e-5
+    tolerance = 0.05 if scheme != "none" and "norm, linear" in pattern else 1e-5
     assert (got - want).abs().max() <= tolerance * want.abs().max()
     assert is_shared != torch.equal(got, without)
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("pattern", [name for name in PLACES if name.startswith("norm")])
 def test_only_an_rms_norm_is_fused(pattern: str, scheme: str) -> None:
     """Others are computed before the product, of the sum with what waits to be added to it."""
@@ -115,10 +124,10 @@ def test_only_an_rms_norm_is_fused(pattern: str, scheme: str) -> None:
         fused(add)(x, found)
         want, got = (p(norm, r) for p, r in ((place, wanted), (fused(place), found)))
         want, got = (y[0] if isinstance(y, tuple) else y for y in (want, got))
-        assert (got - want).abs().max() <= (0.02 if scheme == "fp8" else 1e-5) * want.abs().max()
+        assert (got - want).abs().max() <= (0.02 if scheme != "none" else 1e-5) * want.abs().max()
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp8"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_sum_over_ranks_waits_for_the_next_norm_and_comes_behind_the_bias(scheme: str) -> None:
     w = weights(scheme)
     add, read = fused(LinearAdd(linear(w, HIDDEN))), fused(NormLinear(linear(w, 40)))
@@ -130,7 +139,7 @@ def test_a_sum_over_ranks_waits_for_the_next_norm_and_comes_behind_the_bias(sche
     add(x, residual)
     assert torch.equal(residual._values, x), "nothing is added yet"
     found, want = read(norm, residual)[0], read(norm, wanted)[0]
-    assert (found - want).abs().max() <= (0.02 if scheme == "fp8" else 1e-5) * want.abs().max()
+    assert (found - want).abs().max() <= (0.02 if scheme != "none" else 1e-5) * want.abs().max()
     assert torch.allclose(residual.values, wanted.values)
 
 
@@ -182,15 +191,49 @@ def test_layer_norms_and_activations_are_stages_of_a_gemm(activation: str, bias:
     torch.testing.assert_close(product, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("scheme", SCHEMES[1:])
 @pytest.mark.parametrize("mlp", [GatedMLP, GeluMLP])
-def test_a_gate_is_quantised_for_the_layer_that_reads_it_alone(mlp: type[GatedMLP]) -> None:
-    layer = rewrite(decoder(weights("fp8"), mlp)).blocks[0].mlp
+def test_a_gate_is_quantised_for_the_layer_that_reads_it_alone(
+    mlp: type[GatedMLP], scheme: str
+) -> None:
+    layer = rewrite(decoder(weights(scheme), mlp)).blocks[0].mlp
     x = torch.randn(5, HIDDEN)
     norm = Norm(weights(), HIDDEN, 1e-5)
     rows = layer.gate_up(norm, Residual(x.clone()))
     assert isinstance(rows, Quantized) == (mlp is GatedMLP)
     layer.down.linear.ranks = TwoRanks()  # each quantises its part
     assert isinstance(layer.gate_up(norm, Residual(x.clone())), Quantized) == (mlp is GatedMLP)
+
+
+@pytest.mark.parametrize("first", SCHEMES[1:])
+@pytest.mark.parametrize("second", SCHEMES[1:])
+def test_a_gate_is_quantised_as_its_reader_takes_it(first: str, second: str) -> None:
+    """Of two types of 8 bits the gate's product is not of the second: it is of 16 bits between."""
+    up, down = linear(weights(first), 2 * INNER), linear(weights(second, seed=1), HIDDEN, INNER)
+    norm, x = Norm(weights(), HIDDEN, 1e-5), torch.randn(5, HIDDEN)
+    rows = fused(GatedLinear(up, "silu"), down)(norm, Residual(x.clone()))
+    plain = GatedLinear(up, "silu")(norm, Residual(x.clone()))
+    assert isinstance(rows, Quantized) == (first == second)
+    if isinstance(rows, Quantized):
+        assert rows.values.dtype == down.matrix.values.dtype
+    found, wanted = Residual(x.clone()), Residual(x.clone())
+    fused(LinearAdd(down))(rows, found)
+    LinearAdd(down)(plain, wanted)
+    assert (found.values - wanted.values).abs().max() <= 0.05 * (wanted.values - x).abs().max()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES[1:])
+@pytest.mark.parametrize("other", SCHEMES[1:])
+def test_an_unscaled_sum_waits_for_a_norm_of_another_type(scheme: str, other: str) -> None:
+    add = fused(LinearAdd(linear(weights(scheme), HIDDEN)))
+    read, norm = fused(NormLinear(linear(weights(other), 40))), Norm(weights(), HIDDEN, 1e-5)
+    x = torch.randn(5, HIDDEN)
+    early, late = Residual(x.clone()), Residual(x.clone())
+    add(x, early)
+    add(x, late)
+    assert not torch.equal(early.values, x)
+    assert torch.equal(read(norm, early)[0], read(norm, late)[0])
+    assert torch.equal(late.values, early.values)
 
 
 def test_an_unscaled_sum_waits_for_the_next_norm() -> None:

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from fixtures.kernels.eight_bits_cases import random_product
 from fixtures.kernels.emulation import emulate
+from fixtures.tiers import quick_of
 from slipstream.kernels.cache import kv_format
+from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.elementwise.activation import gelu_mul, silu_mul, xielu
 from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 from slipstream.kernels.runtime import jit
@@ -91,3 +94,44 @@ def test_stages_that_the_kernel_lacks() -> None:
         rope_and_cache.launcher(*given, early)
     with pytest.raises(KernelError, match=r"factors must be \[positions\] f32"):
         rope_and_cache.launcher(*given, HeadStages(factors=torch.zeros(2).double()))
+
+
+def same(found: eight_bits.Quantized, expected: eight_bits.Quantized) -> None:
+    """Compare rows of int8: a value may be the next one where arithmetic in front rounds so."""
+    torch.testing.assert_close(found.scales, expected.scales, rtol=1e-5, atol=0, equal_nan=True)
+    fine = expected.scales.isfinite()
+    assert bool((found.values.int() - expected.values.int())[fine].abs().max() <= 1)
+
+
+@pytest.mark.parametrize("size", quick_of([(3, 72), (2, 8216), (140, 8216)], [(3, 72)]), ids=str)
+@pytest.mark.parametrize("dtype", eight_bits.DTYPES, ids=str)
+def test_rows_of_int8(
+    dtype: torch.dtype, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in one access of a thread, in two, and in four; one has NaN and infinity in it."""
+    emulate(monkeypatch)
+    count, width = size
+    kind, norm = eight_bits.INT8, rows(1, width, dtype)[0, :width].contiguous().nan_to_num(1, 1, 1)
+    x = rows(count, width, dtype).contiguous()
+    found, expected = (
+        q(x, kind) for q in (eight_bits.quantize.launcher, eight_bits.quantize.oracle)
+    )
+    fine = expected.scales.isfinite()
+    assert bool(fine.sum() == count - 1)
+    assert torch.equal(found.values[fine], expected.values[fine])
+    assert torch.equal(found.scales[fine], expected.scales[fine])
+    assert torch.equal(found.scales.isnan(), ~fine)
+    x = x.nan_to_num(1, 1, 1)
+    norms = eight_bits.norm_quantize
+    same(norms.launcher(x, norm, 1e-5, kind), norms.oracle(x, norm, 1e-5, kind))
+    product, by_row, by_column, bias = random_product(count, width, dtype, kind=kind)
+    sums = [x.clone(), x.clone()]
+    add = eight_bits.add_norm_quantize
+    stages = (product, by_row, by_column, 1e-5, bias)
+    same(*(run(y, norm, *stages) for run, y in zip((add.launcher, add.oracle), sums, strict=True)))
+    assert torch.equal(*sums)
+    scale = eight_bits.scale
+    given = (product, by_row, by_column, dtype, bias)
+    assert torch.equal(scale.launcher(*given), scale.oracle(*given))
+    gate, given = eight_bits.silu_mul_quantize, random_product(count, 2 * width, dtype, kind=kind)
+    same(gate.launcher(*given), gate.oracle(*given))

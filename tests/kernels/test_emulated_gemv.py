@@ -38,3 +38,23 @@ def test_stages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = gemv(x, weight, around)
     wanted = gemm.oracle(x, weight, around._replace(residual=residual))
     torch.testing.assert_close(found, wanted, atol=0.01, rtol=0.008)
+
+
+INT8 = {"one row": (1, 1024, "silu"), "two rows": (2, 4112, ""), "long": (1, 14336, "")}
+
+
+@pytest.mark.parametrize("name", quick_of(INT8, {"one row"}))
+def test_weights_of_int8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every number of the type, at every place of a piece."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(jit, "num_multiprocessors", lambda _: 2)
+    rows, inputs, gate = INT8[name]
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, inputs, generator=rng).bfloat16()
+    weight = torch.randint(-128, 128, (OUTPUTS, inputs), generator=rng, dtype=torch.int8)
+    weight[0, :256] = torch.arange(-128, 128)
+    columns = torch.rand(OUTPUTS, generator=rng) / inputs
+    norm = torch.ones(inputs).bfloat16() if gate else None
+    around = Around(norm, 1e-5, columns=columns, gate=gate)
+    found, wanted = gemv(x, weight, around), gemm.oracle(x, weight, around)
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0.008)

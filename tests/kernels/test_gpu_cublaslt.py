@@ -78,7 +78,7 @@ def test_products(dtype: torch.dtype) -> None:
     judge.verdict()
 
 
-def test_eight_bits() -> None:
+def test_fp8() -> None:
     """Terms of either sign, whose sums stay small: as good as bf16 is."""
     judge = Judge("matmul e4m3")
     for inputs, outputs in FP8_SIZES:
@@ -98,6 +98,25 @@ def test_eight_bits() -> None:
     judge.verdict()
     with pytest.raises(KernelError, match=r"\[4, 17\] x \[32, 17\]\^T, float8_e4m3fn to bfloat16"):
         matmul(weight[:4, :17].contiguous(), weight[:32, :17].contiguous())
+
+
+def test_int8() -> None:
+    """Sums are exact, with more bits than fp32 has, of few rows and of many, odd numbers too."""
+    judge = Judge("matmul int8")
+    generator = torch.Generator("cuda").manual_seed(0)
+    for inputs, outputs in FP8_SIZES:
+        weight, every = (
+            torch.randint(-127, 128, (n, inputs), generator=generator, device="cuda").to(torch.int8)
+            for n in (outputs, max(ROWS))
+        )
+        for n in ROWS:
+            x = every[:n].clone()
+            x[-1] = weight[0] // 64 * 127  # of one sign with the first output
+            exact = (x.double() @ weight.double().t()).to(torch.int32)
+            case = f"{n} x {inputs} -> {outputs}"
+            judge.true(case, torch.equal(matmul(x, weight), exact))
+            judge.repeats(case, lambda x=x, weight=weight: matmul(x, weight))
+    judge.verdict()
 
 
 def test_fp8_sums_of_one_sign() -> None:

@@ -1,4 +1,4 @@
-"""The e4m3 kernels on a GPU: against fp64, bit by bit against the CPU, repeated, in graphs."""
+"""The kernels of 8 bits on a GPU: against fp64, bit by bit against the CPU, repeated, in graphs."""
 
 import math
 from collections.abc import Callable
@@ -24,6 +24,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
 ]
 
+KINDS = (eight_bits.E4M3, eight_bits.INT8)
+KIND = pytest.mark.parametrize("kind", KINDS, ids=str)
+LARGEST = {eight_bits.E4M3: 448, eight_bits.INT8: 127}
 WIDTHS = (16, 272, 1008, 4096, 8208, 14336, 16384, 16400, 32768)
 ROWS = (1, 130)
 
@@ -48,35 +51,38 @@ def as_bytes(x: Quantized) -> Tensor:
 def check(judge: Judge, case: str, exact: Tensor, run: Callable[[], Quantized]) -> None:
     """Error against that of quantising the exact values, scales too; the same bits again."""
     out = poisoned(*exact.shape, run)
-    naive = eight_bits.quantize.oracle(exact.float())
+    kind = out.values.dtype
+    naive = eight_bits.quantize.oracle(exact.float(), kind)
     judge.close(case, dequantized(out).float(), exact, dequantized(naive))
-    scales = exact.abs().amax(-1) / 448
+    scales = exact.abs().amax(-1) / LARGEST[kind]
     judge.close(f"{case}: scales", out.scales, scales, scales.float())
     judge.repeats(case, lambda: as_bytes(poisoned(*exact.shape, run)))
 
 
+@KIND
 @pytest.mark.parametrize("dtype", eight_bits.DTYPES, ids=short)
-def test_quantize(dtype: torch.dtype) -> None:
-    judge = Judge(f"quantize {short(dtype)}")
+def test_quantize(dtype: torch.dtype, kind: torch.dtype) -> None:
+    judge = Judge(f"quantize {short(dtype)} {kind}")
     for width in WIDTHS:
         for n in ROWS:
             x = random(n, width, dtype=dtype, seed=n + width)
-            check(judge, f"{n} x {width}", x.double(), lambda x=x: eight_bits.quantize(x))
-            want = eight_bits.quantize(x.cpu())
-            got = eight_bits.quantize(x)
+            check(judge, f"{n} x {width}", x.double(), lambda x=x: eight_bits.quantize(x, kind))
+            want = eight_bits.quantize(x.cpu(), kind)
+            got = eight_bits.quantize(x, kind)
             judge.true(f"{n} x {width}: scales", same_bits(got.scales.cpu(), want.scales))
             judge.true(
                 f"{n} x {width}: values",
                 same_bits(got.values.cpu().view(torch.uint8), want.values.view(torch.uint8)),
             )
-    assert eight_bits.quantize(random(0, 64, dtype=dtype)).values.shape == (0, 64)
+    assert eight_bits.quantize(random(0, 64, dtype=dtype), kind).values.shape == (0, 64)
     judge.verdict()
 
 
+@KIND
 @pytest.mark.parametrize("dtype", eight_bits.DTYPES, ids=short)
-def test_extremes(dtype: torch.dtype) -> None:
+def test_extremes(dtype: torch.dtype, kind: torch.dtype) -> None:
     """Zeros, the smallest and the largest rows as on the CPU; NaN and infinity spoil their rows."""
-    judge = Judge(f"extremes {short(dtype)}")
+    judge = Judge(f"extremes {short(dtype)} {kind}")
     limits = torch.finfo(dtype)
     x = torch.ones(8, 4096, dtype=dtype)
     x[0] = 0
@@ -86,37 +92,40 @@ def test_extremes(dtype: torch.dtype) -> None:
     x[3] *= limits.max
     x[3, ::2] *= -1
     x[4, 5], x[5, 4095], x[6, 0] = math.nan, math.inf, -math.inf
-    got, want = eight_bits.quantize(x.cuda()), eight_bits.quantize(x)
+    got, want = eight_bits.quantize(x.cuda(), kind), eight_bits.quantize(x, kind)
     fine = [0, 1, 2, 3, 7]
     judge.true("values", torch.equal(got.values.cpu().float()[fine], want.values.float()[fine]))
     judge.true("scales", torch.equal(got.scales.cpu()[fine], want.scales[fine]))
-    weight = eight_bits.quantize(random(64, 4096, dtype=dtype))
+    weight = eight_bits.quantize(random(64, 4096, dtype=dtype), kind)
     out = eight_bits.scale(
         matmul(got.values, weight.values), got.scales, weight.scales, torch.bfloat16
     )
     judge.true("spoilt rows", bool(out[4:7].isnan().all()))
     judge.true("others", bool(out[[0, 1, 2, 7]].isfinite().all()))
     ones = torch.ones(4096, dtype=dtype, device="cuda")
-    normed_rows = dequantized(eight_bits.norm_quantize(x.cuda(), ones, 1e-5))
+    normed_rows = dequantized(eight_bits.norm_quantize(x.cuda(), ones, 1e-5, kind))
     judge.true("norm: spoilt rows", bool(normed_rows[4:7].isnan().any(-1).all()))
     judge.true("norm: zeros", not normed_rows[0].any())
     judge.true("norm: ones", bool(((normed_rows[7] - 1).abs() < 1e-4).all()))
     judge.verdict()
 
 
+@KIND
 @pytest.mark.parametrize("dtype", eight_bits.DTYPES, ids=short)
-def test_norms(dtype: torch.dtype) -> None:
-    judge = Judge(f"norms {short(dtype)}")
+def test_norms(dtype: torch.dtype, kind: torch.dtype) -> None:
+    judge = Judge(f"norms {short(dtype)} {kind}")
     for width in WIDTHS:
         weight = 1 + 0.1 * random(width, dtype=dtype, seed=1)
         for n in ROWS:
             case = f"{n} x {width}"
             x = random(n, width, dtype=dtype, seed=n + width)
             exact = normed(x.double(), weight, 1e-5)
-            run = lambda x=x, w=weight: eight_bits.norm_quantize(x, w, 1e-5)  # noqa: E731
+            run = lambda x=x, w=weight: eight_bits.norm_quantize(x, w, 1e-5, kind)  # noqa: E731
             check(judge, f"norm_quantize {case}", exact, run)
 
-            product, rows, columns, bias = random_product(n, width, dtype, "cuda", seed=width)
+            product, rows, columns, bias = random_product(
+                n, width, dtype, "cuda", seed=width, kind=kind
+            )
             for b in (None, bias):
                 with_bias = f"{case}{'' if b is None else ' bias'}"
                 addend = (product, rows, columns)
@@ -136,12 +145,15 @@ def test_norms(dtype: torch.dtype) -> None:
     judge.verdict()
 
 
+@KIND
 @pytest.mark.parametrize("dtype", eight_bits.DTYPES, ids=short)
-def test_products(dtype: torch.dtype) -> None:
-    judge = Judge(f"products {short(dtype)}")
+def test_products(dtype: torch.dtype, kind: torch.dtype) -> None:
+    judge = Judge(f"products {short(dtype)} {kind}")
     for width in WIDTHS:
         for n in ROWS:
-            product, rows, columns, bias = random_product(n, 2 * width, dtype, "cuda", seed=n)
+            product, rows, columns, bias = random_product(
+                n, 2 * width, dtype, "cuda", seed=n, kind=kind
+            )
             for b in (None, bias):
                 case = f"{n} x {width}{'' if b is None else ' bias'}"
                 addend = (product, rows, columns)
@@ -176,11 +188,14 @@ def test_rotation_of_a_product(head_size: int) -> None:
     judge.verdict()
 
 
-def test_many_rows() -> None:
+@KIND
+def test_many_rows(kind: torch.dtype) -> None:
     """More rows than run at once: two CTAs with one each share a multiprocessor."""
     judge = Judge("many rows")
     for width in (8208, 14336, 14352):
-        product, rows, columns, bias = random_product(400, 2 * width, torch.float16, "cuda")
+        product, rows, columns, bias = random_product(
+            400, 2 * width, torch.float16, "cuda", kind=kind
+        )
         for b in (None, bias):
             exact = silu_mul(scaled(torch.float64, product, rows, columns, b))
             run = lambda p=product, r=rows, c=columns, b=b: eight_bits.silu_mul_quantize(  # noqa: E731
@@ -197,7 +212,8 @@ def chain(x: Tensor, weights: list[tuple[Tensor, Quantized, Quantized]], settle:
         if settle:
             torch.cuda.synchronize()
 
-    normed = eight_bits.norm_quantize(x, weights[0][0], 1e-5)
+    kind = weights[0][1].values.dtype
+    normed = eight_bits.norm_quantize(x, weights[0][0], 1e-5, kind)
     for norm, gate_up, down in weights:
         wait()
         product = matmul(normed.values, gate_up.values)
@@ -211,14 +227,15 @@ def chain(x: Tensor, weights: list[tuple[Tensor, Quantized, Quantized]], settle:
     return torch.cat([as_bytes(normed), x.view(torch.uint8).flatten()])
 
 
-def test_overlapping_kernels_wait_for_each_other() -> None:
+@KIND
+def test_overlapping_kernels_wait_for_each_other(kind: torch.dtype) -> None:
     """A chain in a graph, where kernels start before those before them end, gives the same bits."""
     judge = Judge("overlap")
     weights = [
         (
             1 + 0.1 * random(1024, dtype=torch.bfloat16, seed=i),
-            eight_bits.quantize(random(2 * 2048, 1024, dtype=torch.bfloat16, seed=i) / 32),
-            eight_bits.quantize(random(1024, 2048, dtype=torch.bfloat16, seed=i) / 32),
+            eight_bits.quantize(random(2 * 2048, 1024, dtype=torch.bfloat16, seed=i) / 32, kind),
+            eight_bits.quantize(random(1024, 2048, dtype=torch.bfloat16, seed=i) / 32, kind),
         )
         for i in range(8)
     ]

@@ -1,6 +1,5 @@
 """Products with what stands around them, on a GPU: against fp64, poisoned, repeated bitwise."""
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,11 +14,10 @@ from fixtures.kernels.checking import (
     short,
     spread,
 )
-from fixtures.kernels.eight_bits_cases import scaled, silu_mul
 from slipstream.kernels.elementwise.activation import EVERY, activate
-from slipstream.kernels.elementwise.eight_bits import add_scaled, scale
+from slipstream.kernels.elementwise.eight_bits import quantize
 from slipstream.kernels.gemm.linear import linear
-from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Matrix, Spec, spec_of
+from slipstream.kernels.gemm.op import E4M3, INT8, Around, Matrix, Spec, spec_of
 from slipstream.kernels.gemm.sm90.gemv import MAX_ROWS, gemv, refusal
 from slipstream.kernels.gemm.sm90.skinny import skinny
 from slipstream.kernels.gemm.sm90.skinny import takes as skinny_takes
@@ -43,7 +41,7 @@ class Case:
     """A product in some precision."""
 
     x: torch.Tensor
-    weight: torch.Tensor  # of the precision of x, or e4m3
+    weight: torch.Tensor  # of the precision of x, or of 8 bits
     norm: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     scales: torch.Tensor | None = None
@@ -92,7 +90,9 @@ class Case:
         return out
 
 
-def cases(rows: int, outputs: int, width: int, dtype: torch.dtype, fp8: bool) -> dict[str, Case]:
+def cases(
+    rows: int, outputs: int, width: int, dtype: torch.dtype, kind: torch.dtype | None = None
+) -> dict[str, Case]:
     seed = outputs + width
     x = spread(random(rows, width, dtype=dtype, seed=seed))
     weight = random(outputs, width, dtype=dtype, seed=seed + 1) * width**-0.5
@@ -100,9 +100,8 @@ def cases(rows: int, outputs: int, width: int, dtype: torch.dtype, fp8: bool) ->
     bias, shift = random(outputs, dtype=dtype, seed=3), random(width, dtype=dtype, seed=5)
     residual = random(rows, outputs, dtype=dtype, seed=4)
     scales = None
-    if fp8:
-        scales = weight.abs().amax(1).float().clamp_min(1e-3) / 448
-        weight = (weight.float() / scales[:, None]).to(E4M3)
+    if kind is not None:
+        weight, scales = quantize.oracle(weight.float(), kind)
     found = {
         "plain": Case(x, weight, scales=scales),
         "bias, residual": Case(x, weight, None, bias, scales, residual=residual),
@@ -125,18 +124,24 @@ def every(step: int, first: int, found: dict[str, Case]) -> list[tuple[str, Case
     return [each for i, each in enumerate(found.items()) if (i + first) % step == 0]
 
 
-def check(judge: Judge, number: int, shape: tuple[int, int], dtype: torch.dtype, fp8: bool) -> int:
+def check(
+    judge: Judge,
+    number: int,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    kind: torch.dtype | None,
+) -> int:
     """Half of the cases of one row, and the others of two, by turns."""
     taken = 0
     found = [
         (rows, *each)
         for i, rows in enumerate(ROWS)
-        for each in every(len(ROWS), number + i, cases(rows, *shape, dtype, fp8))
+        for each in every(len(ROWS), number + i, cases(rows, *shape, dtype, kind))
     ]
     for rows, what, case in found:
         if not case.is_taken(refusal):
             continue
-        name = f"{rows} x {shape} {what}{' e4m3' if fp8 else ''}"
+        name = f"{rows} x {shape} {what} {kind or ''}"
         judge.close(name, case.run(), case.expected(torch.float64), case.expected(dtype))
         judge.repeats(name, case.run)
         taken += 1
@@ -144,11 +149,11 @@ def check(judge: Judge, number: int, shape: tuple[int, int], dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
-@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "e4m3"])
-def test_few_rows(dtype: torch.dtype, fp8: bool) -> None:
-    judge = Judge(f"gemv {short(dtype)}{' e4m3' if fp8 else ''}")
+@pytest.mark.parametrize("kind", [None, E4M3, INT8], ids=["16 bits", "e4m3", "int8"])
+def test_few_rows(dtype: torch.dtype, kind: torch.dtype | None) -> None:
+    judge = Judge(f"gemv {short(dtype)} {kind or ''}")
     shapes = SHAPES if dtype == torch.bfloat16 else [(130, 1000), (4096, 4096), (130, 14336)]
-    taken = [check(judge, number, shape, dtype, fp8) for number, shape in enumerate(shapes)]
+    taken = [check(judge, number, shape, dtype, kind) for number, shape in enumerate(shapes)]
     assert sum(n > 0 for n in taken) > len(taken) // 2
     judge.verdict()
 
@@ -162,7 +167,7 @@ def test_skinny(dtype: torch.dtype) -> None:
     shapes += [(1000, 28672)]
     for number, shape in enumerate(shapes if dtype == torch.bfloat16 else shapes[2:6]):
         for i, rows in enumerate((1, 3, 8, 9, 16, 31, 33, 64, 65, 100, 128)):
-            for what, case in every(3, number + i, cases(rows, *shape, dtype, fp8=False)):
+            for what, case in every(3, number + i, cases(rows, *shape, dtype)):
                 if not case.is_taken(skinny_takes):
                     continue
                 case.kernel = skinny
@@ -172,59 +177,12 @@ def test_skinny(dtype: torch.dtype) -> None:
     judge.verdict()
 
 
-def test_skinny_fp8() -> None:
-    """Plain products, bf16 and unscaled; terms of either sign, whose sums stay small."""
-    judge = Judge("skinny e4m3")
-    for outputs, width in ((8, 512), (264, 640), (6144, 4096), (28672, 4096), (4096, 14336)):
-        weight = random(outputs, width, dtype=E4M3, seed=outputs)
-        for rows in (1, 2, 9, 33, 64, 65, 128):
-            x = random(rows, width, dtype=E4M3, seed=rows)
-            assert skinny_takes(spec_of(x, weight, PLAIN)) is None
-            exact = x.double() @ weight.double().t()
-            name = f"{rows} x {outputs, width}"
-            poison(exact.shape, dtype=torch.bfloat16)
-            judge.close(name, skinny(x, weight), exact, exact.bfloat16())
-            judge.repeats(name, lambda x=x, weight=weight: skinny(x, weight))
-    judge.verdict()
-
-
-def test_skinny_fp8_in_its_place() -> None:
-    """With scales: the bits of what a kernel behind it would make, and gates."""
-    judge = Judge("skinny e4m3 with scales")
-    for outputs, width in ((16, 512), (272, 640), (6144, 4096), (28672, 4096), (4096, 14336)):
-        weight = random(outputs, width, dtype=E4M3, seed=outputs)
-        by_column = (0.5 + torch.rand(outputs, device="cuda")) * width**-0.5
-        for rows, biased in itertools.product((1, 2, 9, 33, 64, 65, 128), (False, True)):
-            x = random(rows, width, dtype=E4M3, seed=rows)
-            bias = random(outputs, dtype=torch.bfloat16, seed=3) if biased else None
-            by_row = 0.5 + torch.rand(rows, device="cuda")
-            scales, around = (by_row, by_column), Around(rows=by_row, columns=by_column, bias=bias)
-            product = skinny(x, weight)
-            expected = scale(product, *scales, torch.bfloat16, bias)
-            name = f"{rows} x {outputs, width}{' bias' if biased else ''}"
-            poison(product.shape, dtype=torch.bfloat16)
-            judge.true(name, same_bits(skinny(x, weight, around), expected))
-            total = spread(random(rows, outputs, dtype=torch.bfloat16, seed=4))
-            expected = total.contiguous()
-            add_scaled(expected, product, *scales, bias)
-            skinny(x, weight, around._replace(residual=total))
-            judge.true(f"{name} added", same_bits(total, expected))
-            exact = scaled(torch.float64, product, *scales, bias)
-            gated = silu_mul(scaled(torch.float64, x.double() @ weight.double().t(), *scales, bias))
-            poison(gated.shape, dtype=torch.bfloat16)
-            gate = around._replace(gate="silu")
-            run = lambda x=x, w=weight, a=gate: skinny(x, w, a)  # noqa: E731
-            judge.close(f"{name} gated", run(), gated, silu_mul(exact).bfloat16())
-            judge.repeats(f"{name} gated", run)
-    judge.verdict()
-
-
 def test_skinny_rows_do_not_see_their_neighbours() -> None:
     """Nor how many there are, up to 64 and above: a sum's order is the weights' alone."""
     judge = Judge("rows of skinny, fewer and more")
     for shape in ((6144, 4096), (4096, 14336), (28672, 4096)):
         for most, fewer in ((64, (3, 17, 40, 63)), (128, (65, 100, 127))):
-            for what, case in cases(most, *shape, torch.bfloat16, fp8=False).items():
+            for what, case in cases(most, *shape, torch.bfloat16).items():
                 if case.norm is not None:
                     continue
                 case.kernel = skinny
@@ -264,38 +222,13 @@ def test_tall(dtype: torch.dtype) -> None:
     judge.verdict()
 
 
-def test_tall_fp8() -> None:
-    judge = Judge("tall e4m3")
-    for outputs, width in ((28672, 4096), (28704, 384), (23248, 128), (29568, 640)):
-        x, weight = random(256, width, dtype=E4M3, seed=width), random(outputs, width, dtype=E4M3)
-        by_row, by_column = (0.5 + torch.rand(n, device="cuda") for n in (256, outputs))
-        for bias in (None, random(outputs, dtype=torch.bfloat16, seed=3)):
-            scales = (by_row, by_column * width**-0.5, bias)
-            product = x.double() @ weight.double().t()
-            exact = silu_mul(scaled(torch.float64, product, *scales))
-            naive = silu_mul(scaled(torch.float64, product.bfloat16(), *scales)).bfloat16()
-            whole = None
-            for n in TALL_ROWS[1:6]:  # more are cuBLASLt's
-                some = Around(rows=by_row[:n], columns=scales[1], bias=bias, gate="silu")
-                assert tall_takes(spec_of(x[:n], weight, some)) is None
-                run = lambda x=x[:n], w=weight, s=some: tall(x, w, s)  # noqa: E731
-                name = f"{n} x {outputs, width}{'' if bias is None else ' bias'}"
-                poison((n, outputs // 2), dtype=torch.bfloat16)
-                out = run()
-                judge.close(name, out, exact[:n], naive[:n])
-                judge.repeats(name, run)
-                whole = out if whole is None else whole
-                judge.true(f"{name}, bits of more rows", same_bits(out, whole[:n]))
-    judge.verdict()
-
-
 def test_a_row_does_not_see_its_neighbours() -> None:
     judge = Judge("rows alone and together")
     for shape in ((6144, 4096), (4096, 14336), (1000, 520)):
-        for fp8 in (False, True):
-            if fp8 and shape[1] % 16:
+        for kind in (None, E4M3, INT8):
+            if kind is not None and shape[1] % 16:
                 continue
-            for what, case in cases(MAX_ROWS, *shape, torch.bfloat16, fp8).items():
+            for what, case in cases(MAX_ROWS, *shape, torch.bfloat16, kind).items():
                 if not case.is_taken(refusal):
                     continue
                 out = case.run()

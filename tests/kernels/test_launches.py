@@ -16,6 +16,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from fixtures.kernels.recording import recorded
+from fixtures.quant.int8_rows import NAME as INT8_ROWS
+from fixtures.quant.int8_rows import int8_rows
 from fixtures.tiers import quick_of
 from slipstream.fuse.rewrite import fused
 from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
@@ -65,6 +67,9 @@ def cases() -> Iterator[Case]:
                     yield Case(size, "bfloat16", scheme, variant)
             yield Case(size, "bfloat16", scheme, "gpt")
         yield Case(size, "bfloat16", "w4a8", "plain")
+        for variant in ("plain", "deterministic"):
+            yield Case(size, "bfloat16", INT8_ROWS, variant)
+        yield Case(size, "float16", INT8_ROWS, "bias")
         yield Case(size, "float16", "none", "plain")
         yield Case(size, "float16", "fp8", "bias")
         yield Case(size, "float32", "none", "plain")
@@ -147,7 +152,7 @@ class Model:
 
 def launches(case: Case) -> dict[str, list[tuple[str, str]]]:
     """By rows."""
-    with recorded():
+    with recorded(), int8_rows():
         model = Model(case)
     found = {}
     for num_rows in case.rows():

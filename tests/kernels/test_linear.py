@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slipstream.kernels.gemm import cublaslt
 from slipstream.kernels.gemm.linear import answers, choose, linear
-from slipstream.kernels.gemm.op import E4M3, Around, Matrix, Spec, gemm, spec_of
+from slipstream.kernels.gemm.op import E4M3, INT8, Around, Matrix, Spec, gemm, spec_of
 from slipstream.kernels.gemm.sm90 import gemv, skinny, tall
 from slipstream.kernels.gemm.sm90.gemv import MAX_SLOTS, PIECE, THREADS, tiling
 from slipstream.kernels.runtime.op import KernelError
@@ -137,7 +137,8 @@ def test_a_cpu_multiplies_by_torch() -> None:
         (17, 263, torch.bfloat16, "multiples of 8 outputs"),
         (1, 264, E4M3, None),
         (129, 264, E4M3, "1 to 128 rows"),
-        (17, 264, torch.float32, "fp16, bf16 or e4m3"),
+        (128, 264, INT8, None),
+        (17, 264, torch.float32, "fp16, bf16, e4m3 or int8"),
     ],
 )
 def test_what_is_skinny(rows: int, outputs: int, dtype: torch.dtype, refusal: str | None) -> None:
@@ -172,6 +173,12 @@ SCALES = torch.empty(28672)
         (129, {"norm": NORM}, E4M3, "quantise + cublaslt + behind"),
         (256, {"norm": NORM, "gate": "silu"}, E4M3, "quantise + tall"),
         (129, {"norm": NORM, "plus_one": True}, E4M3, "norm + quantise + cublaslt + behind"),
+        (1, {"norm": NORM, "gate": "silu"}, INT8, "gemv"),
+        (2, {"norm": NORM}, INT8, "quantise + skinny"),
+        (129, {"norm": NORM}, INT8, "quantise + cublaslt + behind"),
+        (256, {"norm": NORM, "gate": "silu"}, INT8, "quantise + tall"),
+        (2048, {"norm": NORM, "gate": "silu"}, INT8, "quantise + tall"),  # 4 bytes an output else
+        (2048, {"norm": NORM, "gate": "silu"}, E4M3, "quantise + cublaslt + behind"),
     ],
 )
 def test_routes_of_a_hopper(
@@ -207,6 +214,16 @@ def test_what_nobody_takes_is_refused_with_all_reasons() -> None:
     with pytest.raises(KernelError, match=r"GEMM: cublaslt takes rows and .*; GEMM: gemv takes"):
         choose(spec(4, 264, 512, torch.float32, torch.bfloat16))
     assert cublaslt.takes(spec(4, 264, 512, E4M3, target=KNOWN["sm_80"])) == "has no e4m3 on sm_80"
+
+
+def test_weights_of_int8_are_multiplied_on_older_gpus_too() -> None:
+    target = KNOWN["sm_80"]
+    for n in (1, 16, 256):
+        norm = {"norm": NORM, "columns": SCALES, "gate": "silu"}
+        path, chosen = choose(spec(n, 264, 512, torch.bfloat16, INT8, target, **norm))
+        assert str(path).replace("GEMM", chosen.name) == "quantise + cublaslt + behind"
+    odd = spec(4, 262, 512, INT8, target=target)
+    assert cublaslt.takes(odd) == "takes multiples of 4 inputs and outputs of int8"
 
 
 VARIANTS = frozenset(skinny.variants())
@@ -267,6 +284,8 @@ def test_where_power_is_the_limit_tiles_are_large() -> None:
         (960, 28672, 512, torch.float16, True),
         (4096, 28672, 512, torch.bfloat16, True),
         (4096, 28672, 512, E4M3, False),
+        (4096, 28672, 512, INT8, True),
+        (832, 28672, 512, INT8, False),
         (4096, 32768, 512, torch.bfloat16, False),  # of 128 x 256 outputs
         (256, 28672, 520, torch.bfloat16, False),
         (256, 28680, 512, torch.bfloat16, False),
@@ -281,7 +300,7 @@ def test_what_is_tall(
     rows: int, outputs: int, width: int, dtype: torch.dtype, is_taken: bool
 ) -> None:
     gate = {"gate": "silu"}
-    if dtype == E4M3:
+    if dtype in (E4M3, INT8):
         gate |= {"rows": torch.empty(rows), "columns": torch.empty(outputs)}
     product = spec(rows, outputs, width, dtype, **gate)
     assert (tall.takes(product) is None) == is_taken
@@ -297,4 +316,6 @@ def test_what_is_tall(
 
 def test_gemv_scales_weights_of_8_bits_alone() -> None:
     assert gemv.takes(spec(1, 264, 512, torch.bfloat16, E4M3, columns=SCALES)) is None
-    assert gemv.takes(spec(1, 264, 512, torch.bfloat16, E4M3)) == "scales e4m3 weights, by column"
+    assert (
+        gemv.takes(spec(1, 264, 512, torch.bfloat16, E4M3)) == "scales weights of 8 bits, by column"
+    )

@@ -151,7 +151,7 @@ def test_scales_of_x(x_scales: str, rows: int, inputs: int, count: int) -> None:
 
 
 def test_rows_are_padded_where_they_lie_if_there_is_memory_behind_them() -> None:
-    quantized_rows = eight_bits._empty((5, 32), torch.device("cpu"))
+    quantized_rows = eight_bits._empty((5, 32), torch.device("cpu"), E4M3)
     values = quantized_rows.values
     assert (values.shape, values.is_contiguous()) == ((5, 32), True)
     assert cublaslt_groups._with_memory(values, padded(5)) is values

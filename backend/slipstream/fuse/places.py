@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.elementwise.activation import activate
+from slipstream.kernels.elementwise.eight_bits import PRODUCTS
 from slipstream.kernels.elementwise.scales import Scales
 from slipstream.kernels.gemm.linear import (
     Operand,
@@ -18,7 +19,7 @@ from slipstream.kernels.gemm.linear import (
     route_of,
     takes_quantized,
 )
-from slipstream.kernels.gemm.op import E4M3, Around, TermTable
+from slipstream.kernels.gemm.op import Around, TermTable
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import LayerNorm, Norm, RowNorm
 from slipstream.layers.residual import Residual
@@ -106,9 +107,15 @@ class FusedGatedLinear(GatedLinear):
         y = follow(route, x, matrix, around)
         next_matrix = None if self.feeds is None else self.feeds.matrix
         if isinstance(y, Tensor):  # adapters of a reader with packed weights take it as it is
-            quantises = next_matrix is not None and next_matrix.values.dtype == E4M3
-            return eight_bits.quantize(y) if quantises and route.path.quantises else y
-        takes = next_matrix is not None and takes_quantized(next_matrix, len(y.product), x.dtype)
+            if next_matrix is None or not route.path.quantises:
+                return y
+            dtype = next_matrix.values.dtype
+            return eight_bits.quantize(y, dtype) if dtype in PRODUCTS else y
+        takes = (
+            next_matrix is not None
+            and next_matrix.rounds_to == y.values
+            and takes_quantized(next_matrix, len(y.product), x.dtype)
+        )
         if takes and self.gate == "silu":
             return eight_bits.silu_mul_quantize(y.product, *y.scales)
         return activate(self.gate, y.finish(x.dtype))

@@ -200,7 +200,7 @@ class Delta:
         if isinstance(out, Tensor):
             out.copy_(torch.where(mask, values, out))
             return
-        quantized = eight_bits.quantize(values)
+        quantized = eight_bits.quantize(values, out.values.dtype)
         ours, theirs = (x.values.view(torch.uint8) for x in (out, quantized))
         ours.copy_(torch.where(mask, theirs, ours))
         out.scales.copy_(torch.where(mask[:, 0], quantized.scales, out.scales))
@@ -326,7 +326,7 @@ def _put(out: Operand, rows: Tensor, values: Tensor) -> None:
     if isinstance(out, Tensor):
         out[rows] = values[rows]
         return
-    quantized = eight_bits.quantize(values[rows])
+    quantized = eight_bits.quantize(values[rows], out.values.dtype)
     out.values[rows] = quantized.values
     out.scales[rows] = quantized.scales
 

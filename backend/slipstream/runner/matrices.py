@@ -13,8 +13,9 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.fuse.rewrite import Place, places
+from slipstream.kernels.elementwise.eight_bits import PRODUCTS
 from slipstream.kernels.gemm.cpu_packing import LAYOUT
-from slipstream.kernels.gemm.op import E4M3, Matrix, Spec
+from slipstream.kernels.gemm.op import Matrix, Spec
 from slipstream.kernels.gemm.packing import CodeType, Packing
 from slipstream.kernels.runtime.registry import Target
 from slipstream.layers.decoder import Decoder, StepDecoder
@@ -63,7 +64,7 @@ class Weight:
             weight=self.dtype,
             out=self.model_dtype,
             norm=self.norm,
-            scales="columns" if is_e2m1 or self.dtype in (E4M3, torch.int8) else "",
+            scales="columns" if is_e2m1 or self.dtype in PRODUCTS else "",
             bias=self.bias,
             gate=self.gate,
             residual=self.adds,

@@ -19,6 +19,7 @@ import torch
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, StartError
+from slipstream.kernels.elementwise.eight_bits import PRODUCTS
 from slipstream.kernels.gemm import cublaslt_groups, search, tuning
 from slipstream.kernels.gemm.cublaslt import DTYPES
 from slipstream.kernels.gemm.linear import choose
@@ -86,7 +87,7 @@ def _matrices(plan: Plan) -> list[Weight]:
 
 
 def adds_in_product(matrix: Weight) -> bool:
-    """Whether cuBLASLt adds the bias or residual; a product in e4m3 is scaled first."""
+    """Whether cuBLASLt adds the bias or residual; a product of 8 bits is scaled first."""
     return matrix.adds and matrix.dense_dtype == matrix.model_dtype
 
 
@@ -145,7 +146,7 @@ def runs_by_cublaslt(matrix: Weight, rows: int, target: Target) -> bool:
     plain = matrix.spec(rows, target)._replace(
         x=dtype,
         weight=dtype,
-        out=torch.bfloat16 if dtype == E4M3 else dtype,
+        out=torch.bfloat16 if dtype in PRODUCTS else dtype,
         norm="",
         scales="",
         bias=False,

@@ -1,11 +1,22 @@
-// Rows to e4m3 (largest number 448) with one fp32 scale each, and GEMMs of such matrices back to the model's type.
-// A product comes in BFloat16 and unscaled: its sums reach 448 * 448 * inputs, which Half cannot hold. It is
-// product * (scale of the column) * (scale of the row) + bias. Where a row gets a scale, a CTA holds all of it.
-// -D ELEMENT (T, of 16 bits), PACKS (accesses of a thread along a row)
-#include "runtime/common.cuh"
+// Rows to e4m3 (largest number 448) or int8 (127) with one fp32 scale each, and GEMMs of such matrices back to the
+// model's type. A product comes unscaled: of e4m3 in BFloat16, as its sums reach 448 * 448 * inputs, which Half cannot
+// hold; of int8 in int32, exactly. It is product * (scale of the column) * (scale of the row) + bias. Where a row gets a
+// scale, a CTA holds all of it.
+// -D ELEMENT (T, of 16 bits), PACKS (accesses of a thread along a row), INT8 (whether values are int8 rather than e4m3)
+#ifndef INT8
+#define INT8 0
+#endif
+#include "runtime/copies.cuh"
 
-constexpr int VECTOR = 8;           // elements an access; a row is a whole number of them
-constexpr float LARGEST = 448.0f;   // of e4m3
+#if INT8
+using Product = int;
+#else
+using Product = BFloat16;
+#endif
+
+constexpr int VECTOR = 8;           // elements of an access of T; a row is a whole number of them
+constexpr int SHARE = 16 / sizeof(Product);  // of a vector: elements of an access of the product
+constexpr float LARGEST = INT8 ? 127.0f : 448.0f;
 constexpr float SMALLEST = 1e-30f;  // the least that a row's largest counts as, so that LARGEST / it is finite
 constexpr int MIN_CTAS = PACKS == 4 ? 2 : 1;  // of a multiprocessor: one computes while the other waits for memory
 constexpr int MAX_THREADS = PACKS == 8 ? 512 : PACKS == 4 ? 448 : 1024;  // with registers for their packs
@@ -16,7 +27,8 @@ DEVICE float max_or_nan(float a, float b) {
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
   return result;
 }
-DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+DEVICE float to_float(int value) { return float(value); }  // rounded, where it has more than 24 bits
+
 
 // Scales of a product's columns; read-only, so that they may be fetched before the wait.
 struct Columns {
@@ -27,17 +39,20 @@ struct Columns {
     ::prefetch(scales + first);
     if (bias != nullptr) ::prefetch(bias + first);
   }
-  // `raw` of columns `first ...`, rounded before anything is added, so that every kernel has the same numbers.
-  DEVICE Pack<float, VECTOR> scaled(const Pack<BFloat16, VECTOR>& raw, float row_scale, i64 first) const {
-    const Pack<float, 4> column_scales[] = {load<4>(scales + first), load<4>(scales + first + 4)};
-    Pack<float, VECTOR> values;
+  // `raw` of columns `first ...`, rounded before anything is added, so that every kernel has the same values.
+  DEVICE Pack<float, SHARE> scaled(const Pack<Product, SHARE>& raw, float row_scale, int first) const {
+    Pack<float, SHARE> values;
 #pragma unroll
-    for (int j = 0; j < VECTOR; ++j)
-      values.at[j] = __fmul_rn(to_float(raw.at[j]) * column_scales[j / 4].at[j % 4], row_scale);
+    for (int j = 0; j < SHARE; j += 4) {
+      const auto column_scales = load<4>(scales + first + j);
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        values.at[j + k] = __fmul_rn(to_float(raw.at[j + k]) * column_scales.at[k], row_scale);
+    }
     if (bias != nullptr) {
-      const auto addends = load<VECTOR>(bias + first);
+      const auto addends = load<SHARE>(bias + first);
 #pragma unroll
-      for (int j = 0; j < VECTOR; ++j) values.at[j] += to_float(addends.at[j]);
+      for (int j = 0; j < SHARE; ++j) values.at[j] += to_float(addends.at[j]);
     }
     return values;
   }
@@ -50,17 +65,21 @@ DEVICE int first_of(int pack) { return (pack * int(blockDim.x) + int(threadIdx.x
 template <class Element>
 struct Loading {
   static constexpr bool AT_ONCE = PACKS <= 2;
+  static constexpr int COUNT = 16 / sizeof(Element);  // of an access
   const Element* row;
-  Pack<Element, VECTOR> packs[AT_ONCE ? PACKS : 1];
+  Pack<Element, COUNT> packs[AT_ONCE ? PACKS : 1][VECTOR / COUNT];
 
-  DEVICE Loading(const Element* row, i64 width) : row(row) {
+  DEVICE Loading(const Element* row, int width) : row(row) {
 #pragma unroll
     for (int pack = 0; AT_ONCE && pack < PACKS; ++pack)
-      if (first_of(pack) < width) packs[pack] = load_fresh<VECTOR>(row + first_of(pack));
+#pragma unroll
+      for (int i = 0; i < VECTOR; i += COUNT)
+        if (first_of(pack) < width) packs[pack][i / COUNT] = load_fresh<COUNT>(row + first_of(pack) + i);
   }
-  DEVICE Pack<Element, VECTOR> at(int pack) const {
-    if constexpr (AT_ONCE) return packs[pack];
-    return load_fresh<VECTOR>(row + first_of(pack));
+  // The access at element `i` of a vector.
+  DEVICE Pack<Element, COUNT> at(int pack, int i = 0) const {
+    if constexpr (AT_ONCE) return packs[pack][i / COUNT];
+    return load_fresh<COUNT>(row + first_of(pack) + i);
   }
 };
 
@@ -94,23 +113,48 @@ struct RowPart {
     squares = warp_sum(is_warp ? sums[lane] : 0.0f);
   }
 
-  // Write the row as e4m3 and its scale, times `factor`; after `reduce`.
-  DEVICE void store_quantized(u8* out, float* scale, float factor, i64 width) const {
+  // Write the row and its scale, times `factor`; after `reduce`.
+  DEVICE void store_quantized(u8* out, float* scale, float factor, int width) const {
     const float limit = max_or_nan(largest, SMALLEST);
     const float inverse = LARGEST / limit;
 #pragma unroll
     for (int pack = 0; pack < PACKS; ++pack) {
       if (first_of(pack) >= width) break;
-      Pack<u16, VECTOR / 2> pairs;
-#pragma unroll
-      for (int j = 0; j < VECTOR; j += 2)
-        asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"  // the second source becomes the lower byte
-            : "=h"(pairs.at[j / 2])
-            : "f"(at[pack][j + 1] * inverse), "f"(at[pack][j] * inverse));
-      store<VECTOR / 2>(reinterpret_cast<u16*>(out + first_of(pack)), pairs);
+      store_values(out + first_of(pack), at[pack], inverse);
     }
-    if (threadIdx.x == 0) *scale = limit / LARGEST * factor;
+    // int8 has no NaN: the scale shows it, and infinity.
+    if (threadIdx.x == 0) *scale = (limit / LARGEST + (INT8 ? limit - limit : 0.0f)) * factor;
   }
+
+ private:
+#if INT8
+  // Behind the sum with 1.5 * 2^23 a byte of the bits is the nearest integer, of two the even.
+  static DEVICE u32 nearest(float value, float inverse) {
+    return __float_as_uint(__fadd_rn(__fmul_rn(value, inverse), 12582912.0f));
+  }
+  static DEVICE void store_values(u8* out, const float (&values)[VECTOR], float inverse) {
+    Pack<u32, VECTOR / 4> words;
+#pragma unroll
+    for (int i = 0; i < VECTOR / 4; ++i) {
+      u32 bits[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) bits[j] = nearest(values[4 * i + j], inverse);
+      const u32 low = __byte_perm(bits[0], bits[1], 0x0040), high = __byte_perm(bits[2], bits[3], 0x0040);
+      words.at[i] = __byte_perm(low, high, 0x5410);
+    }
+    store<VECTOR / 4>(reinterpret_cast<u32*>(out), words);
+  }
+#else
+  static DEVICE void store_values(u8* out, const float (&values)[VECTOR], float inverse) {
+    Pack<u16, VECTOR / 2> pairs;
+#pragma unroll
+    for (int j = 0; j < VECTOR; j += 2)
+      asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;"  // the second source becomes the lower byte
+          : "=h"(pairs.at[j / 2])
+          : "f"(values[j + 1] * inverse), "f"(values[j] * inverse));
+    store<VECTOR / 2>(reinterpret_cast<u16*>(out), pairs);
+  }
+#endif
 };
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
@@ -118,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
   const i64 row = blockIdx.x;
   start_next();
   wait_for_previous();
-  const Loading<T> loading(x + row * width, width);
+  const Loading<T> loading(x + row * width, int(width));
   RowPart part;
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
@@ -128,12 +172,12 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
     for (int j = 0; j < VECTOR; ++j) part.set(pack, j, to_float(raw.at[j]));
   }
   part.reduce();
-  part.store_quantized(out + row * width, scales + row, 1.0f, width);
+  part.store_quantized(out + row * width, scales + row, 1.0f, int(width));
 }
 
 // The norm of `x`, or of `x += product` when ADD. The row's rstd goes into its scale alone: x * weight is quantised.
 template <bool ADD>
-DEVICE void norm_row(T* x, const T* weight, const BFloat16* product, const float* row_scales, Columns columns, u8* out,
+DEVICE void norm_row(T* x, const T* weight, const Product* product, const float* row_scales, Columns columns, u8* out,
                      float* scales, i64 width, float eps) {
   const i64 row = blockIdx.x;
 #pragma unroll
@@ -147,7 +191,7 @@ DEVICE void norm_row(T* x, const T* weight, const BFloat16* product, const float
   const float row_scale = ADD ? load_fresh<1>(row_scales + row).at[0] : 0.0f;
   x += row * width;
   const Loading<T> values(x, width);
-  const Loading<BFloat16> addends(product + row * width, ADD ? width : 0);
+  const Loading<Product> addends(product + row * width, ADD ? width : 0);
   RowPart part;
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
@@ -156,9 +200,12 @@ DEVICE void norm_row(T* x, const T* weight, const BFloat16* product, const float
     const auto factors = load<VECTOR>(weight + first);
     auto sums = values.at(pack);
     if (ADD) {
-      const auto scaled = columns.scaled(addends.at(pack), row_scale, first);
 #pragma unroll
-      for (int j = 0; j < VECTOR; ++j) sums.at[j] = from_float<T>(to_float(sums.at[j]) + scaled.at[j]);
+      for (int i = 0; i < VECTOR; i += SHARE) {
+        const auto scaled = columns.scaled(addends.at(pack, i), row_scale, first + i);
+#pragma unroll
+        for (int j = 0; j < SHARE; ++j) sums.at[i + j] = from_float<T>(to_float(sums.at[i + j]) + scaled.at[j]);
+      }
       store<VECTOR>(x + first, sums);
     }
 #pragma unroll
@@ -170,7 +217,7 @@ DEVICE void norm_row(T* x, const T* weight, const BFloat16* product, const float
   }
   part.reduce();
   const float rstd = 1.0f / sqrtf(part.squares / float(width) + eps);
-  part.store_quantized(out + row * width, scales + row, rstd, width);
+  part.store_quantized(out + row * width, scales + row, rstd, int(width));
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
@@ -179,16 +226,17 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
-    add_norm_quantize(T* x, const T* weight, const BFloat16* product, const float* row_scales,
+    add_norm_quantize(T* x, const T* weight, const Product* product, const float* row_scales,
                       const float* column_scales, const T* bias, u8* out, float* scales, i64 width, float eps) {
   norm_row<true>(x, weight, product, row_scales, Columns{column_scales, bias}, out, scales, width, eps);
 }
 
-// silu(gate) * up of rows [gate | up] of a product; `width` is of the result.
+// silu(gate) * up of rows [gate | up] of a product.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
-    silu_mul_quantize(const BFloat16* product, const float* row_scales, const float* column_scales, const T* bias,
-                      u8* out, float* scales, i64 width) {
+    silu_mul_quantize(const Product* product, const float* row_scales, const float* column_scales, const T* bias,
+                      u8* out, float* scales, i64 of_result) {
   const i64 row = blockIdx.x;
+  const int width = int(of_result);  // of 64 bits it would cost registers
   const Columns columns{column_scales, bias};
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
@@ -199,28 +247,31 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
   start_next();
   wait_for_previous();
   const float row_scale = load_fresh<1>(row_scales + row).at[0];
-  product += row * 2 * width;
-  const Loading<BFloat16> raw_gates(product, width), raw_ups(product + width, width);
+  product += row * 2 * of_result;
+  const Loading<Product> raw_gates(product, width), raw_ups(product + width, width);
   RowPart part;
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
     const int first = first_of(pack);
     if (first >= width) break;
-    const auto gates = columns.scaled(raw_gates.at(pack), row_scale, first);
-    const auto ups = columns.scaled(raw_ups.at(pack), row_scale, width + first);
 #pragma unroll
-    for (int j = 0; j < VECTOR; ++j) {
-      // With exact division and exponential, arithmetic would take longer than memory.
-      part.set(pack, j, silu_fast(gates.at[j]) * ups.at[j]);
+    for (int i = 0; i < VECTOR; i += SHARE) {
+      const auto gates = columns.scaled(raw_gates.at(pack, i), row_scale, first + i);
+      const auto ups = columns.scaled(raw_ups.at(pack, i), row_scale, width + first + i);
+#pragma unroll
+      for (int j = 0; j < SHARE; ++j) {
+        // With exact division and exponential, arithmetic would take longer than memory.
+        part.set(pack, i + j, silu_fast(gates.at[j]) * ups.at[j]);
+      }
     }
   }
   part.reduce();
-  part.store_quantized(out + row * width, scales + row, 1.0f, width);
+  part.store_quantized(out + row * of_result, scales + row, 1.0f, width);
 }
 
 // The product itself into `out`, or added to it when ADD. Grid: x = row, y = a share of the row.
 template <bool ADD>
-DEVICE void scale_row(T* out, const BFloat16* product, const float* row_scales, Columns columns, i64 width) {
+DEVICE void scale_row(T* out, const Product* product, const float* row_scales, Columns columns, i64 width) {
   const i64 row = blockIdx.x;
   const i64 first = (i64(blockIdx.y) * ELEMENTWISE_THREADS + threadIdx.x) * VECTOR;
   if (first >= width) return;
@@ -228,24 +279,27 @@ DEVICE void scale_row(T* out, const BFloat16* product, const float* row_scales, 
   start_next();
   wait_for_previous();
   const float row_scale = load_fresh<1>(row_scales + row).at[0];
-  const auto raw = load_fresh<VECTOR>(product + row * width + first);
   Pack<T, VECTOR> results;
   if (ADD) results = load_fresh<VECTOR>(out + row * width + first);
-  const auto values = columns.scaled(raw, row_scale, first);
 #pragma unroll
-  for (int j = 0; j < VECTOR; ++j)
-    results.at[j] = from_float<T>(ADD ? to_float(results.at[j]) + values.at[j] : values.at[j]);
+  for (int i = 0; i < VECTOR; i += SHARE) {
+    const auto raw = load_fresh<SHARE>(product + row * width + first + i);
+    const auto values = columns.scaled(raw, row_scale, int(first) + i);
+#pragma unroll
+    for (int j = 0; j < SHARE; ++j)
+      results.at[i + j] = from_float<T>(ADD ? to_float(results.at[i + j]) + values.at[j] : values.at[j]);
+  }
   store<VECTOR>(out + row * width + first, results);
 }
 
 extern "C" __global__ void __launch_bounds__(ELEMENTWISE_THREADS)
-    scale(T* out, const BFloat16* product, const float* row_scales, const float* column_scales, const T* bias,
+    scale(T* out, const Product* product, const float* row_scales, const float* column_scales, const T* bias,
           i64 width) {
   scale_row<false>(out, product, row_scales, Columns{column_scales, bias}, width);
 }
 
 extern "C" __global__ void __launch_bounds__(ELEMENTWISE_THREADS)
-    add_scaled(T* out, const BFloat16* product, const float* row_scales, const float* column_scales, const T* bias,
+    add_scaled(T* out, const Product* product, const float* row_scales, const float* column_scales, const T* bias,
                i64 width) {
   scale_row<true>(out, product, row_scales, Columns{column_scales, bias}, width);
 }

@@ -1,12 +1,15 @@
-"""Matrices in e4m3 (Micikevicius et al., 2022), an fp32 scale a row; scaling of their GEMMs.
+"""Matrices of 8 bits, an fp32 scale a row; scaling of their GEMMs.
 
-A token's scale is its largest absolute value over 448, the largest number of the type; so nothing
-overflows, zeros stay zeros, and NaN or infinity makes the row's every product NaN. An output's, of
-weights, is searched where they are loaded (`quant/rounding.py`). A product is rounded to bfloat16
-unscaled. Its reader multiplies by the scales of its row and its column, and adds the column's bias
-if any; the skinny and the tall GEMM do that themselves if they are given them.
+The types are e4m3 (Micikevicius et al., 2022) and int8. A token's scale is its largest absolute
+value over the largest number of the type, 448 or 127; so nothing overflows, zeros stay zeros, and
+NaN or infinity makes the row's every product NaN: by values of e4m3, by the scale of int8. An
+output's, of weights, is searched where they are loaded (`quant/rounding.py`). A product of e4m3 is
+rounded to bfloat16 unscaled, one of int8 is the exact sum in int32. Its reader multiplies by the
+scales of its row and its column, and adds the column's bias if any; the skinny and the tall GEMM do
+that themselves if they are given them.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,14 +21,17 @@ from slipstream.kernels.elementwise.scales import Scales, scaled
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 
-E4M3 = torch.float8_e4m3fn
-MIN_CAPABILITY = (8, 9)  # conversions and GEMMs
+E4M3, INT8 = torch.float8_e4m3fn, torch.int8
+# Values -> what a GEMM of them is in before it is scaled.
+PRODUCTS: dict[torch.dtype, torch.dtype] = {E4M3: torch.bfloat16, INT8: torch.int32}
+MIN_CAPABILITY = (8, 9)  # conversions and GEMMs of e4m3
+INT8_CAPABILITY = (8, 0)  # GEMMs of int8 are older than what quantises rows for them
 DTYPES = (torch.float16, torch.bfloat16)  # that have kernels
 MULTIPLE = 16  # a GEMM needs both sides of the weights to be multiples of it
 ROW_MULTIPLE = 4  # rows that a GEMM may read at once, those behind the last one too
 MAX_WIDTH = 32_768  # elements of a row that a CTA can hold
 
-_LARGEST = 448.0
+_LARGEST = {E4M3: 448.0, INT8: 127.0}
 _SMALLEST = 1e-30  # what a row's largest value counts as at least: 448 / it is finite
 _VECTOR = 8  # elements of an access
 _MAX_THREADS = 1024
@@ -37,36 +43,45 @@ _FEW_ROWS = 132  # about as many as there are multiprocessors
 class Quantized(NamedTuple):
     """`values * scales[:, None]`."""
 
-    values: Tensor  # [n, k] e4m3
+    values: Tensor  # [n, k] e4m3 or i8
     scales: Tensor  # [n] f32
+
+
+def values_of(product: torch.dtype) -> torch.dtype:
+    """Return the type of values of which a GEMM is in a dtype."""
+    return next(values for values, each in PRODUCTS.items() if each == product)
 
 
 # ---- oracles ----
 
 
-def _quantized(values: Tensor) -> Quantized:
+def _quantized(values: Tensor, dtype: torch.dtype) -> Quantized:
+    most = _LARGEST[dtype]
     largest = values.abs().amax(-1, keepdim=True).clamp_min(_SMALLEST)
     # A number divided by a tensor would be multiplied by reciprocals, which round differently.
-    inverse = torch.full_like(largest, _LARGEST) / largest
-    scaled = (values * inverse).clamp(-_LARGEST, _LARGEST)
-    return Quantized(scaled.to(E4M3), (largest / _LARGEST).squeeze(-1))
+    inverse = torch.full_like(largest, most) / largest
+    scaled, scales = (values * inverse).clamp(-most, most), largest / most
+    if dtype == INT8:  # which has no NaN, and no infinity
+        scaled = scaled.round().nan_to_num(0.0)
+        scales = scales + (largest - largest)
+    return Quantized(scaled.to(dtype), scales.squeeze(-1))
 
 
 @op("x[n,k]:T")
-def quantize(x: Tensor) -> Quantized:
-    """Quantise the rows of `x` as they are."""
-    return _quantized(x.float())
+def quantize(x: Tensor, dtype: torch.dtype = E4M3) -> Quantized:
+    """Quantise the rows of `x` as they are; those of int8 to the nearest, of two to the even."""
+    return _quantized(x.float(), dtype)
 
 
 @op("x[n,k]:T, norm[k]:T")
-def norm_quantize(x: Tensor, norm: Tensor, eps: float) -> Quantized:
+def norm_quantize(x: Tensor, norm: Tensor, eps: float, dtype: torch.dtype = E4M3) -> Quantized:
     """`rms_norm(x)`: `x * norm` is rounded, its row's `1 / rms` goes into the scale."""
     x32 = x.float()
-    values, scales = _quantized(x32 * norm.float())
+    values, scales = _quantized(x32 * norm.float(), dtype)
     return Quantized(values, scales * torch.rsqrt(x32.pow(2).mean(-1) + eps))
 
 
-@op("x[n,k]:T, norm[k]:T, product[n,k]:bf16, rows[n]:f32, columns[k]:f32")
+@op("x[n,k]:T, norm[k]:T, product[n,k]:P, rows[n]:f32, columns[k]:f32")
 def add_norm_quantize(
     x: Tensor,
     norm: Tensor,
@@ -76,21 +91,21 @@ def add_norm_quantize(
     eps: float,
     bias: Tensor | None = None,
 ) -> Quantized:
-    """`x += ` the scaled product, in place and rounded; then `norm_quantize(x)`."""
+    """`x += ` the scaled product, in place and rounded; then `norm_quantize(x)` to its type."""
     add_scaled.oracle(x, product, rows, columns, bias)
-    return norm_quantize.oracle(x, norm, eps)
+    return norm_quantize.oracle(x, norm, eps, values_of(product.dtype))
 
 
-@op("product[n,m]:bf16, rows[n]:f32, columns[m]:f32")
+@op("product[n,m]:P, rows[n]:f32, columns[m]:f32")
 def silu_mul_quantize(
     product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None = None
 ) -> Quantized:
-    """`silu(gate) * up` of the scaled product `[gate | up]`; `[n, m / 2]`."""
+    """`silu(gate) * up` of the scaled product `[gate | up]`, to its type; `[n, m / 2]`."""
     gate, up = scaled(product, rows, columns, bias).chunk(2, dim=-1)
-    return _quantized(functional.silu(gate) * up)
+    return _quantized(functional.silu(gate) * up, values_of(product.dtype))
 
 
-@op("x[n,m]:T, product[n,m]:bf16, rows[n]:f32, columns[m]:f32")
+@op("x[n,m]:T, product[n,m]:P, rows[n]:f32, columns[m]:f32")
 def add_scaled(
     x: Tensor, product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None = None
 ) -> None:
@@ -98,7 +113,7 @@ def add_scaled(
     x.copy_(x.float() + scaled(product, rows, columns, bias))
 
 
-@op("product[n,m]:bf16, rows[n]:f32, columns[m]:f32")
+@op("product[n,m]:P, rows[n]:f32, columns[m]:f32")
 def scale(
     product: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
@@ -109,8 +124,13 @@ def scale(
 class Unscaled(NamedTuple):
     """A product without its scales and bias: its reader applies them and what follows."""
 
-    product: Tensor  # [n, m] bf16
+    product: Tensor  # [n, m] bf16 or i32
     scales: Scales
+
+    @property
+    def values(self) -> torch.dtype:
+        """Name the type of values that were multiplied."""
+        return values_of(self.product.dtype)
 
     def finish(self, dtype: torch.dtype) -> Tensor:
         """Return the scaled product in `dtype`."""
@@ -125,16 +145,17 @@ class Unscaled(NamedTuple):
 # ---- on a GPU ----
 
 
-def _variant(dtype: torch.dtype, packs: int) -> jit.Variant:
+def _variant(dtype: torch.dtype, packs: int, values: torch.dtype) -> jit.Variant:
+    if values == INT8:
+        return jit.variant("elementwise/eight_bits.cu", dtype, INT8=1, PACKS=packs)
     # The conversions are in every architecture from sm_89 on.
     return jit.variant("elementwise/eight_bits.cu", dtype, only="sm_90a", PACKS=packs)
 
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
-    for dtype in DTYPES:
-        for packs in (1, 2, 4, 8):
-            yield _variant(dtype, packs)
+    for dtype, packs, values in itertools.product(DTYPES, (1, 2, 4, 8), PRODUCTS):
+        yield _variant(dtype, packs, values)
 
 
 def _require(name: str, width: int, dtype: torch.dtype, *tensors: Tensor | None) -> None:
@@ -148,12 +169,20 @@ def _require(name: str, width: int, dtype: torch.dtype, *tensors: Tensor | None)
     )
 
 
-def _empty(shape: tuple[int, ...], device: torch.device) -> Quantized:
+def _values_of(name: str, product: Tensor) -> torch.dtype:
+    """Return the type of values of a product that has kernels."""
+    is_known = product.dtype in PRODUCTS.values()
+    jit.require(is_known, "{}: no kernels for products in {}", name, product.dtype)
+    return values_of(product.dtype)
+
+
+def _empty(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Quantized:
     """Rows to be written; behind the values is memory for a whole number of `ROW_MULTIPLE` rows."""
+    jit.require(dtype in PRODUCTS, "quantize: no kernels to {}", dtype)
     rows, width = shape
     whole = (-(-rows // ROW_MULTIPLE) * ROW_MULTIPLE, width)
     return Quantized(
-        torch.empty(whole, dtype=E4M3, device=device)[:rows],
+        torch.empty(whole, dtype=dtype, device=device)[:rows],
         torch.empty(rows, dtype=torch.float32, device=device),
     )
 
@@ -177,21 +206,22 @@ def _launch_rows(
         accesses = width // _VECTOR
         packs = _packs(accesses, num_rows)
         threads = 32 * -(-accesses // (32 * packs))
-        jit.launch(_variant(dtype, packs), entry, (num_rows,), threads, *args, overlaps=True)
+        wanted = _variant(dtype, packs, out.values.dtype)
+        jit.launch(wanted, entry, (num_rows,), threads, *args, overlaps=True)
     return out
 
 
 @quantize.cuda
-def _quantize(x: Tensor) -> Quantized:
+def _quantize(x: Tensor, dtype: torch.dtype = E4M3) -> Quantized:
     _require("quantize", x.shape[1], x.dtype, x)
-    out = _empty(x.shape, x.device)
+    out = _empty(x.shape, x.device, dtype)
     return _launch_rows("quantize", out, x.dtype, x, *out, x.shape[1])
 
 
 @norm_quantize.cuda
-def _norm_quantize(x: Tensor, norm: Tensor, eps: float) -> Quantized:
+def _norm_quantize(x: Tensor, norm: Tensor, eps: float, dtype: torch.dtype = E4M3) -> Quantized:
     _require("norm_quantize", x.shape[1], x.dtype, x, norm)
-    out = _empty(x.shape, x.device)
+    out = _empty(x.shape, x.device, dtype)
     return _launch_rows("norm_quantize", out, x.dtype, x, norm, *out, x.shape[1], eps)
 
 
@@ -207,7 +237,7 @@ def _add_norm_quantize(
 ) -> Quantized:
     entry = "add_norm_quantize"
     _require(entry, x.shape[1], x.dtype, x, norm, product, columns, bias)
-    out = _empty(x.shape, x.device)
+    out = _empty(x.shape, x.device, _values_of(entry, product))
     args = (x, norm, product, rows, columns, 0 if bias is None else bias)
     return _launch_rows(entry, out, x.dtype, *args, *out, x.shape[1], eps)
 
@@ -221,7 +251,7 @@ def _silu_mul_quantize(
     jit.require(product.shape[1] % 2 == 0, "{}: width {} is odd", entry, product.shape[1])
     dtype = torch.bfloat16 if bias is None else bias.dtype
     _require(entry, width, dtype, product, columns, bias)
-    out = _empty((num_rows, width), product.device)
+    out = _empty((num_rows, width), product.device, _values_of(entry, product))
     args = (product, rows, columns, 0 if bias is None else bias)
     return _launch_rows(entry, out, dtype, *args, *out, width)
 
@@ -235,7 +265,7 @@ def _launch_elements(
         return
     grid = (num_rows, -(-width // (_ELEMENTWISE_THREADS * _VECTOR)))
     args = (out, product, rows, columns, 0 if bias is None else bias, width)
-    wanted = _variant(out.dtype, 1)
+    wanted = _variant(out.dtype, 1, _values_of(entry, product))
     jit.launch(wanted, entry, grid, _ELEMENTWISE_THREADS, *args, overlaps=True)
 
 

@@ -5,7 +5,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.kernels.elementwise.activation import activate
-from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Spec, gemm, normed
+from slipstream.kernels.elementwise.eight_bits import PRODUCTS
+from slipstream.kernels.gemm.op import INT8, PLAIN, Around, Spec, gemm, normed
 
 
 def takes(spec: Spec) -> str | None:
@@ -14,16 +15,17 @@ def takes(spec: Spec) -> str | None:
         return "takes weights as a checkpoint has them"
     if spec.weight != spec.x:
         return "takes rows and weights of one type"
-    if spec.x == E4M3 and (spec.scales or spec.bias or spec.gate or spec.residual):
-        return "makes products of e4m3 alone"
+    if spec.x in PRODUCTS and (spec.scales or spec.bias or spec.gate or spec.residual):
+        return "makes products of 8 bits alone"
     return None
 
 
 @gemm.implementation("torch", "cpu", takes=takes)
 def cpu(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
-    """`gemm` by torch, each stage rounded to the dtype of `x`; e4m3 to bf16."""
-    if x.dtype == E4M3:
-        return functional.linear(x.float(), weight.float()).to(torch.bfloat16)
+    """`gemm` by torch, each stage rounded to the dtype of `x`; e4m3 to bf16, and int8 exact."""
+    if x.dtype in PRODUCTS:
+        wide = torch.float64 if x.dtype == INT8 else torch.float32
+        return functional.linear(x.to(wide), weight.to(wide)).to(PRODUCTS[x.dtype])
     bias, residual = around.bias, around.residual
     if around.norm is not None:
         x = normed(x, around)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from slipstream.kernels.elementwise.eight_bits import E4M3, INT8, PRODUCTS
 from slipstream.kernels.gemm import tuning
 from slipstream.kernels.gemm.cublaslt_api import (
     WORKSPACE,
@@ -26,7 +27,9 @@ from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import KernelError, op
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+DTYPES = (torch.float16, torch.bfloat16, E4M3, INT8)
+_INT8_MULTIPLE = 4  # of inputs and outputs
+_INT8_ROWS = 32  # fewer are multiplied as so many: kernels for 16 and fewer are missing
 _WITHOUT_E4M3 = ("sm_80", "sm_86", "sm_87")
 _ALIGNED = 16  # bytes; all that a kernel asks for
 _log = logging.getLogger(__name__)
@@ -46,21 +49,24 @@ def matmul(
 ) -> Tensor:
     """`x W^T`, `[n, m]`, summed in fp32 and rounded once; rows of every matrix may be strided.
 
+    Sums of int8 are exact, in int32.
+
     On a GPU, sums of e4m3 have fewer bits on the way, for speed. Terms of either sign lose next to
     nothing by that; thousands of one sign some percent of their sum (4 to 9 of 4096 squares).
 
     Args:
-        x: fp32, fp16, bf16 or e4m3; scales of e4m3 are the caller's.
+        x: fp32, fp16, bf16, e4m3 or int8; scales of these two are the caller's.
         weight: like `x`.
         out: where it goes; made here if None.
         accumulate: add to what is in `out`, in fp32, before rounding.
-        dtype: of an `out` made here; that of `x`, and bf16 for e4m3, if None.
+        dtype: of an `out` made here; that of `x`, bf16 for e4m3, i32 for int8, if None.
 
     Raises KernelError, with the shape, for what cuBLASLt cannot do.
     """
     out = _out(x, weight, dtype, accumulate) if out is None else out
-    product = functional.linear(x.float(), weight.float())
-    return out.copy_(product + out.float() if accumulate else product)
+    wide = torch.float64 if x.dtype == INT8 else torch.float32
+    product = functional.linear(x.to(wide), weight.to(wide))
+    return out.copy_(product + out.to(wide) if accumulate else product)
 
 
 @matmul.cuda
@@ -76,6 +82,10 @@ def _matmul(
         return out
     if x.dtype == torch.float32:  # torch knows whether the operator allows tf32
         return torch.addmm(out, x, weight.t(), beta=int(accumulate), out=out)
+    if x.dtype == INT8 and len(x) < _INT8_ROWS and not accumulate:
+        more = x.new_zeros((_INT8_ROWS, x.shape[1]))
+        more[: len(x)] = x
+        return out.copy_(_matmul(more, weight)[: len(x)])
     plan = plan_of(x, weight, out, accumulate)
     stream = torch.cuda.current_stream(x.get_device()).cuda_stream
     plan.launch(x.data_ptr(), weight.data_ptr(), out.data_ptr(), stream)
@@ -85,7 +95,7 @@ def _matmul(
 def _out(x: Tensor, weight: Tensor, dtype: torch.dtype | None, accumulate: bool) -> Tensor:
     jit.require(not accumulate, "matmul: there is no `out` to add to")
     if dtype is None:
-        dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
+        dtype = PRODUCTS.get(x.dtype, x.dtype)
     return torch.empty((len(x), len(weight)), dtype=dtype, device=x.device)
 
 
@@ -97,10 +107,12 @@ def takes(spec: Spec) -> str | None:
         return "has no norms and gates"
     if spec.scales:
         return "has no scales"
-    if spec.x == torch.float8_e4m3fn and spec.target.architecture in _WITHOUT_E4M3:
+    if spec.x == E4M3 and spec.target.architecture in _WITHOUT_E4M3:
         return f"has no e4m3 on {spec.target.architecture}"
-    if spec.x == torch.float8_e4m3fn and (spec.bias or spec.residual):
+    if spec.x in PRODUCTS and (spec.bias or spec.residual):
         return "adds nothing to what has no scales yet"
+    if spec.x == INT8 and (spec.inputs % _INT8_MULTIPLE or spec.outputs % _INT8_MULTIPLE):
+        return f"takes multiples of {_INT8_MULTIPLE} inputs and outputs of int8"
     return None
 
 

@@ -23,8 +23,11 @@ _DATA_TYPES = {
     torch.float16: 2,
     torch.bfloat16: 14,
     torch.float8_e4m3fn: 28,
+    torch.int8: 3,
+    torch.int32: 10,
 }
-_COMPUTE_FP32, _SCALE_FP32 = 68, 0
+_IN_FP32 = (68, 0)  # types of sums, and of what they are multiplied by
+_IN_INT32 = (72, 10)
 _TRANSPOSE_A, _FAST_ACCUMULATION = 3, 25  # of a description
 _SCALE_POINTERS, _SCALE_MODES = (17, 18), (31, 32)  # likewise, of A (the weights) and of B (x)
 # By `GemmShape.x_scales`; 4 is an f32 for 128 inputs of a row, 5 for 128 inputs of 128 rows.
@@ -43,8 +46,8 @@ _ATTRIBUTES: dict[str, tuple[int, type[ctypes.c_uint32] | type[ctypes.c_uint16]]
 _TILE_IDS = 6  # of an algorithm's capabilities
 _MAX_TILES = 1024
 _Blob = ctypes.c_uint64 * 8
-_SCALES = (ctypes.c_float * 2)(0, 1)  # read by the host when a product is launched
-_ZERO, _ONE = (ctypes.addressof(_SCALES) + offset for offset in (0, 4))
+# 0 and 1 in either type, read by the host when a product is launched.
+_FLOATS, _INTEGERS = (ctypes.c_float * 2)(0, 1), (ctypes.c_int32 * 2)(0, 1)
 
 
 class _Result(ctypes.Structure):
@@ -202,9 +205,8 @@ class Problem:
 
     def _describe(self) -> ctypes.c_void_p:
         made = ctypes.c_void_p()
-        status = self._library.cublasLtMatmulDescCreate(
-            ctypes.byref(made), _COMPUTE_FP32, _SCALE_FP32
-        )
+        types = _IN_INT32 if self.shape.dtype == torch.int8 else _IN_FP32
+        status = self._library.cublasLtMatmulDescCreate(ctypes.byref(made), *types)
         _check(status, str(self.shape))
         weakref.finalize(self, self._library.cublasLtMatmulDescDestroy, made)
         describe = self._library.cublasLtMatmulDescSetAttribute
@@ -307,7 +309,9 @@ class MatmulPlan:
         self._blob = _Blob.from_buffer_copy(algorithm.blob)
         self._workspace = _workspace(problem.device).data_ptr() if algorithm.workspace else None
         self._blob_address = ctypes.addressof(self._blob)
-        self._beta = _ONE if problem.shape.adds else _ZERO
+        numbers = _INTEGERS if problem.shape.dtype == torch.int8 else _FLOATS
+        zero, one = (ctypes.addressof(numbers) + offset for offset in (0, 4))
+        self._alpha, self._beta = one, one if problem.shape.adds else zero
 
     def launch_by_groups(
         self, x: int, weight: int, out: int, stream: int, of_weight: int, of_x: int
@@ -322,7 +326,7 @@ class MatmulPlan:
         status = self._matmul(
             handle,
             description,
-            _ONE,
+            self._alpha,
             weight,
             weight_layout,
             x,

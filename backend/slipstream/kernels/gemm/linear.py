@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.kernels.comm.ranks import Part
 from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.elementwise.activation import activate
-from slipstream.kernels.elementwise.eight_bits import Quantized, Unscaled
+from slipstream.kernels.elementwise.eight_bits import PRODUCTS, Quantized, Unscaled
 from slipstream.kernels.elementwise.norm import RmsNorm
 from slipstream.kernels.gemm.op import (
     ALIGNED,
@@ -75,10 +75,11 @@ def paths(spec: Spec) -> Iterator[tuple[Path, Spec]]:
     """Return all paths to a product, each with the spec that is left for the GEMM."""
     befores, packing = [(Path(), spec)], spec.packing
     is_packed = packing is not None and packing.takes_e4m3  # whose kernels scale
-    is_scaled = spec.weight == E4M3 or is_packed
-    if is_scaled and spec.x != E4M3:
+    is_scaled = spec.weight in PRODUCTS or is_packed
+    if is_scaled and spec.x not in PRODUCTS:
         norms = spec.norm in ("norm plus one", "layer norm")  # no kernel quantises such
-        inner = spec._replace(x=E4M3, norm="", norm_aligned=True, scales="both", x_aligned=True)
+        rounded = E4M3 if is_packed else spec.weight
+        inner = spec._replace(x=rounded, norm="", norm_aligned=True, scales="both", x_aligned=True)
         inner = inner._replace(x_pitch=spec.inputs % ALIGNED == 0)
         befores.append((Path(norms=norms, quantises=True, cost=1 + norms), inner))
     may_stay = not is_scaled or (packing is not None and packing.can_round_rows)
@@ -142,8 +143,8 @@ def route_of(x: Operand, matrix: Matrix, around: Around = PLAIN) -> Route:
 
 
 def takes_quantized(matrix: Matrix, num_rows: int, dtype: torch.dtype) -> bool:
-    """Return whether so many rows, which have a dtype else, may come in e4m3, as a kernel before
-    quantised them.
+    """Return whether so many rows, which have a dtype else, may come in 8 bits, of the type that
+    the matrix `rounds_to`, as a kernel before quantised them.
     """
     groups = matrix.groups
     if groups is None or not groups.packing.can_round_rows or not groups.is_plain:
@@ -213,7 +214,7 @@ def follow(route: Route, x: Operand, matrix: Matrix, around: Around) -> Tensor |
     path, run = route.path, route.gemm.run
     if path.quantises and matrix.groups is not None and not matrix.groups.is_plain:
         x, around = _arranged(x, matrix, around)
-    rows = _before(path, x, around)
+    rows = _before(path, x, around, matrix.rounds_to)
     if isinstance(rows, Quantized) or matrix.scales is not None or matrix.groups is not None:
         around = _with_scales(rows, matrix, around)
     if path.norms:
@@ -235,7 +236,7 @@ def _arranged(x: Operand, matrix: Matrix, around: Around) -> tuple[Operand, Arou
     assert matrix.groups is not None, "weights are packed"
     assert isinstance(x, Tensor), "who quantises for several asks for plain inputs"
     path = Path(norms=around.norm is not None)
-    rows = _before(path, x, around)
+    rows = _before(path, x, around, matrix.rounds_to)
     assert isinstance(rows, Tensor), "it is not quantised yet"
     return arranged(rows, matrix.groups), around._replace(norm=None, eps=0.0, addend=None)
 
@@ -246,27 +247,27 @@ def _finish(y: Tensor, around: Around) -> Tensor:
     return y if around.residual is None else around.residual.add_(y)
 
 
-def _before(path: Path, x: Operand, around: Around) -> Operand:
-    """Compute what comes before the product by kernels of its own."""
+def _before(path: Path, x: Operand, around: Around, dtype: torch.dtype) -> Operand:
+    """Compute what comes before the product by kernels of its own; `dtype`, of quantised rows."""
     if isinstance(x, Quantized):
         return x
     norm, addend = around.norm, around.addend
     if path.quantises and not path.norms and norm is not None:
-        if isinstance(addend, Unscaled):
+        if isinstance(addend, Unscaled) and addend.values == dtype:
             product, (rows, columns, bias) = addend
             return eight_bits.add_norm_quantize(x, norm, product, rows, columns, around.eps, bias)
         if addend is not None:
             addend.add_to(x)
-        return eight_bits.norm_quantize(x, norm, around.eps)
+        return eight_bits.norm_quantize(x, norm, around.eps, dtype)
     is_rms = path.norms and norm is not None and not around.is_centred
     if is_rms and norm is not None and isinstance(addend, Part):
         x = addend.add_norm(x, RmsNorm(norm, around.eps, around.plus_one))
-        return eight_bits.quantize(x) if path.quantises else x
+        return eight_bits.quantize(x, dtype) if path.quantises else x
     if addend is not None:
         addend.add_to(x)
     if path.norms:
         x = normed(x, around)
-    return eight_bits.quantize(x) if path.quantises else x
+    return eight_bits.quantize(x, dtype) if path.quantises else x
 
 
 def _with_scales(x: Operand, matrix: Matrix, around: Around) -> Around:

@@ -21,6 +21,8 @@ from torch.nn import functional
 
 from slipstream.kernels.elementwise.activation import GATES, activate
 from slipstream.kernels.elementwise.eight_bits import E4M3 as E4M3
+from slipstream.kernels.elementwise.eight_bits import INT8 as INT8
+from slipstream.kernels.elementwise.eight_bits import PRODUCTS
 from slipstream.kernels.elementwise.norm import layer_norm, rms_norm
 from slipstream.kernels.elementwise.scales import Scales, ones, scaled
 from slipstream.kernels.gemm import cpu_packing
@@ -35,14 +37,19 @@ class Matrix(NamedTuple):
     """Weights of a linear layer in the form that GEMMs take."""
 
     values: Tensor  # [m, k]; packed ones of fewer bits (`packing.py`) i32
-    scales: Tensor | None = None  # [m] f32, of rows of e4m3 values
+    scales: Tensor | None = None  # [m] f32, of rows of values of 8 bits
     groups: Groups | None = None  # of packed values
 
     @property
+    def rounds_to(self) -> torch.dtype:
+        """Name the type of rows of 8 bits that are multiplied with it: e4m3 where it is packed."""
+        return INT8 if self.values.dtype == INT8 else E4M3
+
+    @property
     def takes_quantized(self) -> bool:
-        """Whether any rows may come in e4m3, as a kernel before quantised them."""
+        """Whether any rows may come in 8 bits, as a kernel before quantised them."""
         if self.groups is None:
-            return self.values.dtype == E4M3
+            return self.values.dtype in PRODUCTS
         return self.groups.packing.for_e4m3 and self.groups.is_plain
 
 
@@ -61,8 +68,8 @@ class Around(NamedTuple):
     plus_one: bool = False  # the norm's weight is 1 + norm
     is_centred: bool = False  # it is a layer norm; else an RMS norm
     shift: Tensor | None = None  # [k]: bias of a layer norm
-    rows: Tensor | None = None  # [n] f32: scales of e4m3 x
-    columns: Tensor | None = None  # [m] f32: scales of e4m3 weights
+    rows: Tensor | None = None  # [n] f32: scales of x of 8 bits
+    columns: Tensor | None = None  # [m] f32: scales of weights of 8 bits
     bias: Tensor | None = None  # [m]
     # "silu", "gelu": of [gate | up], whose product of m / 2 columns is left; "every NAME": an
     # activation of every column (`kernels/elementwise/activation.py`).
@@ -80,10 +87,10 @@ class Around(NamedTuple):
 
     @property
     def scales(self) -> Scales | None:
-        """Scales and bias that a product in e4m3 by e4m3 still needs; None of any other."""
+        """Scales and bias that a product of 8 bits by 8 still needs; None of any other."""
         if self.rows is None or self.groups is not None:
             return None
-        assert self.columns is not None, "e4m3 rows multiply e4m3 weights"
+        assert self.columns is not None, "rows of 8 bits multiply weights of 8 bits"
         return Scales(self.rows, self.columns, self.bias)
 
     @property
@@ -164,7 +171,7 @@ def spec_of(x: Tensor, weight: Tensor, around: Around) -> Spec:
         outputs=weight.shape[0] if packing is None else packing.outputs,
         x=x.dtype,
         weight=weight.dtype,
-        out=torch.bfloat16 if out == E4M3 else out,
+        out=torch.bfloat16 if out in PRODUCTS else out,
         norm=around.norm_kind,
         scales=scales,
         bias=around.bias is not None,
@@ -198,10 +205,11 @@ def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`x W^T` with what is around it, `[n, m]`, `[n, m / 2]` behind a gate; `residual` if given.
 
     Args:
-        x: fp32, fp16, bf16 or e4m3.
-        weight: of the type of `x`, e4m3, or packed.
+        x: fp32, fp16, bf16, e4m3 or int8.
+        weight: of the type of `x`, of 8 bits, or packed.
         around: the stages; a product of e4m3 by e4m3 is rounded to bf16 before its scales, one by
-            packed weights is not. A route that leaves scales to another kernel rounds either.
+            packed weights is not. A route that leaves scales to another kernel rounds either. One
+            of int8 by int8 is exact, and in int32 without scales.
     """
     y = x.float()
     if around.is_centred and around.norm is not None:
@@ -210,13 +218,16 @@ def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     elif around.norm is not None:
         factor = around.norm.float() + (1 if around.plus_one else 0)
         y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + around.eps) * factor
-    if around.groups is None:
-        y = functional.linear(y, weight.float())
-    else:
+    if around.groups is not None:
         y = functional.linear(arranged(y, around.groups), unpacked(weight, around.groups))
-    dtype = torch.bfloat16 if x.dtype == E4M3 else x.dtype
+    elif x.dtype == INT8:  # a sum has more bits than fp32
+        y = functional.linear(x.double(), weight.double())
+    else:
+        y = functional.linear(y, weight.float())
+    dtype = PRODUCTS.get(x.dtype, x.dtype)
     if around.scales is not None:
         y = scaled(y.to(dtype), *around.scales)
+        dtype = torch.bfloat16 if x.dtype in PRODUCTS else dtype
     else:
         y = y if around.rows is None else y * around.rows[:, None]
         y = y if around.columns is None else y * around.columns

@@ -1,13 +1,22 @@
 // The end of a product by wgmma (sm_90a): sums, of which each thread has some of two rows, pass through shared memory
 // and come back as pieces, eight neighbouring columns of a row. Nothing streams meanwhile, so what counts is how few
 // instructions that takes.
-// -D ELEMENT (T), ROWS (of a tile)
+// -D ELEMENT (T), ROWS (of a tile), INT8 (whether sums are integers)
 #pragma once
+#ifndef INT8
+#define INT8 0
+#endif
 #include "runtime/common.cuh"
 
-// A thread's part of a piece, for lane = 4 g + t of a warp: of rows g and g + 8, two columns each.
+// A thread's part of a piece, for lane = 4 g + t of a warp: of rows g and g + 8, two columns each. Integers lie in the
+// place of their bits until `add_sums` is done with them.
 struct alignas(16) Four {
   float at[4];
+
+  DEVICE static Four of(const float* sums) { return {{sums[0], sums[1], sums[2], sums[3]}}; }
+  DEVICE static Four of(const int* sums) {
+    return {{__int_as_float(sums[0]), __int_as_float(sums[1]), __int_as_float(sums[2]), __int_as_float(sums[3])}};
+  }
 };
 using Eight = Pack<float, 8>;
 
@@ -39,6 +48,31 @@ struct Lane {
     return sums;
   }
 };
+
+// Before `to_floats`.
+DEVICE void add_sums(Eight& sums, const Eight& others) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    float& sum = sums.at[j];
+    sum = INT8 ? __int_as_float(__float_as_int(sum) + __float_as_int(others.at[j])) : sum + others.at[j];
+  }
+}
+// Make numbers of sums: integers are rounded, where they have more than 24 bits.
+DEVICE void to_floats(Eight& sums) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+    if (INT8) sums.at[j] = float(__float_as_int(sums.at[j]));
+}
+// Integers as they are.
+DEVICE void store_sums(int* out, const Eight& sums) {
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    Pack<int, 4> half;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) half.at[j] = __float_as_int(sums.at[i + j]);
+    store<4>(out + i, half);
+  }
+}
 
 // Scales and biases of a tile's columns, which were rows of the weights; of gates and then of ups. They are put into
 // shared memory early: at the end, loads would wait behind what the next kernel streams.
@@ -81,11 +115,11 @@ struct Columns {
   }
 };
 
-// A product of e4m3 in its place: rounded before anything is added, as what comes unscaled is (eight_bits.cu).
+// A product of 8 bits in its place; of e4m3 rounded before anything is added, as what comes unscaled is (eight_bits.cu).
 DEVICE void scale(Eight& sums, float row_scale, const Eight& column_scales) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    const float rounded = to_float(from_float<BFloat16>(sums.at[j]));
+    const float rounded = INT8 ? sums.at[j] : to_float(from_float<BFloat16>(sums.at[j]));
     sums.at[j] = __fmul_rn(rounded * column_scales.at[j], row_scale);
   }
 }

@@ -24,6 +24,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from slipstream.kernels.elementwise.eight_bits import INT8, PRODUCTS
 from slipstream.kernels.gemm import cublaslt
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape, MatmulPlan, Problem
 from slipstream.kernels.gemm.cublaslt_groups import measurable
@@ -38,8 +39,7 @@ _NUM_ALIKE = 4  # of them, as high as each other and in as many waves
 _LARGEST_TILE = 256 * 128
 _NUM_WIDENED = 4  # whose other clusters and orders are timed
 _NUM_FINALISTS = 6
-_ROUNDS = 9
-_ROUND_S = 4e-4  # of one finalist
+_ROUNDS, _ROUND_S = 9, 4e-4  # of one finalist
 _PIECE_S = 2e-3  # of launches that are timed together, unless one alone takes longer
 _LONG_S = 2e-5  # of a product beyond which the host launches faster than the GPU computes
 _LOAD_ROWS = 1024  # from here on finalists are timed alone, until clocks have settled
@@ -113,7 +113,7 @@ class Operands:
     @property
     def out_dtype(self) -> torch.dtype:
         """Name the dtype of the product."""
-        return torch.bfloat16 if self.dtype == torch.float8_e4m3fn else self.dtype
+        return PRODUCTS.get(self.dtype, self.dtype)
 
     def shape(self, rows: int) -> GemmShape:
         """The product of so many rows."""
@@ -127,18 +127,18 @@ class Operands:
         return _random(rows, self.weights[0].shape[1], self.dtype)
 
     def out(self, rows: int) -> Tensor:
-        """Make what a product is added to; NaN where nothing is added."""
-        size = (rows, self.weights[0].shape[0])
-        if self.adds:
-            return _random(*size, self.out_dtype)
-        return torch.full(size, math.nan, dtype=self.out_dtype, device="cuda")
+        """Make what a product is added to; where nothing is added, NaN, or -1 of integers."""
+        size, dtype = (rows, self.weights[0].shape[0]), self.out_dtype
+        empty = math.nan if dtype.is_floating_point else -1
+        made = torch.full(size, empty, dtype=dtype, device="cuda")
+        return _random(*size, dtype) if self.adds else made
 
 
 def _random(rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """Make random values: zeros or small integers need less power and run at other clocks."""
-    is_small = dtype == torch.float8_e4m3fn
-    values = torch.randn(rows, width, dtype=torch.bfloat16 if is_small else dtype, device="cuda")
-    return values.to(dtype)
+    drawn = torch.bfloat16 if dtype in PRODUCTS else dtype
+    values = torch.randn(rows, width, dtype=drawn, device="cuda")
+    return (values * 40).clamp(-127, 127).to(dtype) if dtype == INT8 else values.to(dtype)
 
 
 Pieces = Generator[None, None, Found]

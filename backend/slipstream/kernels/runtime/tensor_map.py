@@ -15,9 +15,10 @@ _WORD = 8  # bytes of an element of `words`
 def boxes(
     x: Tensor, num_rows: int, num_columns: int, box_rows: int, row_stride: int = 0
 ) -> jit.TensorMap:
-    """The map of `x` (fp16, bf16, e4m3) as `[num_rows, num_columns]`, by boxes of `box_rows` rows.
+    """The map of `x` as `[num_rows, num_columns]`, by boxes of `box_rows` rows.
 
-    Rows are contiguous, and so are their elements, unless `row_stride` (in elements) is given.
+    It is of fp16, bf16 or 8 bits. Rows are contiguous, and so are their elements, unless
+    `row_stride` (in elements) is given.
 
     A box is 128 bytes wide and arrives in shared memory with SWIZZLE_128B (wgmma.cuh says how that
     lies). `KernelError` where the driver refuses.
@@ -28,7 +29,7 @@ def boxes(
 
 
 def eights(x: Tensor, box_columns: int, box_rows: int) -> jit.TensorMap:
-    """The map of contiguous `x [n, k]` (fp16, bf16, e4m3) by boxes of columns of 128 bytes.
+    """The map of contiguous `x [n, k]` (fp16, bf16 or of 8 bits) by boxes of columns of 128 bytes.
 
     Rows come in eights, which lie in shared memory one after the other, each by columns, as if the
     box had 8 rows; so they are also read: what is next to each other in memory, shortly after each
@@ -84,6 +85,7 @@ def _encode(
         torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float8_e4m3fn: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        torch.int8: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         torch.int64: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT64,
     }
     swizzles = driver.CUtensorMapSwizzle

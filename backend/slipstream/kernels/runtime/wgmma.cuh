@@ -37,6 +37,11 @@ DEVICE void pin(float (&sums)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) asm volatile("" : "+f"(sums[i])::"memory");
 }
+template <int N>
+DEVICE void pin(int (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(sums[i])::"memory");
+}
 
 #define SUMS_8(i)                                                                                 \
   "+f"(sums[i]), "+f"(sums[i + 1]), "+f"(sums[i + 2]), "+f"(sums[i + 3]), "+f"(sums[i + 4]),      \

@@ -2,10 +2,13 @@
 // streams their weight rows through a ring, from before the previous kernel's end on; 8 warps, which hold their part
 // of x in registers, multiply. The partial sums of an output are added in an order that depends on nothing but the
 // width, so a row's result does not depend on its neighbours.
-// -D ELEMENT (T: of x and y, 16 bits), FP8 (whether W is e4m3 rather than T), ROWS (1 or 2), CHUNKS (pieces of 8
-// weights of a row for each thread), GROUP (weight rows multiplied at once), CTAS (of a multiprocessor), CENTRES
-// (whether the norm is a layer norm), ACTIVATES (every output: 0 not, 1 by GELU, 2 by GELU's tanh form, 3 by ReLU),
-// ADAPTS (whether rows have terms of adapters)
+// -D ELEMENT (T: of x and y, 16 bits), FP8, INT8 (whether W is e4m3, or int8, rather than T), ROWS (1 or 2), CHUNKS
+// (pieces of 8 weights of a row for each thread), GROUP (weight rows multiplied at once), CTAS (of a multiprocessor),
+// CENTRES (whether the norm is a layer norm), ACTIVATES (every output: 0 not, 1 by GELU, 2 by GELU's tanh form, 3 by
+// ReLU), ADAPTS (whether rows have terms of adapters)
+#ifndef INT8
+#define INT8 0
+#endif
 #ifndef CENTRES
 #define CENTRES 0
 #endif
@@ -180,9 +183,9 @@ DEVICE void multiply(const Task& task, const u8* weights, const Part<PACKED>& pa
 #pragma unroll
     for (int r = 0; r < GROUP; ++r) {
       const u8* piece = weights + r * task.row_bytes() + begin * int(sizeof(Weight));
-      const auto pairs = load<4>(reinterpret_cast<const Pair*>(piece));
+      const auto units = load<PIECE / UNIT>(reinterpret_cast<const Unit*>(piece));
 #pragma unroll
-      for (int j = 0; j < 4; ++j) unpack(pairs.at[j], &weight[r][2 * j], Weight{});
+      for (int j = 0; j < PIECE / UNIT; ++j) unpack(units.at[j], &weight[r][UNIT * j], Weight{});
     }
 #pragma unroll
     for (int j = 0; j < PIECE; j += 2)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise.activation import EVERY, GATES
+from slipstream.kernels.elementwise.eight_bits import E4M3, INT8, PRODUCTS
 from slipstream.kernels.gemm.op import (
-    E4M3,
     PLAIN,
     Around,
     Spec,
@@ -79,14 +79,14 @@ def tiling(
         4 if num_rows == 2 and (is_centred or has_terms) else MAX_CHUNKS[num_rows]
     ):
         return None
-    is_fp8 = row_bytes == width
-    group = 4 if chunks <= 2 else 2 if is_fp8 and (num_rows, chunks) == (1, 7) else 1
+    is_small = row_bytes == width
+    group = 4 if chunks <= 2 else 2 if is_small and (num_rows, chunks) == (1, 7) else 1
     step = max(group, 2 if gated else 1)
     # Measured: for one row, two CTAs a multiprocessor win 1 % wherever their rings are deep enough.
     # A layer norm of many inputs, and terms of adapters to them, have no registers for that.
-    in_pairs = num_rows == 1 and chunks in ((2,) if is_fp8 or is_centred or has_terms else (2, 7))
+    in_pairs = num_rows == 1 and chunks in ((2,) if is_small or is_centred or has_terms else (2, 7))
     for ctas in (2, 1) if in_pairs else (1,):
-        slot_bytes = SLOT_BYTES // (2 if is_fp8 and ctas == 2 else 1)
+        slot_bytes = SLOT_BYTES // (2 if is_small and ctas == 2 else 1)
         slot_rows = min(max(slot_bytes // row_bytes // step * step, step), THREADS // num_rows)
         num_slots = min(RING_BYTES[ctas] // (slot_rows * row_bytes), MAX_SLOTS)
         if num_slots > ctas:
@@ -99,10 +99,10 @@ def refusal(spec: Spec) -> str | None:
     row_bytes = spec.inputs * spec.weight.itemsize
     if not 1 <= spec.rows <= MAX_ROWS:
         return f"takes 1 to {MAX_ROWS} rows"
-    if spec.x not in DTYPES or spec.weight not in (spec.x, E4M3):
-        return "takes 16-bit rows, and weights of their type or e4m3"
-    if (spec.weight == E4M3) != (spec.scales == "columns") or spec.scales == "both":
-        return "scales e4m3 weights, by column"
+    if spec.x not in DTYPES or spec.weight not in (spec.x, *PRODUCTS):
+        return "takes 16-bit rows, and weights of their type or of 8 bits"
+    if (spec.weight in PRODUCTS) != (spec.scales == "columns") or spec.scales == "both":
+        return "scales weights of 8 bits, by column"
     if spec.norm == "norm plus one":
         return "has no norms plus one"
     is_gated = spec.gate in GATES
@@ -128,8 +128,8 @@ def takes(spec: Spec) -> str | None:
 
 
 def cost(spec: Spec) -> float:
-    """Return the cost, in kernels: two rows are slower by e4m3 weights than the skinny GEMM is."""
-    return 2.5 if spec.weight == E4M3 and spec.rows > 1 else 0.0
+    """Return the cost, in kernels: by weights of 8 bits the skinny GEMM is faster with two rows."""
+    return 2.5 if spec.weight in PRODUCTS and spec.rows > 1 else 0.0
 
 
 def adapts(spec: Spec) -> str | None:
@@ -145,31 +145,39 @@ def adapts(spec: Spec) -> str | None:
 
 
 def _variant(
-    dtype: torch.dtype, fp8: bool, tiles: GemvTiling, gate: str = "", has_terms: bool = False
+    dtype: torch.dtype,
+    weight: torch.dtype,
+    tiles: GemvTiling,
+    gate: str = "",
+    has_terms: bool = False,
 ) -> jit.Variant:
     sizes = {"ROWS": tiles.rows, "CHUNKS": tiles.chunks, "GROUP": tiles.group, "CTAS": tiles.ctas}
-    more = {"CENTRES": 1} if tiles.is_centred else {}
+    more = {"INT8": 1} if weight == INT8 else {}
+    if tiles.is_centred:
+        more["CENTRES"] = 1
     if gate in ACTIVATIONS:
         more["ACTIVATES"] = ACTIVATIONS[gate]
     if has_terms:
         more["ADAPTS"] = 1
-    return jit.variant("gemm/sm90/gemv.cu", dtype, FP8=int(fp8), **sizes, **more)
+    return jit.variant("gemm/sm90/gemv.cu", dtype, FP8=int(weight == E4M3), **sizes, **more)
 
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     found: dict[jit.Variant, None] = {}
-    for dtype, size, rows, chunks, gate, is_centred in product(
-        DTYPES, (1, 2), MAX_CHUNKS, CHUNKS, ("", "silu", *ACTIVATIONS), (False, True)
+    kinds = [(dtype, weight) for dtype in DTYPES for weight in (*PRODUCTS, dtype)]
+    for (dtype, weight), rows, chunks, gate, is_centred in product(
+        kinds, MAX_CHUNKS, CHUNKS, ("", "silu", *ACTIVATIONS), (False, True)
     ):
         width = chunks * THREADS * PIECE
-        tiles = tiling(rows, width, width * size, gate in GATES, is_centred)
+        row_bytes = width * weight.itemsize
+        tiles = tiling(rows, width, row_bytes, gate in GATES, is_centred)
         if tiles is not None and not (is_centred and tiles.is_packed):
-            found[_variant(dtype, size == 1, tiles, gate)] = None
+            found[_variant(dtype, weight, tiles, gate)] = None
         if not is_centred and gate not in ACTIVATIONS:
-            tiles = tiling(rows, width, width * size, gate in GATES, has_terms=True)
+            tiles = tiling(rows, width, row_bytes, gate in GATES, has_terms=True)
             if tiles is not None:
-                found[_variant(dtype, size == 1, tiles, gate, has_terms=True)] = None
+                found[_variant(dtype, weight, tiles, gate, has_terms=True)] = None
     yield from found
 
 
@@ -218,7 +226,7 @@ def launch(
     num_ctas = min(tiles.ctas * jit.num_multiprocessors(x.get_device()), num_outputs)
     share = tiles.slot_rows // streams
     jit.launch(
-        _variant(x.dtype, weight.dtype == E4M3, tiles, around.gate, terms is not None),
+        _variant(x.dtype, weight.dtype, tiles, around.gate, terms is not None),
         "gemv",
         (num_ctas,),
         THREADS + 32,

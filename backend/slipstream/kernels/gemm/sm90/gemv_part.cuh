@@ -24,6 +24,17 @@ DEVICE void unpack(u16 pair, float* values, E4m3) {
   unpack(halves, values, Half{});
 }
 
+struct Int8 {
+  u8 bits;
+};
+// Four bytes, of which each is put below the bits of 2^23: less that, and 128, it is what it was.
+DEVICE void unpack(u32 word, float* values, Int8) {
+  const u32 flipped = word ^ 0x80808080u;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    values[i] = __uint_as_float(__byte_perm(flipped, 0x4b000000u, 0x7440u + i)) - 8388736.0f;
+}
+
 // The part of x that belongs to this thread: pieces threadIdx.x + THREADS * i of every row; zeros behind the end.
 template <bool PACKED>
 struct Part {

@@ -5,13 +5,18 @@
 #include "gemm/sm90/gemv_terms.cuh"
 #endif
 
-#if FP8
+// Weights, and what is unpacked at once.
+#if INT8
+using Weight = Int8;
+using Unit = u32;
+#elif FP8
 using Weight = E4m3;
-using Pair = u16;
+using Unit = u16;
 #else
 using Weight = T;
-using Pair = u32;
+using Unit = u32;
 #endif
+constexpr int UNIT = sizeof(Unit) / sizeof(Weight);  // weights
 
 constexpr int THREADS = 32 * WARPS;
 constexpr bool PACKED = CHUNKS > 7;  // x stays in 16 bits: fp32 takes too many registers

@@ -2,9 +2,9 @@
 // rows, and all rows of x, belong to a cluster, whose CTAs share out the width: each streams its part of both through a
 // ring and multiplies, a warpgroup for each 64 rows of x; then each adds up what the cluster has for every CLUSTER-th
 // piece of eight columns. Weights are copied from before the previous kernel's end on.
-// Sums of e4m3 are scaled at the end, or left as they are.
-// -D ELEMENT (T: Half or BFloat16), FP8 (whether W and x are e4m3 rather than T), ROWS (a multiple of 16 up to 224),
-// GROUPS (1, 2), CLUSTER (1, 2, 4)
+// Sums of e4m3 and int8 are scaled at the end, or left as they are: then those of int8 are integers.
+// -D ELEMENT (T: Half or BFloat16), FP8, INT8 (whether W and x are e4m3, or int8, rather than T), ROWS (a multiple of 16
+// up to 224), GROUPS (1, 2), CLUSTER (1, 2, 4)
 #include "runtime/cluster.cuh"
 #include "runtime/fetch.cuh"
 #include "gemm/row_sums.cuh"
@@ -19,12 +19,13 @@ constexpr int PIECES = ROWS / 8;  // of eight columns, of which a thread has two
 // Whether sums come to where the ring was, or behind it: the one takes room, the other waits for the whole cluster.
 constexpr bool IN_RING = CLUSTER == 4 && GROUPS == 2;
 constexpr int OWN = 2 * ((PIECES / 2 + CLUSTER - 1) / CLUSTER);  // pieces that a CTA finishes, at most
-constexpr int BATCH = OWN <= 8 ? OWN / 2 : 2;                    // of them that a lane takes at once
+// Of them that a lane takes at once; the widest tile of integers has no registers for four.
+constexpr int BATCH = OWN <= (INT8 && ROWS == 224 ? 6 : 8) ? OWN / 2 : 2;
 
 extern __shared__ __align__(1024) u8 shared_bytes[];
 
 struct Task {
-  const float *row_scales, *column_scales;  // of a product of e4m3, or null
+  const float *row_scales, *column_scales;  // of a product of 8 bits, or null
   const T* bias;                            // of each weight row, or null
   T* out;
   i64 out_stride;
@@ -104,7 +105,7 @@ DEVICE void clear_rest(const Task& task) {
   sync_products();
 }
 
-DEVICE void multiply_steps(const Task& task, const Shared& shared, float (&sums)[SUMS]) {
+DEVICE void multiply_steps(const Task& task, const Shared& shared, Sum (&sums)[SUMS]) {
   const u32 rows_of_x = threadIdx.x / 128 * 64 * ROW_BYTES;
   RingPosition next;
   int before = 0;
@@ -134,11 +135,11 @@ DEVICE void multiply_steps(const Task& task, const Shared& shared, float (&sums)
 // ---- the end ----
 
 // Each CTA sends what it has of the pieces of others, and keeps its own: of gates and ups, the same.
-DEVICE void hand_over(const Task& task, const Shared& shared, const float (&sums)[SUMS]) {
+DEVICE void hand_over(const Task& task, const Shared& shared, const Sum (&sums)[SUMS]) {
   const u32 own = task.own_pieces();
 #pragma unroll
   for (u32 i = 0; i < PIECES; ++i) {
-    const Four part{{sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]}};
+    const Four part = Four::of(sums + 4 * i);
     const bool is_up = i >= task.num_pieces();
     const u32 within = is_up ? i - task.num_pieces() : i, owner = within % CLUSTER;
     const u32 index = within / CLUSTER + (is_up ? own : 0), sender = (task.rank - owner - 1) % CLUSTER;
@@ -165,7 +166,7 @@ struct Output {
 
   DEVICE explicit Output(const Task& task) : task(task) {
     wait_for_previous();
-    if (FP8 && task.row_scales != nullptr && end > 0) row_scale = load_fresh<1>(task.row_scales + row).at[0];
+    if (IS_SCALED && task.row_scales != nullptr && end > 0) row_scale = load_fresh<1>(task.row_scales + row).at[0];
     load(first_piece);
   }
 
@@ -185,7 +186,7 @@ struct Output {
       for (int i = 0; i < BATCH; ++i) {
         const u32 index = begin + i * step;
         if (task.adds) add(values[i], before[i]);
-        if (index < end) store_rounded(target(index), values[i]);
+        if (index < end) put_out(index, values[i]);
       }
     }
   }
@@ -193,6 +194,13 @@ struct Output {
  private:
   DEVICE u32 column(u32 index) const { return task.first + (index * CLUSTER + task.rank) * 8; }
   DEVICE T* target(u32 index) const { return task.out + row * task.out_stride + column(index); }
+  DEVICE bool is_left() const { return INT8 && task.row_scales == nullptr; }  // whether integers stay such
+  DEVICE void put_out(u32 index, const Eight& values) const {
+    if (is_left())
+      store_sums(reinterpret_cast<int*>(task.out) + row * task.out_stride + column(index), values);
+    else
+      store_rounded(target(index), values);
+  }
   DEVICE void load(u32 begin) {
     if (!task.adds) return;
 #pragma unroll
@@ -207,16 +215,15 @@ struct Output {
       values[i] = take(shared, CLUSTER - 1, index);
 #pragma unroll
       for (int sender = 0; sender < CLUSTER - 1; ++sender) {
-        const Eight part = take(shared, sender, index);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) values[i].at[j] += part.at[j];
+        add_sums(values[i], take(shared, sender, index));
       }
+      if (!is_left()) to_floats(values[i]);
     }
 #pragma unroll
     for (int i = 0; i < BATCH; ++i) {
       const u32 row_of_tile = stream * (ROWS / 2) + (min(begin + i * step, end - 1) * CLUSTER + task.rank) * 8;
       const Columns columns(shared.columns(), row_of_tile);
-      if (FP8 && task.row_scales != nullptr) scale(values[i], row_scale, columns.scales());
+      if (IS_SCALED && task.row_scales != nullptr) scale(values[i], row_scale, columns.scales());
       if (task.bias != nullptr) add(values[i], columns.biases());
     }
   }
@@ -266,7 +273,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
   clear_rest(task);
   put_columns<THREADS>(shared.columns(), task.column_scales, task.bias, task.first, task.num_outputs, task.gated);
   Output output(task);
-  float sums[SUMS] = {};
+  Sum sums[SUMS] = {};
   multiply_steps(task, shared, sums);
   cluster_wait();
   if (IN_RING) {

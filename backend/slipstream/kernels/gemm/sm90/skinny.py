@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slipstream.kernels.elementwise import eight_bits
+from slipstream.kernels.elementwise.eight_bits import E4M3, INT8, PRODUCTS
 from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.runtime import jit, tensor_map
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn)
+DTYPES = (torch.float16, torch.bfloat16, E4M3, INT8)
 MAX_ROWS = 128
 GROUP_ROWS = 64  # of x, for each group of warps
 CLUSTERS = (1, 2, 4)
@@ -124,12 +124,12 @@ def takes(spec: Spec) -> str | None:
 def shared_refusal(spec: Spec) -> str | None:
     """Say why no kernel of wgmma and tensor maps takes a product; None: one may."""
     if spec.x not in DTYPES or spec.weight != spec.x:
-        return "takes rows and weights of one type: fp16, bf16 or e4m3"
+        return "takes rows and weights of one type: fp16, bf16, e4m3 or int8"
     if spec.norm:
         return "has no norm"
     if spec.gate not in ("", "silu"):
         return "gates by SiLU alone"
-    if spec.x == eight_bits.E4M3:
+    if spec.x in PRODUCTS:
         if spec.scales and spec.out != torch.bfloat16:
             return "scales to bf16 alone"
         if not spec.scales and (spec.bias or spec.gate or spec.residual):
@@ -140,15 +140,15 @@ def shared_refusal(spec: Spec) -> str | None:
 
 
 def _variant(dtype: torch.dtype, tiles: SkinnyTiling) -> jit.Variant:
-    is_fp8 = dtype == eight_bits.E4M3
-    return jit.variant(
-        "gemm/sm90/skinny.cu",
-        torch.bfloat16 if is_fp8 else dtype,
-        FP8=int(is_fp8),
-        ROWS=tiles.rows,
-        GROUPS=tiles.groups,
-        CLUSTER=tiles.cluster,
-    )
+    element, kind = kind_of(dtype)
+    sizes = {"ROWS": tiles.rows, "GROUPS": tiles.groups, "CLUSTER": tiles.cluster}
+    return jit.variant("gemm/sm90/skinny.cu", element, **kind, **sizes)
+
+
+def kind_of(dtype: torch.dtype) -> tuple[torch.dtype, dict[str, int]]:
+    """Return the type of outputs of such rows, and the macros that name the type of rows."""
+    kind = {"FP8": int(dtype == E4M3)} | ({"INT8": 1} if dtype == INT8 else {})
+    return torch.bfloat16 if dtype in PRODUCTS else dtype, kind
 
 
 def variants() -> Iterator[jit.Variant]:
@@ -169,7 +169,7 @@ def skinny(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     num_outputs = num_weight_rows // (2 if gated else 1)
     y = around.residual
     if y is None:
-        dtype = torch.bfloat16 if x.dtype == eight_bits.E4M3 else x.dtype
+        dtype = PRODUCTS.get(x.dtype, x.dtype) if scales is None else torch.bfloat16
         y = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     jit.require(
         y.stride(1) == 1 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0,

@@ -2,8 +2,8 @@
 // a tile of ROWS rows of W, half of them gates, and keeps its sums in nearly all registers of a multiprocessor. So tiles
 // of 256 rows are as many as multiprocessors, where those of half the size need a second wave that leaves many idle.
 // Two warpgroups multiply, 128 rows of x each, and one lane of them copies: a warp that only copies would take registers.
-// -D ELEMENT (T: Half or BFloat16), FP8 (whether W and x are e4m3, whose sums are scaled, rather than T), ROWS (a
-// multiple of 16 up to 224), SLOTS (of the ring)
+// -D ELEMENT (T: Half or BFloat16), FP8, INT8 (whether W and x are e4m3, or int8, whose sums are scaled, rather than T),
+// ROWS (a multiple of 16 up to 224), SLOTS (of the ring)
 #include "runtime/copies.cuh"
 #include "gemm/row_sums.cuh"
 #include "gemm/sm90/wgmma_rows.cuh"
@@ -21,7 +21,7 @@ constexpr int GROUP = 8;
 extern __shared__ __align__(1024) u8 shared_bytes[];
 
 struct Task {
-  const float *row_scales, *column_scales;  // of a product of e4m3
+  const float *row_scales, *column_scales;  // of a product of 8 bits
   const T* bias;                            // of each row of W, or null
   T* out;
   i64 out_stride;
@@ -65,7 +65,7 @@ DEVICE void fill_ring(const Task& task, const TensorMap* weights, const TensorMa
 
 // ---- the warpgroups ----
 
-using Sums = float[BLOCKS][SUMS];
+using Sums = Sum[BLOCKS][SUMS];
 
 DEVICE void multiply_steps(const Task& task, const TensorMap* weights, const TensorMap* x, Sums& sums) {
   const u32 rows_of_x = threadIdx.x / 128 * 64 * BLOCKS * ROW_BYTES;
@@ -103,7 +103,8 @@ DEVICE void multiply_steps(const Task& task, const TensorMap* weights, const Ten
 
 DEVICE void finish(const Task& task, Eight& sums, float row_scale, int row_of_tile) {
   const Columns of_sums(columns(), row_of_tile);
-  if (FP8) scale(sums, row_scale, of_sums.scales());
+  to_floats(sums);
+  if (IS_SCALED) scale(sums, row_scale, of_sums.scales());
   if (task.bias != nullptr) add(sums, of_sums.biases());
 }
 
@@ -136,13 +137,12 @@ DEVICE void store_outputs(const Task& task, const Sums& sums) {
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 2 * PIECES; ++i)
-      put_part(parts + i * THREADS * PART_BYTES + part_offset(),
-               {{sums[block][4 * i], sums[block][4 * i + 1], sums[block][4 * i + 2], sums[block][4 * i + 3]}});
+      put_part(parts + i * THREADS * PART_BYTES + part_offset(), Four::of(sums[block] + 4 * i));
     __syncwarp();
     const int row_of_tile = (threadIdx.x / 128 * BLOCKS + block) * 64 + threadIdx.x % 128 / 32 * 16 + lane.row;
     const int row = task.first_row + row_of_tile;
     if (row >= task.num_rows) continue;
-    const float row_scale = FP8 ? load_fresh<1>(task.row_scales + row).at[0] : 1.0f;
+    const float row_scale = IS_SCALED ? load_fresh<1>(task.row_scales + row).at[0] : 1.0f;
 #pragma unroll 1
     for (int first = lane.piece; first < PIECES; first += 2 * BATCH)
       store_pieces(task, parts, lane, row, row_scale, first);

@@ -12,12 +12,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from slipstream.kernels.elementwise import eight_bits
+from slipstream.kernels.elementwise.eight_bits import E4M3, INT8
 from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
-from slipstream.kernels.gemm.sm90.skinny import CHUNK_BYTES, DTYPES, MEMORY, shared_refusal
+from slipstream.kernels.gemm.sm90.skinny import (
+    CHUNK_BYTES,
+    DTYPES,
+    MEMORY,
+    kind_of,
+    shared_refusal,
+)
 from slipstream.kernels.runtime import jit, tensor_map
 
-MIN_ROWS = dict.fromkeys(DTYPES, 193) | {eight_bits.E4M3: 177}  # cuBLASLt is faster with fewer
+MIN_ROWS = dict.fromkeys(DTYPES, 193) | {E4M3: 177, INT8: 177}  # cuBLASLt is faster with fewer
 X_ROWS = 256  # of a tile
 # Of what multiprocessors could multiply meanwhile, the least that is of a product of several such
 # tiles; with less of it cuBLASLt is faster.
@@ -57,7 +63,7 @@ def takes(spec: Spec) -> str | None:
         return f"takes {TILE_ROWS[0]} to {TILE_ROWS[-1]} outputs a multiprocessor"
     if spec.rows <= X_ROWS:
         return None
-    if spec.x == eight_bits.E4M3:  # the gate has to be quantised behind either
+    if spec.x == E4M3:  # the gate has to be quantised behind either
         return f"gains nothing with more than {X_ROWS} rows of e4m3"
     if share(spec.rows, spec.outputs, multiprocessors) < MIN_SHARE:
         return "is slower than cuBLASLt where its last wave is nearly empty"
@@ -80,10 +86,8 @@ def _end_bytes(rows: int) -> int:
 
 
 def _variant(dtype: torch.dtype, rows: int) -> jit.Variant:
-    is_fp8 = dtype == eight_bits.E4M3
-    element = torch.bfloat16 if is_fp8 else dtype
-    slots = num_slots(rows)
-    return jit.variant("gemm/sm90/tall.cu", element, FP8=int(is_fp8), ROWS=rows, SLOTS=slots)
+    element, kind = kind_of(dtype)
+    return jit.variant("gemm/sm90/tall.cu", element, **kind, ROWS=rows, SLOTS=num_slots(rows))
 
 
 def variants() -> Iterator[jit.Variant]:

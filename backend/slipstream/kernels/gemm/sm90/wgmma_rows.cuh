@@ -1,19 +1,32 @@
 // GEMMs of rows that lie in shared memory: 64 of x with ROWS of the weights, summed in a warpgroup's registers (sm_90a).
-// Rows come in chunks of 128 bytes. -D ELEMENT (T), FP8 (whether rows are e4m3 rather than T), ROWS (a multiple of 16 up
-// to 224)
+// Rows come in chunks of 128 bytes. -D ELEMENT (T), FP8, INT8 (whether rows are e4m3, or int8, rather than T), ROWS (a
+// multiple of 16 up to 224)
 #pragma once
+#ifndef INT8
+#define INT8 0
+#endif
 #include "runtime/tma.cuh"
 #include "runtime/wgmma.cuh"
 
 struct E4m3 {};
-#if FP8
+struct Int8 {};
+#if INT8
+using Input = Int8;
+using Sum = int;
+#define SUM_REGISTER "+r"
+#elif FP8
 using Input = E4m3;
+using Sum = float;
+#define SUM_REGISTER "+f"
 #else
 using Input = T;
+using Sum = float;
+#define SUM_REGISTER "+f"
 #endif
 
+constexpr bool IS_SCALED = FP8 || INT8;  // by row and by column
 constexpr int ROW_BYTES = 128;
-constexpr int CHUNK = ROW_BYTES / (FP8 ? 1 : sizeof(T));
+constexpr int CHUNK = ROW_BYTES / (IS_SCALED ? 1 : sizeof(T));
 constexpr int SUMS = ROWS / 2;  // of a thread
 
 // Of a chunk of x in memory: rows from `first` on, which nobody copies. They are multiplied all the same, and zeros take
@@ -50,34 +63,41 @@ DEVICE void copy_eights(u32 target, const TensorMap* map, int chunk, int eight, 
 #define OPERANDS_192 OPERANDS_176 ", %90, %91, %92, %93, %94, %95, %96, %97"
 #define OPERANDS_208 OPERANDS_192 ", %98, %99, %100, %101, %102, %103, %104, %105"
 #define OPERANDS_224 OPERANDS_208 ", %106, %107, %108, %109, %110, %111, %112, %113"
-#define OF_16 SUMS_8(0)
-#define OF_32 OF_16, SUMS_8(8)
-#define OF_48 OF_32, SUMS_8(16)
-#define OF_64 OF_48, SUMS_8(24)
-#define OF_80 OF_64, SUMS_8(32)
-#define OF_96 OF_80, SUMS_8(40)
-#define OF_112 OF_96, SUMS_8(48)
-#define OF_128 OF_112, SUMS_8(56)
-#define OF_144 OF_128, SUMS_8(64)
-#define OF_160 OF_144, SUMS_8(72)
-#define OF_176 OF_160, SUMS_8(80)
-#define OF_192 OF_176, SUMS_8(88)
-#define OF_208 OF_192, SUMS_8(96)
-#define OF_224 OF_208, SUMS_8(104)
+#define OWN_8(i)                                                                                              \
+  SUM_REGISTER(sums[i]), SUM_REGISTER(sums[i + 1]), SUM_REGISTER(sums[i + 2]), SUM_REGISTER(sums[i + 3]),        \
+      SUM_REGISTER(sums[i + 4]), SUM_REGISTER(sums[i + 5]), SUM_REGISTER(sums[i + 6]), SUM_REGISTER(sums[i + 7])
+#define OF_16 OWN_8(0)
+#define OF_32 OF_16, OWN_8(8)
+#define OF_48 OF_32, OWN_8(16)
+#define OF_64 OF_48, OWN_8(24)
+#define OF_80 OF_64, OWN_8(32)
+#define OF_96 OF_80, OWN_8(40)
+#define OF_112 OF_96, OWN_8(48)
+#define OF_128 OF_112, OWN_8(56)
+#define OF_144 OF_128, OWN_8(64)
+#define OF_160 OF_144, OWN_8(72)
+#define OF_176 OF_160, OWN_8(80)
+#define OF_192 OF_176, OWN_8(88)
+#define OF_208 OF_192, OWN_8(96)
+#define OF_224 OF_208, OWN_8(104)
 #define JOIN(a, b) JOINED(a, b)
 #define JOINED(a, b) a##b
 #define OPERANDS JOIN(OPERANDS_, ROWS)
 #define ALL_SUMS JOIN(OF_, ROWS)
 #define TEXT(x) TEXT_OF(x)
 #define TEXT_OF(x) #x
-#define MULTIPLY_ADD(NAME, K_AND_TYPES, TRANSPOSED)                                           \
-  DEVICE void multiply_rows(float (&sums)[SUMS], u64 a, u64 b, NAME) {                        \
+#define MULTIPLY_ADD(NAME, K_AND_TYPES, MORE)                                                 \
+  DEVICE void multiply_rows(Sum (&sums)[SUMS], u64 a, u64 b, NAME) {                          \
     asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                   \
                  "wgmma.mma_async.sync.aligned.m64n" TEXT(ROWS) K_AND_TYPES " {" OPERANDS      \
-                 "}, %0, %1, p, 1, 1" TRANSPOSED ";\n}"                                       \
+                 "}, %0, %1, p" MORE ";\n}"                                                   \
                  : "+l"(a), "+l"(b), ALL_SUMS);                                               \
   }
-MULTIPLY_ADD(Half, "k16.f32.f16.f16", ", 0, 0")
-MULTIPLY_ADD(BFloat16, "k16.f32.bf16.bf16", ", 0, 0")
-MULTIPLY_ADD(E4m3, "k32.f32.e4m3.e4m3", "")
+#if INT8
+MULTIPLY_ADD(Int8, "k32.s32.s8.s8", "")
+#else
+MULTIPLY_ADD(Half, "k16.f32.f16.f16", ", 1, 1, 0, 0")
+MULTIPLY_ADD(BFloat16, "k16.f32.bf16.bf16", ", 1, 1, 0, 0")
+MULTIPLY_ADD(E4m3, "k32.f32.e4m3.e4m3", ", 1, 1")
+#endif
 #undef MULTIPLY_ADD
