@@ -25,7 +25,6 @@ E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 # Values -> what a GEMM of them is in before it is scaled.
 PRODUCTS: dict[torch.dtype, torch.dtype] = {E4M3: torch.bfloat16, INT8: torch.int32}
 MIN_CAPABILITY = (8, 9)  # conversions and GEMMs of e4m3
-INT8_CAPABILITY = (8, 0)  # GEMMs of int8 are older than what quantises rows for them
 DTYPES = (torch.float16, torch.bfloat16)  # that have kernels
 MULTIPLE = 16  # a GEMM needs both sides of the weights to be multiples of it
 ROW_MULTIPLE = 4  # rows that a GEMM may read at once, those behind the last one too
