@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from slipstream import quant
+from slipstream.kernels.experts.combine import Shared, combine
 from slipstream.kernels.experts.grouped import ExpertMatrix, gated
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.gemm.op import Matrix
@@ -31,7 +32,11 @@ class ProbedExperts(Experts):
             (watch(_linear(self.gate_up, i)), watch(_linear(self.down, i))) for i in range(count)
         ]
 
-    def products(self, x: Tensor, routed: Routed) -> Tensor:
+    def add(self, x: Tensor, routed: Routed, residual: Tensor, shared: Shared | None) -> Tensor:
+        """Add the outputs of rows' experts, by their probes, and what is shared; return the sum."""
+        return combine(residual, self._products(x, routed), shared)
+
+    def _products(self, x: Tensor, routed: Routed) -> Tensor:
         """Return the outputs of pairs of rows and experts, times their weights."""
         out = torch.empty(len(routed.order), x.shape[1], dtype=x.dtype, device=x.device)
         weights = routed.weights.flatten()

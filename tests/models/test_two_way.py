@@ -2,7 +2,6 @@
 
 import logging
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from fixtures.models.adapters import Pairs, scale_of, write_adapter, write_prefix
 from fixtures.models.checkpoints import GREEDY, make_runner, ticks
 from fixtures.models.remote import Remote
-from fixtures.models.two_way import chatglm1, prompt, turned
+from fixtures.models.two_way import chatglm1, logits_of, prompt, turned
 from slipstream.config import EngineConfig
 from slipstream.core.batch import Batch, Row
 from slipstream.core.two_way import Sight
@@ -89,52 +88,6 @@ def test_a_drawn_configuration(seed: int, tmp_path: Path) -> None:
     sequences = [a + b for a, b in zip(prompts, outputs, strict=True)][:3]
     for logits, truth in logits_of(runner, model, sequences, rng):
         assert (logits - truth).abs().max() <= 1e-4
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-def test_on_a_gpu(tmp_path: Path) -> None:
-    """Logits in bf16 beside fp64, of prompts and of decodes."""
-    rng = random.Random(4)
-    drawn = (chatglm1(rng, step=64) for _ in range(99))
-    model = next(each for each in drawn if int(str(each.keys["inner_hidden_size"])) % 8 == 0)
-    model.tensors = {name: x.bfloat16() for name, x in model.tensors.items()}
-    model.save(tmp_path)
-    runner = make_runner(tmp_path, device="cuda", dtype="bfloat16", block_size=16)
-    sequences = [[*prompt(rng, model.keys, n), 5, 6, 7, 8] for n in (150, 37, 2)]
-    found, truth = zip(*logits_of(runner, model, sequences, rng), strict=True)
-    expected = torch.stack(truth)
-    error = (torch.stack(found).double().cpu() - expected).pow(2).mean().sqrt() / expected.std()
-    assert error <= 0.05
-
-
-def logits_of(
-    runner: ModelRunner, model: Remote, sequences: list[list[int]], rng: random.Random
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Logits of two steps and the oracle's: prompts, each with some of its answer; then the rest.
-
-    Some are decodes then. Blocks are in no order.
-    """
-    blocks = list(range(runner.num_blocks))
-    rng.shuffle(blocks)
-    begin = model.keys["bos_token_id"]
-    rows: list[list[Row]] = [[], []]
-    for i, ids in enumerate(sequences):
-        known = ids.index(begin)
-        mask = "gmask" if model.keys["gmask_token_id"] in ids else "mask"
-        sight = Sight(ids.index(model.keys[f"{mask}_token_id"]), known)
-        tables = ([blocks.pop() for _ in range(-(-len(ids) // runner.block_size))],)
-        cut = len(ids) - 1 if i < 2 else known + 2
-        for step, (start, end) in enumerate(((0, cut), (cut, len(ids)))):
-            part = pack(ids[start:end])
-            each = Row(i, i, part, start, tables, True, GREEDY, 0, 1, is_new=not step, sight=sight)
-            rows[step].append(each)
-    for step, count in enumerate((0, 2)):
-        batch = Batch(tuple(rows[step]), num_decodes=count)
-        for row, logits in zip(rows[step], runner.logits(batch), strict=True):
-            end = row.start + len(row.token_ids)
-            truth = model(torch.tensor([sequences[row.slot][:end]])).logits[0][-1]
-            yield logits, truth
 
 
 @pytest.fixture(scope="module")

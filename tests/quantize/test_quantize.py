@@ -24,6 +24,7 @@ from slipstream_client.cli import main
 from slipstream_convert.writer import Writer
 from slipstream_quantize.job import Job, Report, divide_rows, write
 from slipstream_quantize.make import recipe_of
+from slipstream_quantize.observe import Seen
 from slipstream_quantize.opened import Opened, Running
 from slipstream_quantize.recipe import RECIPES
 from slipstream_quantize.smooth import divide_norm
@@ -308,6 +309,22 @@ def test_other_layouts_and_mixtures(name: str, tmp_path: Path) -> None:
         assert all("o_proj" in each for each in job.smoothed)
     if "clip_qkv" in own:
         assert not any("o_proj" in each for each in job.smoothed)
+
+
+def test_rows_of_experts_are_seen(tmp_path: Path) -> None:
+    """Of each row the experts that it goes to, whose outputs are what they are unwatched."""
+    directory = tiny.checkpoint(tmp_path, "mixtral", **_LOCAL)
+    wanted, opened = (
+        logits(Opened(directory, "cpu", "float32")),
+        Opened(directory, "cpu", "float32"),
+    )
+    probes = [probe for probe in opened.probes if ".experts." in probe.names[0]]
+    for probe in probes:
+        probe.seen = Seen()
+    assert torch.equal(logits(opened), wanted)
+    seen = [probe.seen.count for probe in probes if probe.seen is not None]
+    layers = len(opened.decoder.blocks)
+    assert sum(seen) == layers * 2 * _LOCAL["num_experts_per_tok"] * wanted[..., 0].numel()
 
 
 def test_layouts_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
