@@ -105,7 +105,12 @@ DEVICE void multiply_rows(float (&sums)[4], CopyRing& ring, const Width& width, 
     ring.advance();
   }
 }
-// ... by a warp of another.
+// ... by a warp of another. It has to see each slot full: barriers have a parity alone, by which a warp that left out a pass
+// would take the one before for the next.
 DEVICE void skip_rows(CopyRing& ring, const Width& width) {
-  for (int at = 0; at < width.row_bytes; at += width.part_bytes) ring.advance();
+  for (int at = 0; at < width.row_bytes; at += width.part_bytes) {
+    ring.wait();
+    ring.release(0.0f);
+    ring.advance();
+  }
 }

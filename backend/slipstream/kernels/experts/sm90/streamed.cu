@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Width bytes{int(width) * WEIGHT_BYTES, int(part_bytes)};
   u8* const rows = slots + num_slots * bytes.slot_bytes();
   CopyRing ring(slots, shared.barriers, bytes.slot_bytes(), int(num_slots));
-  if (thread == 0) ring.init(WARPS);
+  if (thread == 0) ring.init(GROUPS * WARPS);
   __syncthreads();
   wait_for_previous();
   start_next();

@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   u8* const rows = slots + num_slots * bytes.slot_bytes();
   CopyRing ring(slots, shared.barriers, bytes.slot_bytes(), int(num_slots));
   if (thread == 0) {
-    ring.init(WARPS);
+    ring.init(GROUPS * WARPS);
     shared.num_tiles = 0;
   }
   __syncthreads();
