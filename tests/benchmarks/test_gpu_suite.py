@@ -56,7 +56,7 @@ def test_some_run_alone_and_the_others_a_few_at_a_time(jobs: int, tmp_path: Path
     python = tmp_path / "python"
     python.write_text(NOTING)
     python.chmod(0o755)
-    by_length = [*ALONE[::-1], "tests/kernels/test_gpu_decode.py", "tests/kernels/test_gpu_w4.py"]
+    by_length = [*ALONE[::-1], "tests/kernels/test_gpu_w4.py", "tests/kernels/test_gpu_decode.py"]
     by_length += ["tests/kernels/test_gpu_eight_bits.py", "tests/kernels/test_gpu_stage.py"]
     given = {"FILES": " ".join(by_length[::-1]), "JOBS": str(jobs), "PYTHON": str(python)}
     given |= {"NOTES": str(tmp_path), "FAILING": "tests/kernels/test_gpu_w4.py"}

@@ -44,7 +44,7 @@ CASES = {  # what a GPU keeps
     "gptq-v1-4-32": "4 bits by 32, packed",
     "gptq-v2-8-64": "8 bits by 64, packed",
     "modelopt-int4": "4 bits by 32, packed",
-    "modelopt-int8": "8 bits by a row, packed",
+    "modelopt-int8": "int8",
     "modelopt-fp8": "e4m3",
     "modelopt-nvfp4": "e2m1 by 16, packed",
     "bnb-int8": "8 bits by a row, packed",
@@ -98,9 +98,10 @@ def kept(matrix: Matrix) -> tuple[str, torch.Tensor]:
         if order is not None:
             weight = torch.empty_like(weight).index_copy_(1, order, weight)
         return str(matrix.groups.packing), weight
-    if matrix.values.dtype == E4M3:
+    if matrix.values.dtype in (E4M3, torch.int8):
         assert matrix.scales is not None
-        return "e4m3", matrix.values.float() * matrix.scales[:, None]
+        kind = "e4m3" if matrix.values.dtype == E4M3 else "int8"
+        return kind, matrix.values.float() * matrix.scales[:, None]
     return "16 bits", matrix.values.float()
 
 
