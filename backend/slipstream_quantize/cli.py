@@ -55,6 +55,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--symmetric", action="store_true", help="4 bits without zeros, as always in a mixture"
     )
     parser.add_argument(
+        "--ignore",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="linear layers that stay as they are: names, parts of names (down_proj, layers.0), or "
+        "re:REGEX for the beginning of a name, as in llm-compressor; head and routers always stay",
+    )
+    parser.add_argument(
         "--measure",
         type=Path,
         metavar="FILE",

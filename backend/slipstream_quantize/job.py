@@ -2,13 +2,11 @@
 
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from slipstream.layers.experts import Experts
 from slipstream.models.files import read_json
 from slipstream.models.weights import FileSource
 from slipstream_convert.writer import Writer
@@ -38,6 +36,7 @@ class Report:
     recipe: dict[str, Any]
     errors: dict[str, float] = field(default_factory=dict)
     smoothed: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     bytes_before: int = 0
     bytes_after: int = 0
     seconds: float = 0.0
@@ -208,23 +207,13 @@ def write(opened: Opened, directory: Path, recipe: Recipe, report: Report, write
     for key in ("torch_dtype", "quantization_config"):
         config.pop(key, None)
     config["dtype"] = str(opened.dtype).removeprefix("torch.")
-    model = opened.plan.model
-    kept = ["lm_head", *routers(opened)]
-    ignored = [opened.names.stored(name) for name in kept]
-    config["quantization_config"] = config_of(recipe, ignored, model.fp8_cache)
+    kept = [*opened.unquantised, *opened.ignored]
+    fp8_cache = opened.plan.model.fp8_cache
+    config["quantization_config"] = config_of(recipe, kept, fp8_cache)
     source = opened.source
     report.bytes_before = sum(x.numel() for x in source.tensors.values()) * opened.dtype.itemsize
     report.bytes_after = writer.num_bytes
     writer.finish(directory, {"config.json": config, "quantize_report.json": asdict(report)})
-
-
-def routers(opened: Opened) -> Iterator[str]:
-    """Yield the names of linear layers of mixtures that stay as they are."""
-    for i, block in enumerate(opened.decoder.blocks):
-        if isinstance(block.mlp, Experts):
-            yield f"model.layers.{i}.mlp.gate"
-            if block.mlp.config.shared_gated:
-                yield f"model.layers.{i}.mlp.shared_expert_gate"
 
 
 class Clock:

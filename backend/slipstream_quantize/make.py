@@ -24,9 +24,9 @@ def make(args: argparse.Namespace) -> list[str]:
     writer = Writer(args.output)
     try:
         with as_directory(args.checkpoint) as (directory, _):
-            opened = Opened(directory, args.device, args.dtype)
+            opened = Opened(directory, args.device, args.dtype, args.ignore)
             recipe = recipe_of(opened, args.scheme, args.group_size, args.symmetric)
-            report = Report(args.scheme, asdict(recipe))
+            report = Report(args.scheme, asdict(recipe), ignored=opened.ignored)
             text = _calibration(args, opened, directory, recipe, report)
             measured = _measured(args, opened, directory, report)
             if measured is not None:
@@ -88,6 +88,8 @@ def lines_of(report: Report, output: Path) -> Iterator[str]:
     yield f"{output}: {report.scheme}, {size}"
     if report.calibration:
         yield f"calibrated with {report.calibration_tokens:,} tokens of {report.calibration}"
+    if report.ignored:
+        yield f"{len(report.ignored)} matrices stay as they are (--ignore)"
     kind = "outputs" if report.calibration else "weights"
     mean = sum(report.errors.values()) / len(report.errors)
     yield f"squared error of {kind}, in parts of their square: {mean:.2e} in the mean; most:"

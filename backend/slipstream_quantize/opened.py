@@ -1,7 +1,7 @@
 """A checkpoint opened for changes: a plain decoder, each of whose linear layers is a `Probe`."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -28,6 +28,7 @@ from slipstream.runner.plan import Plan, settle_here
 from torch import Tensor
 
 from slipstream_quantize.experts import ProbedExperts
+from slipstream_quantize.ignored import ignored
 from slipstream_quantize.observe import Probe
 
 BLOCK_SIZE = 32  # tokens of a block of the cache
@@ -101,9 +102,23 @@ class Opened:
         decoder: without fusion.
         source: its tensors and numbers by the decoder's names.
         names: under which tensors are written.
+        blocks: the layers of each that are to be quantised.
+        ignored: names under which the other matrices of blocks are written, as they are.
+
+    Args:
+        directory: of the checkpoint.
+        device: `auto`, `cpu` or `cuda`.
+        dtype: of the tensors that are written; `auto`: the checkpoint's.
+        ignore: what `ignored` becomes, as `--ignore` has it.
     """
 
-    def __init__(self, directory: Path, device: str = "auto", dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        device: str = "auto",
+        dtype: str = "auto",
+        ignore: Sequence[str] = (),
+    ) -> None:
         found = quantization_of(directory) if (directory / "config.json").is_file() else None
         if found is not None:
             raise CheckpointError(
@@ -129,7 +144,9 @@ class Opened:
         self.decoder: Decoder = build(plan.model, weights, plan.max_model_len)
         weights.finish()
         self.names = _written(plan.model, list(self.source.tensors), directory)
-        self.blocks = [self._places(block) for block in self.decoder.blocks]
+        blocks = [self._places(block) for block in self.decoder.blocks]
+        self.ignored = ignored(ignore, self._groups(blocks), list(self.unquantised))
+        self.blocks = [self._left(places) for places in blocks]
         self._round_others()
 
     @property
@@ -141,6 +158,35 @@ class Opened:
     def has_experts(self) -> bool:
         """Whether a block has a mixture."""
         return any(isinstance(block.mlp, ProbedExperts) for block in self.decoder.blocks)
+
+    @property
+    def unquantised(self) -> Iterator[str]:
+        """The names of linear layers that no scheme changes: head, routers, their gates."""
+        yield self.names.stored("lm_head")
+        for i, block in enumerate(self.decoder.blocks):
+            if isinstance(block.mlp, Experts):
+                yield self.names.stored(f"model.layers.{i}.mlp.gate")
+                if block.mlp.config.shared_gated:
+                    yield self.names.stored(f"model.layers.{i}.mlp.shared_expert_gate")
+
+    def _stored(self, probe: Probe) -> list[str]:
+        return [self.names.stored(name) for name in probe.names]
+
+    def _groups(self, blocks: Sequence[Sequence[ProbedLayer]]) -> Iterator[list[str]]:
+        """Yield the names of the matrices of each GEMM, and of each mixture."""
+        for block, places in zip(self.decoder.blocks, blocks, strict=True):
+            routed: list[Probe] = []
+            if isinstance(block.mlp, ProbedExperts):
+                routed = [probe for pair in block.mlp.pairs for probe in pair]
+                yield [name for probe in routed for name in self._stored(probe)]
+            yield from (self._stored(p.probe) for p in places if p.probe not in routed)
+
+    def _left(self, places: Sequence[ProbedLayer]) -> list[ProbedLayer]:
+        """Return the layers that are not ignored; no scales move into one that is."""
+        taken = set(self.ignored)
+        kept = [place for place in places if not taken & {*self._stored(place.probe)}]
+        probes = [place.probe for place in kept]
+        return [p if p.rows is None or p.rows[0] in probes else replace(p, rows=None) for p in kept]
 
     def _round_others(self) -> None:
         """Round to `dtype` what is written in it: all but the matrices of blocks."""
