@@ -29,22 +29,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--output", type=Path, metavar="DIR", required=True, help="is made")
     parser.add_argument("--scheme", choices=RECIPES, required=True)
     parser.add_argument(
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help="text, or .jsonl with a `text` in each line (default: texts that come with Python, "
-        "English and sources)",
-    )
-    parser.add_argument(
-        "--samples",
-        type=_whole,
-        metavar="N",
-        help=f"pieces of it (default: {SAMPLES['cpu']} on a CPU, {SAMPLES['cuda']} on a GPU)",
-    )
-    parser.add_argument(
-        "--sample-length", type=_whole, metavar="N", help=f"tokens of a piece (default: {LENGTH})"
-    )
-    parser.add_argument(
         "--group-size",
         type=_whole,
         metavar="N",
@@ -62,6 +46,34 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="linear layers that stay as they are: names, parts of names (down_proj, layers.0), or "
         "re:REGEX for the beginning of a name, as in llm-compressor; head and routers always stay",
     )
+    _add_texts(parser)
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float16", "bfloat16", "float32"),
+        default="auto",
+        help="of what is not quantised, and of scales (default: the checkpoint's)",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+
+
+def _add_texts(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of texts to calibrate with and to measure on."""
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="text, or .jsonl with a `text` in each line (default: texts that come with Python, "
+        "English and sources)",
+    )
+    parser.add_argument(
+        "--samples",
+        type=_whole,
+        metavar="N",
+        help=f"pieces of it (default: {SAMPLES['cpu']} on a CPU, {SAMPLES['cuda']} on a GPU)",
+    )
+    parser.add_argument(
+        "--sample-length", type=_whole, metavar="N", help=f"tokens of a piece (default: {LENGTH})"
+    )
     parser.add_argument(
         "--measure",
         type=Path,
@@ -70,13 +82,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "it is in the default calibration text)",
     )
     parser.add_argument("--no-measure", action="store_true", help="skip that")
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float16", "bfloat16", "float32"),
-        default="auto",
-        help="of what is not quantised, and of scales (default: the checkpoint's)",
-    )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
 
 
 def run(args: argparse.Namespace) -> int:

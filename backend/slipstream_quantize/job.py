@@ -103,7 +103,7 @@ class Job:
             self._running.block(i, part.clone())
         for place in places:
             place.probe.seen = None
-        return [each.finish(p.probe.values.shape[1]) for each, p in zip(seen, places, strict=True)]
+        return [each.finish(p.probe.values) for each, p in zip(seen, places, strict=True)]
 
     def _smooth(self, places: list[ProbedLayer], seen: list[Seen | None]) -> None:
         """Move scales between the layers of a block; `seen` is of the new inputs afterwards."""

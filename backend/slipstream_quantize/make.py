@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
+from slipstream.errors import ConfigError
 from slipstream.models.gguf.unpack import as_directory
 from slipstream_convert.writer import Writer
 from torch import Tensor
@@ -13,7 +15,7 @@ from slipstream_quantize.job import Clock, Job, Report, write
 from slipstream_quantize.measure import bits_per_byte
 from slipstream_quantize.opened import Opened
 from slipstream_quantize.recipe import LENGTH, MEASURED, SAMPLES, Recipe, settled
-from slipstream_quantize.text import default_texts, pieces, read_texts, tokenizer_of
+from slipstream_quantize.text import check_ids, default_texts, pieces, read_texts, tokenizer_of
 
 _WORST = 5  # layers that the report names
 
@@ -26,6 +28,7 @@ def make(args: argparse.Namespace) -> list[str]:
         with as_directory(args.checkpoint) as (directory, _):
             opened = Opened(directory, args.device, args.dtype, args.ignore)
             recipe = recipe_of(opened, args.scheme, args.group_size, args.symmetric)
+            writer.check_space(least_bytes(opened, recipe))
             report = Report(args.scheme, asdict(recipe), ignored=opened.ignored)
             text = _calibration(args, opened, directory, recipe, report)
             measured = _measured(args, opened, directory, report)
@@ -38,6 +41,11 @@ def make(args: argparse.Namespace) -> list[str]:
                 report.bits_per_byte_after = measured_bits(opened, directory, measured)
             clock.read(report)
             write(opened, directory, recipe, report, writer)
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"--device {args.device}: the GPU has too little memory for the model and what a layer "
+            "needs beside it; --device cpu has more"
+        ) from None
     finally:
         writer.discard()
     return list(lines_of(report, args.output))
@@ -50,6 +58,13 @@ def recipe_of(opened: Opened, scheme: str, group: int | None, symmetric: bool) -
     """
     found = settled(scheme, group, symmetric, [p.values.shape[1] for p in opened.probes])
     return replace(found, symmetric=found.symmetric or opened.has_experts)
+
+
+def least_bytes(opened: Opened, recipe: Recipe) -> int:
+    """Return the bytes of what will be written, without scales and zeros."""
+    quantised = sum(probe.values.numel() for probe in opened.probes)
+    every = sum(tensor.numel() for tensor in opened.source.tensors.values())
+    return quantised * recipe.bits // 8 + (every - quantised) * opened.dtype.itemsize
 
 
 def measured_bits(opened: Opened, directory: Path, measured: Tensor) -> float:
@@ -66,7 +81,7 @@ def _calibration(
     report.calibration = str(args.calibration or "texts that come with Python")
     length = args.sample_length or min(LENGTH, opened.plan.max_model_len)
     most = args.samples or SAMPLES[opened.plan.device.type]
-    found = pieces(tokenizer_of(directory), texts, length, most, report.calibration)
+    found = _pieces(opened, directory, texts, length, most, report.calibration)
     report.calibration_tokens = found.numel()
     return found
 
@@ -79,7 +94,15 @@ def _measured(
     texts = read_texts(args.measure) if args.measure else default_texts(True)
     report.measured_on = str(args.measure or "other texts that come with Python")
     length = min(LENGTH, opened.plan.max_model_len)
-    return pieces(tokenizer_of(directory), texts, length, MEASURED, report.measured_on)
+    return _pieces(opened, directory, texts, length, MEASURED, report.measured_on)
+
+
+def _pieces(
+    opened: Opened, directory: Path, texts: list[str], length: int, most: int, where: str
+) -> Tensor:
+    found = pieces(tokenizer_of(directory), texts, length, most, where)
+    check_ids(found, opened.plan.model.dims.vocab_size, directory)
+    return found
 
 
 def lines_of(report: Report, output: Path) -> Iterator[str]:

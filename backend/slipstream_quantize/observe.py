@@ -58,21 +58,28 @@ class Seen:
     def add(self, x: Tensor) -> None:
         """Add rows `[n, k]`."""
         x = x.float()
-        self.second = self.second + x.T @ x
+        if not self.count:
+            k = x.shape[1]
+            self.second, self.mean, self.most = x.new_zeros(k, k), x.new_zeros(k), x.new_zeros(k)
+        self.second.addmm_(x.T, x)
         sizes = x.abs()
-        self.mean = self.mean + sizes.sum(0)
-        self.most = torch.maximum(self.most.to(x.device), sizes.amax(0))
+        self.mean += sizes.sum(0)
+        torch.maximum(self.most, sizes.amax(0), out=self.most)
         self.count += len(x)
         every = max(1, len(x) // _ROWS_OF_STEP) | 1  # odd: not always the same places of pieces
         self.kept.append(x[::every].clone())
 
-    def finish(self, width: int) -> "Seen":
-        """Turn sums into means; of no rows at all (an expert without any), inputs count alike."""
+    def finish(self, weight: Tensor) -> "Seen":
+        """Turn sums into means; of no rows at all (an expert without any), inputs count alike.
+
+        Args:
+            weight: `[n, k]`, which they meet, on its device.
+        """
         if not self.count:
-            ones = torch.ones(width)
-            return Seen(1, torch.eye(width), ones, ones, [ones[None]])
-        self.second = self.second / self.count
-        self.mean = self.mean / self.count
+            ones = torch.ones(weight.shape[1], device=weight.device)
+            return Seen(1, ones.diag(), ones, ones, [ones[None]])
+        self.second /= self.count
+        self.mean /= self.count
         return self
 
     @property

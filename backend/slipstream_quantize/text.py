@@ -50,14 +50,16 @@ def _mixed(words: list[str], sources: list[str]) -> list[tuple[str, ...]]:
 def read_texts(path: Path) -> list[str]:
     """Read a text, or a `.jsonl` file each of whose lines has a `text`; raises `ConfigError`."""
     try:
-        whole = path.read_text(encoding="utf-8")
+        whole = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "is not UTF-8"
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
     if path.suffix != ".jsonl":
         return [whole]
     texts: list[str] = []
-    for number, line in enumerate(whole.splitlines(), 1):
+    for number, line in enumerate(whole.split("\n"), 1):  # others may be within a text
+        if not line.strip():
+            continue
         try:
             text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError):
@@ -72,8 +74,23 @@ def tokenizer_of(directory: Path) -> Tokenizer:
     """Return a checkpoint's tokenizer; raises `CheckpointError` if it has none."""
     path = directory / "tokenizer.json"
     if not path.is_file():
-        raise CheckpointError(f"{directory}: no tokenizer.json, which a text needs")
-    return Tokenizer.from_file(str(path))
+        raise CheckpointError(
+            f"{directory}: no tokenizer.json, which texts need, to calibrate and to measure; "
+            "--no-measure measures nothing"
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # of no type of its own
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
+
+
+def check_ids(found: Tensor, vocab_size: int, directory: Path) -> None:
+    """Raise `CheckpointError` for tokens of a tokenizer of another model."""
+    if int(found.max()) >= vocab_size:
+        raise CheckpointError(
+            f"{directory / 'tokenizer.json'}: makes token {int(found.max())} of a text, but the "
+            f"model has {vocab_size}: it is another model's"
+        )
 
 
 def pieces(

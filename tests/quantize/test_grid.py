@@ -53,7 +53,13 @@ def inputs(seed: int, k: int = 48, count: int = 200) -> Tensor:
 def seen_of(x: Tensor) -> Seen:
     seen = Seen()
     seen.add(x)
-    return seen.finish(x.shape[1])
+    return seen.finish(x)
+
+
+def test_what_was_never_read_counts_alike_on_the_device_of_its_weights() -> None:
+    seen = Seen().finish(torch.empty(3, 8, device="meta"))
+    assert {seen.second.device.type, seen.mean.device.type, seen.rows.device.type} == {"meta"}
+    assert torch.equal(Seen().finish(torch.empty(3, 8)).second, torch.eye(8))
 
 
 def norm_of(weight: Tensor, plus_one: bool) -> Norm:
@@ -163,8 +169,13 @@ def plain_gptq(weight: Tensor, second: Tensor, grid: Grid, fitted: Fitted) -> Te
     return q
 
 
+@pytest.mark.parametrize("columns", [16, 128])
 @pytest.mark.parametrize("name", ["int4", "int8", "nvfp4"])
-def test_gptq_is_the_plain_algorithm(name: str) -> None:
+def test_gptq_is_the_plain_algorithm(
+    name: str, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether corrections reach other columns at once or in a few turns."""
+    monkeypatch.setattr("slipstream_quantize.gptq._COLUMNS", columns)
     grid, weight, second = grid_of(KINDS[name]), matrix(3), seen_of(inputs(3)).second
     fitted = grid.fit(weight, second)
     got, expected = gptq(weight, second, grid, fitted), plain_gptq(weight, second, grid, fitted)

@@ -22,13 +22,14 @@ from safetensors.torch import load_file
 from slipstream.layers.residual import Residual
 from slipstream_client.cli import main
 from slipstream_convert.writer import Writer
+from slipstream_quantize import make
 from slipstream_quantize.job import Job, Report, divide_rows, write
 from slipstream_quantize.make import recipe_of
 from slipstream_quantize.observe import Seen
 from slipstream_quantize.opened import Opened, Running
 from slipstream_quantize.recipe import RECIPES
 from slipstream_quantize.smooth import divide_norm
-from slipstream_quantize.text import CALIBRATION, MEASURED, default_texts
+from slipstream_quantize.text import CALIBRATION, MEASURED, default_texts, read_texts
 
 TEXT = "".join(f"{i} bottles of ink stand on the wall, {i * i} of them full.\n" for i in range(99))
 FAMILIES = {
@@ -237,6 +238,7 @@ def test_wrong_options(
     ("name", "content", "message"),
     [
         ("a.txt", b"too short", "9 tokens, a piece needs 64"),
+        ("a.txt", b"", "0 tokens, a piece needs 64"),
         ("a.txt", b"\xff\xfe", "is not UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n{"words": 1}', "line 2 is no object with a string `text`"),
         ("a.jsonl", b"[1", "line 1 is no object"),
@@ -251,6 +253,32 @@ def test_wrong_texts(
     options = ["--calibration", str(path), "--sample-length", "64"]
     assert quantize(directory, tmp_path / "out", "gptq", *options) == 1
     assert message in capsys.readouterr().err
+
+
+def test_texts_that_are_read(tmp_path: Path) -> None:
+    """Marks of order, empty lines, and what ends a line of text, but none of JSON."""
+    text = "of one\u2028and\x85another line"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8-sig")
+    assert read_texts(tmp_path / "a.txt") == [text]
+    line = json.dumps({"text": text}, ensure_ascii=False)
+    (tmp_path / "a.jsonl").write_bytes(f"\ufeff{line}\r\n\n{line}\n".encode())
+    assert read_texts(tmp_path / "a.jsonl") == [text, text]
+
+
+def test_short_of_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(job: Job) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Job, "run", failed)
+    directory = tiny.checkpoint(tmp_path / "original", "llama")
+    assert quantize(directory, tmp_path / "out", "int8", "--no-measure") == 1
+    assert "--device cpu: the GPU has too little memory" in capsys.readouterr().err
+    monkeypatch.setattr(make, "least_bytes", lambda *_: 10**15)
+    assert quantize(directory, tmp_path / "out", "int8", "--no-measure") == 1
+    assert "1,000,000.00 GB will be written, at least" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["original"]
 
 
 _HEADS = {"num_key_value_heads": 4}
@@ -339,12 +367,28 @@ def test_layouts_that_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "has another layout in a Hugging Face directory" in capsys.readouterr().err
 
 
+def fewer_tokens(tensors: dict[str, torch.Tensor]) -> None:
+    """Cut embedding and head."""
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:200].clone()
+
+
 def test_wrong_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tiny.checkpoint(tmp_path / "original", "llama")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     assert quantize(directory, tmp_path / "full", "int8") == 1
     assert "is there already, and not an empty directory" in capsys.readouterr().err
+    whole = (directory / "tokenizer.json").read_bytes()
+    (directory / "tokenizer.json").write_bytes(whole[:-9])
+    assert quantize(directory, tmp_path / "out", "gptq") == 1
+    assert f"{directory}/tokenizer.json: cannot be read: " in capsys.readouterr().err
+    (directory / "tokenizer.json").write_bytes(whole)
+    edit_config(directory, vocab_size=200)
+    rewrite(directory, fewer_tokens)
+    assert quantize(directory, tmp_path / "out", "int8") == 1
+    assert "makes token 2" in (said := capsys.readouterr().err)
+    assert "but the model has 200: it is another model's" in said
     (directory / "tokenizer.json").unlink()
     assert quantize(directory, tmp_path / "out", "gptq") == 1
     assert "no tokenizer.json" in capsys.readouterr().err
