@@ -29,6 +29,7 @@ from lora_engine import NAME, Bench
 from lora_loads import load
 
 GOAL = 0.85
+DRAWN_BYTES = 3 << 29  # of adapters with weights of their own
 
 
 @dataclass(slots=True)
@@ -93,7 +94,10 @@ def fill(bench: Bench) -> list[str]:
     """Put all adapters of the storm into host memory; return their names."""
     args, holder = bench.args, bench.runner.adapters
     names = [f"a{number}" for number in range(args.adapters)]
-    drawn = [bench.draw(seed) for seed in range(min(args.drawn, len(names)))]
+    drawn = [bench.draw(0)]
+    # More than a processor's caches have, and no more memory than it takes long to write.
+    num_drawn = args.drawn or max(4, min(64, DRAWN_BYTES // drawn[0].num_bytes))
+    drawn += [bench.draw(seed) for seed in range(1, min(num_drawn, len(names)))]
     bench.say(f"storm: {len(drawn)} adapters are drawn")
     for number, name in enumerate(names):
         weights = drawn[number % len(drawn)]
@@ -167,7 +171,7 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-small")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=2000)
-    parser.add_argument("--drawn", type=int, default=16, help="with weights of their own")
+    parser.add_argument("--drawn", type=int, default=0, help="with weights of their own")
     parser.add_argument("--pool", type=int, default=128, help="adapters that fit on the device")
     parser.add_argument("--users", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=64)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.lora.terms import TILE, turned
-from slipstream.models.adapters.workers import in_threads
+from slipstream.models.adapters.workers import Turns, in_threads
 
 LEAST_PAGE = 1 << 18  # bytes
 _PIECE = 8 << 20  # bytes that are copied together
@@ -80,8 +80,9 @@ def filled(tiles: Sequence[Tile], spots: Sequence[Spot], num_pages: int, page_by
     memory = torch.from_numpy(np.empty(max(num_pages * page_bytes, _ALIGNMENT), np.uint8))
     views = {dtype: memory.view(dtype) for dtype in {tile.values.dtype for tile in tiles}}
     pieces: list[tuple[list[Tensor], list[Tensor]]] = []
-    left = 0
+    left, turns = 0, Turns()
     for tile, (page, offset) in zip(tiles, spots, strict=True):
+        turns()
         view, (rows, columns) = views[tile.values.dtype], tile.shape
         first = (page * page_bytes + offset) // view.element_size()
         if left <= 0:

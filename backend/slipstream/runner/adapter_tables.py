@@ -18,6 +18,7 @@ from slipstream.kernels.lora.terms import tiles_of as cut
 from slipstream.layers.adapted import Term, Terms
 from slipstream.layers.adapted_experts import ByExpert
 from slipstream.models.adapters.config import MAX_RANK
+from slipstream.models.adapters.workers import Turns
 from slipstream.runner.adapter_pages import (
     PageCopies,
     Spot,
@@ -226,10 +227,13 @@ class AdapterTables:
         """Copy an adapter into pages of host memory, in any thread; None: the kernels do not take
         it, or its pages have more bytes than `most`.
         """
+        turns = Turns()
         described = self._layout.described(terms)
         if described is None:
             return None
+        turns()
         tiles, numbers = self._layout.tiles(described)
+        turns()
         sizes = [tile.num_bytes for tile in tiles]
         page_bytes = self._page_bytes
         if self._device.type == "cpu":  # whose memory has no pages to be handed out again
@@ -364,14 +368,14 @@ def tabulate(
     """
     own = np.where(numbers > 0, numbers, np.iinfo(np.int64).max)  # rows without one come last
     rows = own.argsort(kind="stable").astype(np.int32)
-    groups = np.zeros((num_groups, 2), np.int64)
-    at = begin = 0
     which, counts = np.unique(own, return_counts=True)
-    for number, count in zip(which.tolist(), counts.tolist(), strict=True):
-        firsts = np.arange(0, count, TILE)
-        groups[at : at + len(firsts), 0] = addresses.get(number, 0)
-        sizes = np.minimum(TILE, count - firsts)
-        groups[at : at + len(firsts), 1] = (begin + firsts) | sizes << 32
-        at += len(firsts)
-        begin += count
+    begins = np.cumsum(counts) - counts
+    of_each = -(-counts // TILE)  # groups
+    adapter = np.arange(len(which)).repeat(of_each)  # of each group
+    firsts = TILE * (np.arange(len(adapter)) - (np.cumsum(of_each) - of_each)[adapter])
+    sizes = np.minimum(TILE, counts[adapter] - firsts)
+    groups = np.zeros((num_groups, 2), np.int64)
+    there = groups[: len(adapter)]
+    there[:, 0] = np.array([addresses.get(n, 0) for n in which.tolist()], np.int64)[adapter]
+    there[:, 1] = (begins[adapter] + firsts) | sizes << 32
     return groups, rows, (numbers > 0).astype(np.int32)

@@ -4,7 +4,6 @@ Every key that PEFT 0.21 writes for LoRA is here: read, refused unless it asks f
 without effect on what an adapter computes. Any other key must ask for nothing. No torch.
 """
 
-import logging
 import math
 import re
 from collections.abc import Collection, Sequence
@@ -16,10 +15,10 @@ from slipstream_contract.errors import clip
 from slipstream.errors import CheckpointError
 from slipstream.models.adapters.folder import AdapterFolder
 from slipstream.models.adapters.patterns import Pattern
+from slipstream.models.adapters.selection import ANY, Selection, read_selection
 from slipstream.models.files import parse_json
 from slipstream.models.reader import Reader, words
 
-_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 FILE = "adapter_config.json"
@@ -31,15 +30,16 @@ _MAX_PATTERNS = 4096
 
 # Hints of training, or how it began: the tensors say what there is.
 _HARMLESS = words(
-    "target_modules exclude_modules layers_to_transform layers_pattern megatron_config "
-    "megatron_core loftq_config eva_config corda_config lora_ga_config init_lora_weights "
+    "megatron_config megatron_core loftq_config eva_config corda_config lora_ga_config "
     "lora_dropout inference_mode task_type revision auto_mapping base_model_name_or_path "
-    "ensure_weight_tying peft_version qalora_group_size runtime_config lora_bias bias"
+    "peft_version qalora_group_size runtime_config lora_bias bias"
 )
 _READ = words(
     "peft_type r lora_alpha use_rslora rank_pattern alpha_pattern fan_in_fan_out use_dora "
-    "modules_to_save target_parameters"
+    "modules_to_save target_parameters target_modules exclude_modules layers_to_transform "
+    "layers_pattern init_lora_weights ensure_weight_tying"
 )
+_VARIANTS = words("kasa_config velora_config monteclora_config use_bdlora")  # by {}, too
 # What PEFT refuses beside `target_parameters`.
 _NOT_OF_PARAMETERS = ("lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora")
 _PREFIX = "PREFIX_TUNING"
@@ -52,7 +52,7 @@ _OF_PROMPTS = words(  # the encoders of P-tuning and prefix tuning are not in th
     "revision base_model_name_or_path peft_version"
 )
 _NOTHING: tuple[object, ...] = (None, False, "", [], {})
-_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga")  # values of init_lora_weights
+_CHANGES_BASE = ("pissa", "olora", "corda", "lora_ga", "loftq")  # values of init_lora_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,8 @@ class LoraConfig:
     whole: tuple[str, ...] = ()  # modules that come as whole matrices
     parameters: tuple[str, ...] = ()  # ends of names of parameters that have terms
     peft: tuple[int, int] = (0, 0)  # the version that wrote it; zeros: one that does not say
+    selection: Selection = ANY
+    ties_ends: bool = False  # the head has terms if the embedding is a target, and the reverse
 
     def rank_of(self, module: str) -> int:
         """Return the rank that a module must have."""
@@ -77,6 +79,12 @@ class LoraConfig:
         """Return the factor of a module's term."""
         alpha = _first(self.alphas, module, self.alpha)
         return alpha / (math.sqrt(rank) if self.by_root else rank)
+
+    def left_out_by(self, module: str) -> str | None:
+        """Return the key by which a module has no term; None: it may have one."""
+        if self.ties_ends and module.rpartition(".")[2] in WHOLE:
+            return None
+        return self.selection.left_out_by(module)
 
     def has_terms_of(self, parameter: str) -> bool:
         """Return whether a parameter, by its whole name, has terms."""
@@ -111,11 +119,10 @@ def read_config(folder: AdapterFolder) -> LoraConfig | PromptConfig:
         raise config.refusal("r", f"is above {MAX_RANK}, the largest rank")
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
-        _log.warning(
-            "%s: init_lora_weights = %s changes the base's weights in training: the adapter is "
-            "right only if it was converted when it was saved",
-            path,
-            clip(start),
+        raise config.refusal(
+            "init_lora_weights",
+            "changes the base's weights in training: not implemented; PEFT converts the adapter as "
+            "it saves it (path_initial_model_for_weight_conversion)",
         )
     return LoraConfig(
         rank,
@@ -127,6 +134,8 @@ def read_config(folder: AdapterFolder) -> LoraConfig | PromptConfig:
         _whole(config),
         _parameters(config),
         _version(config.get("peft_version")),
+        read_selection(config),
+        config.flag("ensure_weight_tying", default=False),
     )
 
 
@@ -144,7 +153,7 @@ def _prompt_config(config: Reader) -> PromptConfig:
 def _refuse_others(config: Reader, known: Collection[str]) -> None:
     """Refuse keys that ask for what is not implemented."""
     for key, value in config.data.items():
-        if key in known or value in _NOTHING:
+        if key in known or (value in _NOTHING and not (key in _VARIANTS and value == {})):
             continue
         raise config.refusal(key, "is not implemented")
 
@@ -152,9 +161,13 @@ def _refuse_others(config: Reader, known: Collection[str]) -> None:
 def _whole(config: Reader) -> tuple[str, ...]:
     """Read the modules that come as whole matrices: head and embedding may."""
     names = config.get("modules_to_save") or []
-    if not isinstance(names, list) or any(name not in WHOLE for name in names):
+    if not isinstance(names, list) or not all(map(_is_whole, names)):
         raise config.refusal("modules_to_save", f"is not implemented; {' and '.join(WHOLE)} are")
-    return tuple(names)
+    return tuple(name.rpartition(".")[2] for name in names)
+
+
+def _is_whole(name: object) -> bool:
+    return isinstance(name, str) and name.rpartition(".")[2] in WHOLE
 
 
 def _parameters(config: Reader) -> tuple[str, ...]:

@@ -16,32 +16,51 @@ _PLAIN = ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT", "CATEGORY")
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 
 
+class Whole:
+    """A regex of modules' whole names."""
+
+    def __init__(self, text: str) -> None:
+        """Compile it. Raises `ValueError`, which says why not."""
+        self._compiled = _compiled(text, text)
+
+    def matches(self, module: str) -> bool:
+        """Return whether a module is meant. A name has at most `MAX_NAME` characters."""
+        assert len(module) <= MAX_NAME, "checked"
+        return self._compiled.fullmatch(module) is not None
+
+
 class Pattern:
     """A regex of modules' names, which matches whole parts of them at their end, as PEFT's do."""
 
     def __init__(self, text: str) -> None:
         """Compile it. Raises `ValueError`, which says why not."""
-        if len(text) > _MAX_PATTERN:
-            raise ValueError(f"a pattern of {len(text)} characters, at most {_MAX_PATTERN} are")
-        try:
-            # What `re.compile` reads a pattern by; it has no public name.
-            parsed = re._parser.parse(text)  # type: ignore[attr-defined]
-            self._compiled = re.compile(rf"(.*\.)?({text})$")
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"no regex: {error}") from None
-        ways = _ways_of(parsed)
-        if ways is None:
-            raise ValueError("a regex with references or conditions: not implemented")
-        if ways > _MAX_WAYS:
-            raise ValueError(
-                f"a regex that may match a name in {ways if ways < 1 << 62 else 'countless'} ways, "
-                f"at most {_MAX_WAYS} are served"
-            )
+        self._compiled = _compiled(text, rf"(.*\.)?({text})$")
 
     def matches(self, module: str) -> bool:
         """Return whether a module is meant. A name has at most `MAX_NAME` characters."""
         assert len(module) <= MAX_NAME, "checked"
         return self._compiled.match(module) is not None
+
+
+def _compiled(text: str, whole: str) -> re.Pattern[str]:
+    """Compile what has a given regex in it. Raises `ValueError`."""
+    if len(text) > _MAX_PATTERN:
+        raise ValueError(f"a pattern of {len(text)} characters, at most {_MAX_PATTERN} are")
+    try:
+        # What `re.compile` reads a pattern by; it has no public name.
+        parsed = re._parser.parse(text)  # type: ignore[attr-defined]
+        compiled = re.compile(whole)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"no regex: {error}") from None
+    ways = _ways_of(parsed)
+    if ways is None:
+        raise ValueError("a regex with references or conditions: not implemented")
+    if ways > _MAX_WAYS:
+        raise ValueError(
+            f"a regex that may match a name in {ways if ways < 1 << 62 else 'countless'} ways, "
+            f"at most {_MAX_WAYS} are served"
+        )
+    return compiled
 
 
 def _ways_of(parsed: Any) -> int | None:

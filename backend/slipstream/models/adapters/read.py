@@ -31,13 +31,14 @@ from slipstream.models.adapters.stored import (
     Module,
     ReadPiece,
     Stored,
+    check_whole,
     modules_of,
     pieces_of,
     read_piece,
     stored_prompt,
 )
 from slipstream.models.adapters.targets import Part, Targets
-from slipstream.models.adapters.workers import in_threads
+from slipstream.models.adapters.workers import Turns, in_threads
 from slipstream.models.files import header_entries, without_weights
 
 FILE = "adapter_model.safetensors"
@@ -146,6 +147,7 @@ def read_adapter(
                 return parameters_of(modules, lora, targets, path)
 
             modules = modules_of(entries, path, targets.most_elements, find)
+            check_whole(modules, lora, path)
             return _of_modules(Source(modules, config, file, path), targets, dtype)
 
 
@@ -190,10 +192,12 @@ def _of_modules(source: Source, targets: Targets, dtype: torch.dtype) -> Adapter
     def made(piece: Sequence[Module]) -> _Made:
         return _made(read_piece(piece, *source[1:], dtype), targets, dtype, path)
 
+    turns = Turns()
     with closing(in_threads(made, pieces_of(source.modules))) as pieces:
         for found in pieces:
             are_finite &= found.are_finite
             for stored, part, term in found.terms:
+                turns()
                 before = given.setdefault((part.place, part.first), stored.module)
                 if before != stored.module:
                     raise CheckpointError(f"{path}: {stored.module} is {before} by another name")

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from slipstream.errors import CheckpointError
 from slipstream.models.adapters.blocks import DTYPES, Wanted, read_blocks
-from slipstream.models.adapters.config import MAX_RANK, LoraConfig, PromptConfig
+from slipstream.models.adapters.config import MAX_RANK, WHOLE, LoraConfig, PromptConfig
 from slipstream.models.adapters.fused import Parameter, check_sides
 from slipstream.models.adapters.patterns import MAX_NAME
+from slipstream.models.adapters.workers import Turns
 from slipstream.models.entries import TensorEntry
 
 DIGEST_BYTES = 16
@@ -99,6 +100,23 @@ class Module:
         return [kind for kind in _HASHED if kind in self.kinds]
 
 
+def check_whole(modules: Sequence[Module], config: LoraConfig, path: Path) -> None:
+    """Raise `CheckpointError` for a whole matrix that is none of head or embedding, or that takes
+    the place of more than its own: PEFT loads what `modules_to_save` does not name into the model,
+    where head and embedding may be one. So both must be there.
+    """
+    whole = {each.name.rpartition(".")[2]: each.name for each in modules if "whole" in each.kinds}
+    for end, name in whole.items():
+        if end not in WHOLE:
+            tensor = clip(f"{name}.weight", 128)
+            raise CheckpointError(f"{path}: tensor {tensor} is none of a LoRA's")
+        if end not in config.whole and not whole.keys() >= set(WHOLE):
+            raise CheckpointError(
+                f"{path}: tensor {name}.weight is a whole matrix, but modules_to_save of "
+                f"adapter_config.json does not name it, nor are {' and '.join(WHOLE)} both there"
+            )
+
+
 def modules_of(
     entries: Mapping[str, TensorEntry],
     path: Path,
@@ -120,7 +138,9 @@ def modules_of(
         found.setdefault(match[1], {})[match[2]] = entry
     parameters = find(found)
     modules = [Module(*each, parameters.get(each[0])) for each in sorted(found.items())]
+    turns = Turns()
     for module in modules:
+        turns()
         own = most if module.parameter is None else module.parameter.most_elements
         for end, entry in module.entries.items():
             _check_size(f"{module.name}.{end}", entry.shape, own, path)
@@ -128,7 +148,7 @@ def modules_of(
 
 
 def _check_size(tensor: str, shape: Sequence[int], most: int, path: Path) -> None:
-    if math.prod(max(1, count) for count in shape) > most:
+    if math.prod([max(1, count) for count in shape]) > most:
         raise CheckpointError(
             f"{path}: tensor {tensor} is {clip(list(shape))}, more than the {most} numbers that "
             f"one of this model's has at most"
@@ -215,12 +235,13 @@ def _refuse_bias(module: Module, file: BinaryIO, path: Path) -> None:
 
 def _digest(module: Module, scale: float, data: Mapping[str, memoryview]) -> bytes:
     """Hash what a module computes, most of the time without the interpreter's lock."""
-    digest = blake2b(f"{module.known_as} {scale!r}".encode(), digest_size=DIGEST_BYTES)
+    # Processors have instructions for it: 2.0 GB/s on a Zen 5, where BLAKE2b has 1.4.
+    digest = sha256(f"{module.known_as} {scale!r}".encode(), usedforsecurity=True)
     for kind in module.kept():
         entry = module.kinds[kind]
         digest.update(f" {DTYPES[entry.dtype]} {entry.shape} ".encode())
         digest.update(data[f"{module.name} {kind}"])
-    return digest.digest()
+    return digest.digest()[:DIGEST_BYTES]
 
 
 def stored_prompt(
@@ -257,14 +278,13 @@ def _scale_of(module: Module, config: LoraConfig, path: Path) -> float:
     """
     kinds, name = module.kinds, module.name
     if kinds.keys() == {"whole"}:
-        if name.rpartition(".")[2] not in config.whole:
-            raise CheckpointError(
-                f"{path}: tensor {name}.weight is a whole matrix, but modules_to_save of "
-                f"adapter_config.json does not name it"
-            )
         return 1.0
     if module.parameter is not None:
         return _scale_of_parameter(module, module.parameter, config, path)
+    if key := config.left_out_by(name):
+        raise CheckpointError(
+            f"{path}: {clip(name, 128)} has tensors, but {key} of adapter_config.json leaves it out"
+        )
     side_a, side_b = ("rows_a", "rows_b") if module.is_rows else ("a", "b")
     allowed = {side_a, side_b, "bias", "base", *(["magnitude"] if config.has_magnitudes else [])}
     if extra := kinds.keys() - allowed:
