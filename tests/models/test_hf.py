@@ -345,6 +345,8 @@ def test_keys_are_named_once_in_the_log(tmp_path: Path, caplog: pytest.LogCaptur
     assert caplog.text.count("mask_token_id") == 1
 
 
+# What MLPs have, where experts have the usual key.
+INNER = {"llama4": "intermediate_size_mlp", "granitemoehybrid": "shared_intermediate_size"}
 OTHERWISE = {"falcon": 1, "gpt_bigcode": 1}  # heads of keys and values where no key says
 
 
@@ -356,7 +358,7 @@ def test_a_silent_file_is_what_transformers_takes(family: str, tmp_path: Path) -
     (tmp_path / "config.json").write_text(json.dumps(file))
     ours, theirs = read_config(tmp_path), config_class(**said)
     dims = ours.dims
-    inner = "intermediate_size_mlp" if family == "llama4" else "intermediate_size"
+    inner = INNER.get(family, "intermediate_size")
     for value, key, otherwise in (
         (dims.vocab_size, "vocab_size", None),
         (dims.hidden_size, "hidden_size", None),
