@@ -26,7 +26,7 @@ _OPTIONS = (
     "--force-color-profile=srgb",
     "--remote-debugging-port=0",
 )
-_START_S, _ANSWER_S = 60.0, 30.0
+_START_S, _ANSWER_S = 120.0, 120.0
 # Keys with a code of their own: DOM name -> Windows' virtual key code, and the text that it types.
 _KEYS = {
     "Enter": (13, "\r"),
@@ -165,8 +165,17 @@ class Chromium:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the browser has ended, or has closed its connection."""
-        return self._process.poll() is not None or self._socket.closed
+        """Whether the browser has ended, has closed its connection, or does not answer.
+
+        It is asked: nothing reads the connection between two calls, so an end is seen by a call.
+        """
+        if self._process.poll() is not None or self._socket.closed:
+            return True
+        try:
+            self.send("Browser.getVersion")
+        except (PageError, aiohttp.ClientError, OSError, TimeoutError):
+            return True
+        return False
 
     def __enter__(self) -> "Chromium":
         return self

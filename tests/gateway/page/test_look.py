@@ -1,5 +1,7 @@
 """What the page looks like: dark and light, contrast, widths, names for screen readers."""
 
+import socket
+
 import pytest
 
 PAIRS = [
@@ -101,3 +103,11 @@ def test_a_broken_rule_of_content_is_a_fault_of_a_page(chromium, static_url) -> 
         page.run("document.body.setAttribute('style', 'color: red')")
         page.run("0")
         assert any("style-src" in fault or "ContentSecurity" in fault for fault in page.faults)
+
+
+def test_a_browser_that_closes_its_connection_between_tests_is_seen(browsers, chromium) -> None:
+    """Nothing reads the connection then; the next test gets another browser."""
+    assert not chromium.has_ended
+    chromium._socket.get_extra_info("socket").shutdown(socket.SHUT_RD)
+    assert chromium._process.poll() is None
+    assert chromium.has_ended
