@@ -173,6 +173,7 @@ def test_an_ensemble_is_refused_by_its_first_step(small):
 
 
 @pytest.mark.rest
+@pytest.mark.beside
 def test_too_many_tokens_are_refused_at_once_everywhere(small):
     with contextlib.ExitStack() as stack:
         stack.enter_context(streams(small, MAX_SEQS, LONG))
@@ -238,6 +239,7 @@ def tiny(tmp_path) -> Iterator[Client]:
 
 
 @pytest.mark.rest
+@pytest.mark.beside
 def test_nobody_is_preempted_again_and_again_where_a_tenth_fits(tiny):
     """20 requests of 128 tokens, each prompt through both wirings: all complete, as if alone."""
     numbers = range(20)
@@ -294,10 +296,8 @@ def preemptions(client: Client) -> float:
     return settled(url, lambda page: name in page.names).get(name)
 
 
-# --- long bodies ----------------------------------------------------------------------------------
-
-
 @pytest.mark.rest
+@pytest.mark.beside
 def test_27_megabytes_are_refused_everywhere_and_cost_next_to_nothing(small):
     """By processor time, of which a tokenizer would take minutes for all of the texts."""
     words = "word and " * (BIG // 9)
