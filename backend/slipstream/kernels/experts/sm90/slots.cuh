@@ -29,7 +29,7 @@ DEVICE void barrier_of_group(int group) {
     asm volatile("bar.sync 3, %0;" ::"n"(GROUP_THREADS) : "memory");
 }
 
-// By a warp, all of it.
+// By one lane.
 class Filler {
   CopyRing ring, arriving;
   const Width width;
@@ -41,9 +41,8 @@ class Filler {
   DEVICE Filler(const CopyRing& ring, const Width& width, int most)
       : ring(ring), arriving(ring), width(width), most(most) {}
 
-  // Bring a row of each of the first `count` lanes.
-  DEVICE void bring(const u8* row, int count) {
-    const int lane = threadIdx.x % 32;
+  // Bring `count` rows: up to eight that follow each other from `upper` on, and what is left from `lower` on.
+  DEVICE void bring(const u8* upper, const u8* lower, int count) {
     for (int at = 0; at < width.row_bytes; at += width.part_bytes) {
       const int bytes = min(width.part_bytes, width.row_bytes - at);
       if (under_way == most) {
@@ -52,9 +51,11 @@ class Filler {
       } else {
         ++under_way;
       }
-      if (lane == 0) ring.acquire(count * bytes);
-      __syncwarp();
-      if (lane < count) ring.copy(lane * width.pitch(), row + at, bytes, policy);
+      ring.acquire(count * bytes);
+      for (int row = 0; row < count; ++row) {
+        const u8* from = row < 8 ? upper + row * width.row_bytes : lower + (row - 8) * width.row_bytes;
+        ring.copy(row * width.pitch(), from + at, bytes, policy);
+      }
       ring.advance();
     }
   }

@@ -46,9 +46,15 @@ DEVICE void load_places(Shared& shared, const int* order, int num_pairs, int top
   if (i < num_pairs) shared.rows[i] = GATED ? load_fresh<1>(order + i).at[0] / top_k : i;
 }
 
-DEVICE int weight_row(const Task& task, int first, int lane) {
-  if (lane < 8) return first + lane;
-  return (GATED ? task.outputs + first : min(first + 8, task.outputs - 8)) + lane - 8;
+// By one lane.
+DEVICE void fill(Filler filler, const Share& share, const Shared& shared, const u8* weight, int outputs, i64 row_bytes) {
+  const int streams = 1 + GATED;
+  for (int unit = share.begin; unit < share.end; ++unit) {
+    const int first = share.first(unit);
+    const u8* base = weight + i64(shared.tiles[share.tile(unit)].at[0]) * streams * outputs * row_bytes;
+    const int lower = GATED ? outputs + first : min(first + 8, outputs - 8);
+    filler.bring(base + first * row_bytes, base + lower * row_bytes, 16);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -73,12 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
   const Share share(shared.num_tiles, int(outputs));
   if (thread >= READERS) {
-    Filler filler(ring, bytes, int(most));
-    for (int unit = share.begin; unit < share.end; ++unit) {
-      const Pack<int, 4> found = shared.tiles[share.tile(unit)];
-      TASK_OF(found);
-      filler.bring(weights_of(task, weight_row(task, share.first(unit), thread % 16)), 16);
-    }
+    if (thread == READERS) fill(Filler(ring, bytes, int(most)), share, shared, weight, int(outputs), bytes.row_bytes);
     return;
   }
   copy_wait<0>();

@@ -65,13 +65,13 @@ struct PlaceSum {
   }
 };
 
-// By the warp that brings weights.
+// By one lane.
 DEVICE void fill(Filler filler, const Share& share, const Shared& shared, const u8* weight, i64 outputs, i64 row_bytes) {
-  for (int first = share.begin; first < share.end; first += share.batch) {
-    const int count = min(share.batch, share.end - first), row = first + min(int(threadIdx.x % 32), count - 1);
-    for (int tile = 0; tile < shared.num_tiles; ++tile)
-      filler.bring(weight + (shared.tiles[tile].at[0] * outputs + row) * row_bytes, count);
-  }
+  for (int first = share.begin; first < share.end; first += share.batch)
+    for (int tile = 0; tile < shared.num_tiles; ++tile) {
+      const u8* upper = weight + (shared.tiles[tile].at[0] * outputs + first) * row_bytes;
+      filler.bring(upper, upper + 8 * row_bytes, min(share.batch, share.end - first));
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   load_choice(shared, tiles, order, weights, int(num_tiles), num_pairs);
   __syncthreads();
   if (thread >= READERS) {
-    fill(Filler(ring, bytes, int(most)), share, shared, weight, outputs, bytes.row_bytes);
+    if (thread == READERS) fill(Filler(ring, bytes, int(most)), share, shared, weight, outputs, bytes.row_bytes);
     wait_for_previous();
     return;
   }
