@@ -60,7 +60,7 @@ CASES = {  # what a GPU keeps
     "ct-pack-8": "8 bits by 32, packed",
     "ct-pack-4-rows": "4 bits by a row, packed",
     "ct-pack-8-rows": "8 bits by a row, packed",
-    "ct-int-rows": "8 bits by a row, packed",
+    "ct-int-rows": "int8",
     "ct-int-rows-zeros": "8 bits by a row, packed",
     "ct-float-rows": "e4m3",
     "ct-float-blocks": "e4m3 by 64, packed",

@@ -170,11 +170,28 @@ DEVICE void load_part(const Task& task, Part<PACKED>& part, float (&squares)[ROW
 #endif
 }
 
+// What a sum of each row of x begins with: less the excess of weights, times this thread's part.
+DEVICE void begin_sums(const Part<PACKED>& part, float (&begins)[ROWS]) {
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) {
+    begins[row] = 0.0f;
+#pragma unroll
+    for (int i = 0; INT8 && i < CHUNKS; ++i)
+#pragma unroll
+      for (int j = 0; j < PIECE; j += 2) {
+        float pair[2];
+        part.get(row, i, j, pair);
+        begins[row] -= pair[0] + pair[1];
+      }
+    begins[row] *= EXCESS;
+  }
+}
+
 // Multiply GROUP weight rows with this thread's part of every row of x.
-DEVICE void multiply(const Task& task, const u8* weights, const Part<PACKED>& part,
+DEVICE void multiply(const Task& task, const u8* weights, const Part<PACKED>& part, const float (&begins)[ROWS],
                      float (&sums)[SUMS]) {
 #pragma unroll
-  for (int i = 0; i < SUMS; ++i) sums[i] = 0.0f;
+  for (int i = 0; i < SUMS; ++i) sums[i] = INT8 ? begins[i % ROWS] : 0.0f;
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
     // Only the last half of the pieces may lie behind the end.
@@ -315,8 +332,9 @@ class Output {
 DEVICE void multiply_rows(const Task& task, CopyRing& ring, float* sums, float* squares) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   Part<PACKED> part;
-  float square[ROWS];
+  float square[ROWS], begins[ROWS];
   load_part(task, part, square, squares);
+  begin_sums(part, begins);
 #pragma unroll
   for (int row = 0; row < ROWS && !CENTRES && task.norm != nullptr; ++row) {
     square[row] = warp_sum(square[row]);
@@ -341,7 +359,7 @@ DEVICE void multiply_rows(const Task& task, CopyRing& ring, float* sums, float* 
       float seen = 0.0f;
       for (int row = 0; row < min(num_rows, task.slot_rows()); row += GROUP) {
         float group[SUMS];
-        multiply(task, weights + row * task.row_bytes(), part, group);
+        multiply(task, weights + row * task.row_bytes(), part, begins, group);
         seen = reduce(group);
         if (lane % LANES == 0) target[(row * ROWS + lane / LANES) * WARPS] = seen;
       }
