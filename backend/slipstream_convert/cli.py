@@ -13,9 +13,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "convert",
         help="write pickled weights as safetensors",
-        description="Write a checkpoint whose weights are pickles (pytorch_model.bin) as "
-        "safetensors, which is all that is served. No code of a pickle runs: a file with anything "
-        "but tensors is refused.",
+        description="Write a checkpoint whose weights are pickles (pytorch_model.bin), or such an "
+        "adapter (adapter_model.bin), as safetensors, which is all that is served. No code of a "
+        "pickle runs: a file with anything but tensors is refused.",
     )
     parser.add_argument("checkpoint", type=Path, metavar="DIR", help="a Hugging Face directory")
     parser.add_argument(

@@ -1,11 +1,12 @@
-"""Copy a checkpoint, its pickled tensors as safetensors of the same names, dtypes and bits."""
+"""Copy a checkpoint or an adapter, its pickles as safetensors of the same names, dtypes and bits."""
 
 from pathlib import Path
 
 from slipstream.errors import CheckpointError
+from slipstream.models.adapters.read import FILE
 from slipstream.models.files import INDEX, SINGLE
 
-from slipstream_convert.pickles import shards
+from slipstream_convert.pickles import ADAPTER, pickled_files, shards
 from slipstream_convert.writer import SHARD_BYTES, Writer
 
 
@@ -13,12 +14,13 @@ def convert(checkpoint: Path, output: Path, shard_bytes: int = SHARD_BYTES) -> t
     """Write the copy; return its tensors and their bytes. `output` is made at the very end.
 
     Raises `CheckpointError` for what is wrong with the checkpoint, `ConfigError` for an output that
-    exists.
+    exists. An adapter's copy is one file.
     """
-    for name in (SINGLE, INDEX):
+    for name in (SINGLE, INDEX, FILE):
         if (checkpoint / name).is_file():
             raise CheckpointError(f"{checkpoint / name}: the weights are safetensors already")
-    writer = Writer(output, shard_bytes)
+    is_adapter = [path.name for path in pickled_files(checkpoint)] == [ADAPTER]
+    writer = Writer(output, 1 << 62, FILE) if is_adapter else Writer(output, shard_bytes)
     try:
         count = 0
         for tensors in shards(checkpoint):

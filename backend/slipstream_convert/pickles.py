@@ -1,4 +1,5 @@
-"""Read the tensors of `pytorch_model.bin`, in shards or alone, without running a pickle's code.
+"""Read the tensors of `pytorch_model.bin`, in shards or alone, or of an adapter, without running a
+pickle's code.
 
 torch's loader of weights alone unpickles tensors and plain containers and refuses everything else
 before it is made (https://docs.pytorch.org/docs/stable/notes/serialization.html). A file in torch's
@@ -15,6 +16,7 @@ from slipstream_contract.errors import clip
 from torch import Tensor
 
 INDEX, SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
+ADAPTER = "adapter_model.bin"  # of PEFT before 0.7
 # What safetensors holds and the engine reads.
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8}
 _DTYPES |= {torch.int64, torch.int32, torch.int16, torch.int8}
@@ -25,9 +27,10 @@ def pickled_files(directory: Path) -> list[Path]:
     """Return the files that hold the checkpoint's tensors; raises `CheckpointError`."""
     if (directory / INDEX).is_file():
         return [directory / name for name in sorted(set(_weight_map(directory).values()))]
-    if (directory / SINGLE).is_file():
-        return [directory / SINGLE]
-    raise CheckpointError(f"{directory}: has neither {SINGLE} nor {INDEX}")
+    for name in (SINGLE, ADAPTER):
+        if (directory / name).is_file():
+            return [directory / name]
+    raise CheckpointError(f"{directory}: has neither {SINGLE} nor {INDEX} nor {ADAPTER}")
 
 
 def _weight_map(directory: Path) -> dict[str, str]:

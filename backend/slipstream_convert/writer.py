@@ -31,13 +31,16 @@ class Writer:
     Args:
         output: the directory to make.
         shard_bytes: of a file, at most, but for a tensor that is larger.
+        single: name of the file, if there is one.
 
     Raises `ConfigError` if `output` is a file or holds something, if another process writes it, and
     whenever it cannot be written.
     """
 
-    def __init__(self, output: Path, shard_bytes: int = SHARD_BYTES) -> None:
-        self._named = output
+    def __init__(
+        self, output: Path, shard_bytes: int = SHARD_BYTES, single: str = "model.safetensors"
+    ) -> None:
+        self._named, self._single = output, single
         with self._writing():
             self._output = Path(os.path.realpath(output))
             self._is_inside = self._output.is_dir()
@@ -111,7 +114,7 @@ class Writer:
         count = len(self._shards)
         weight_map: dict[str, str] = {}
         for i, names in enumerate(self._shards, 1):
-            name = "model.safetensors"
+            name = self._single
             if count > 1:
                 name = f"model-{i:05}-of-{count:05}.safetensors"
             (self._folder / f"{i}.part").rename(self._folder / name)

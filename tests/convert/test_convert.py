@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.models.adapters import draw_pairs, write_adapter
 from fixtures.models.checkpoints import make_model, make_runner, save
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,6 +82,25 @@ def test_the_error_names_the_command_and_its_copy_loads(tmp_path: Path, capsys) 
     found = read(tmp_path / "pickled-safetensors")
     assert all(found[name].equal(tensor) for name, tensor in weights.items())
     make_runner(tmp_path / "pickled-safetensors")
+
+
+def test_an_adapter_of_early_peft_is_converted_as_its_error_says(tmp_path: Path, capsys) -> None:
+    model = make_model("llama")
+    runner = make_runner(save(model, tmp_path / "model"))
+    folder = write_adapter(tmp_path / "a", draw_pairs(model, ["q_proj", "up_proj"], 3), 3)
+    wanted = runner.adapters.read(str(folder)).digest
+    torch.save(load_file(folder / "adapter_model.safetensors"), folder / "adapter_model.bin")
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"\(adapter_model.bin\): `slipstream convert`"):
+        runner.adapters.read(str(folder))
+    assert cli.main(["convert", str(folder)]) == 0
+    assert "a-safetensors: 8 tensors" in capsys.readouterr().out
+    made = tmp_path / "a-safetensors"
+    names = {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in made.iterdir()} == names
+    assert runner.adapters.read(str(made)).digest == wanted
+    assert cli.main(["convert", str(made)]) == 1
+    assert "adapter_model.safetensors: the weights are safetensors" in capsys.readouterr().err
 
 
 def test_a_file_is_told_from_a_directory_that_is_not_there(tmp_path: Path, capsys) -> None:
