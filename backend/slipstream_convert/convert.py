@@ -1,4 +1,4 @@
-"""Copy a checkpoint or an adapter, its pickles as safetensors of the same names, dtypes and bits."""
+"""Copy a checkpoint or an adapter, pickles as safetensors of the same names, dtypes and bits."""
 
 from pathlib import Path
 
