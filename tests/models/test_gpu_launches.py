@@ -55,6 +55,7 @@ ELEMENTWISE = {
     *("add_", "zeros_like", "clone", "copy_", "cat", "_to_copy", "div", "tanh", "index"),
 }
 OF_LATENTS = {"bmm"}
+OF_INT8 = {"new_zeros"}  # rows that cuBLASLt multiplies as 32, fewer of which it has no kernels for
 # Of fp32, and of more rows than own kernels have tiles for: cuBLAS through torch, into a residual
 # or biases.
 MANY, BY_CUBLAS = 64, {"addmm", "mm", "repeat"}
@@ -104,6 +105,7 @@ def notes_of(plan: Plan, scheme: str, steps: list[tuple[int, int]]) -> list[list
 def check(family: str, plan: Plan, scheme: str, steps: list[tuple[int, int]]) -> None:
     """Launch steps; no operator of torch may be among them that is not named above."""
     allowed = ELEMENTWISE | (OF_LATENTS if plan.model.axes.latent else set())
+    allowed |= OF_INT8 if scheme == "w8a8" else set()
     for step, names in zip(steps, notes_of(plan, scheme, steps), strict=True):
         by_torch = {name.removeprefix("torch.") for name in names if name.startswith("torch.")}
         assert len(names) > len(by_torch)

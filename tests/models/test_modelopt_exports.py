@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.models.checkpoints import Driver, Generation, make_runner
+from fixtures.models.rows_of_gpu import round_rows_as_on_gpu
 from safetensors import safe_open
 from safetensors.torch import save_file
 from slipstream.errors import StartError
@@ -14,6 +15,7 @@ from slipstream.models.axes import TensorNames
 from slipstream.models.cuts import Cuts
 from slipstream.models.weights import FileSource
 from slipstream.quant.matrix import Kind, dequantise
+from slipstream.quant.row_forms import Factored
 
 FILE = Path(__file__).parents[1] / "fixtures" / "quant" / "modelopt.safetensors"
 HOST, DOWN = torch.device("cpu"), "model.layers.0.mlp.down_proj"
@@ -86,6 +88,29 @@ def test_an_export_is_served(name: str, tmp_path: Path) -> None:
     assert error(found, plain) <= most_of_logits
     configured(directory)
     assert torch.equal(logits(directory), found)
+
+
+def test_rows_in_int8_are_rounded_behind_factors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU has them: logits are no further from 16 bits, and others than with rows as is."""
+    directory = unpacked("INT8_SMOOTHQUANT_CFG", tmp_path)
+    with safe_open(FILE, "pt") as file:
+        plain = file.get_tensor("logits")
+    as_is = logits(directory)
+    round_rows_as_on_gpu(monkeypatch)
+    block = make_runner(directory)._model.blocks[0]
+    for linear in (block.attention.qkv.linear, block.mlp.down.linear):
+        assert isinstance(linear.weights, Factored)
+        x = torch.randn(3, linear.weights.matrix.values.shape[1], dtype=torch.float64)
+        rows = x.float().double() * linear.weights.factors
+        unit = rows.abs().amax(1, keepdim=True) / 127
+        matrix = linear.weights.matrix.values * linear.weights.matrix.scales[:, None].double()
+        wanted = (rows / unit).round() * unit @ matrix.T
+        torch.testing.assert_close(linear(x.float()).double(), wanted, rtol=1e-5, atol=1e-6)
+    found = logits(directory)
+    assert 0.001 < error(found, as_is) < 0.04
+    assert error(found, plain) <= FORMATS["INT8_SMOOTHQUANT_CFG"][3]
 
 
 @pytest.mark.parametrize("name", ["INT4_AWQ_CFG", "W4A8_NVFP4_FP8_CFG"])

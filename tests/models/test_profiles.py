@@ -22,7 +22,6 @@ from slipstream.profiles import (
     select,
     splits_of,
 )
-from slipstream.quant import row_forms
 from slipstream.runner.matrices import weight_bytes, weight_parts
 from slipstream.runner.memory import num_blocks
 from slipstream.runner.plan import settle
@@ -285,9 +284,8 @@ def test_compose_takes_a_profile_and_an_operators_options_go_before_it(tmp_path,
         assert "gpus: none is here; name one with --gpus" in capsys.readouterr().err
 
 
-def test_rows_in_int8_are_reckoned_and_chosen_by_no_goal(recorded_shape, monkeypatch):
+def test_rows_in_int8_are_reckoned_and_chosen_by_no_goal(recorded_shape):
     """No GPU has timed them; weights are read as fast as those of 16 bits, and take half."""
-    monkeypatch.setattr(row_forms, "_has_gemm", lambda *_: True)
     card, found = CARDS["A100"], {}
     for scheme in ("auto", "int8", "w8a8"):
         config = msgspec.structs.replace(recorded_shape, quantization=scheme)

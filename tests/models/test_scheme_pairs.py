@@ -18,6 +18,7 @@ from fixtures.models import remote_drawn
 from fixtures.models.checkpoints import make_model, make_runner, random_prompts, save
 from fixtures.models.parity import engine_greedy
 from fixtures.models.rearranged import MIXED, W4A8, Of128, write
+from fixtures.models.rows_of_gpu import round_rows_as_on_gpu
 from fixtures.tiers import quick_of
 from slipstream.engine.scheduler import Limits
 
@@ -25,7 +26,8 @@ SCHEMES = ("awq-gemm-32", "awq-gemm-128", "gptq-v1-4-32", "gptq-v2-8-64", "gptq-
 SCHEMES += ("modelopt-int4", "modelopt-int8", "modelopt-fp8", "modelopt-nvfp4", "modelopt-mxfp4")
 SCHEMES += ("bnb-int8", "bnb-nf4", "bnb-nf4-double", "awq-gemv-32", "gptq-v2-2-32")
 SCHEMES += ("ct-pack-4", "ct-int-rows", "ct-float-blocks", "ct-naive-4", "ct-nvfp4", "hf-fp8-float")
-SCHEMES += (W4A8, *MIXED)
+ON_GPU = "ct-int-rows, rows in int8"  # which a CPU else leaves as they are
+SCHEMES += (W4A8, *MIXED, ON_GPU)
 _MOE = {"num_key_value_heads": 1, "intermediate_size": 256}
 _TYPES = ["sliding_attention", "full_attention"]
 FAMILIES: dict[str, dict[str, object]] = {
@@ -105,7 +107,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str
     @cache
     def made(scheme: str, family: str) -> Path:
         directory = tmp_path_factory.mktemp("pairs") / "model"
-        write(family, scheme, FAMILIES[family], directory)
+        write(family, "ct-int-rows" if scheme == ON_GPU else scheme, FAMILIES[family], directory)
         return directory
 
     return made
@@ -126,7 +128,9 @@ def test_pairs(
     for name in features:
         options |= FEATURES[name]
     numbers = {k: v for k, v in options.items() if k in NUMBERS | {"block_size", "max_model_len"}}
-    if "kv_cache_dtype" in options or "dtype" in options:
+    if scheme == ON_GPU:
+        round_rows_as_on_gpu(monkeypatch)
+    if "kv_cache_dtype" in options or "dtype" in options or scheme == ON_GPU:
         # Else a last bit more or less may round to another number.
         numbers["deterministic"] = options["deterministic"] = True
     if options.get("speculation") == "draft":

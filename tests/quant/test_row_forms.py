@@ -32,12 +32,6 @@ ROWS: dict[str, tuple[dict[str, Any] | None, str, str]] = {
 INT8, PACKED = "int8 products, rows quantised by token", "kept packed, multiplied with 16-bit rows"
 
 
-@pytest.fixture
-def gemms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GEMMs with rows in int8 on every GPU."""
-    monkeypatch.setattr(row_forms, "_has_gemm", lambda *_: True)
-
-
 def read(directory: Path) -> tuple[QuantMatrix, FileSource]:
     source = FileSource(directory, torch.device("cpu"), TensorNames())
     found = source.quantized(NAME, N, K)
@@ -70,7 +64,6 @@ def test_rows_of_another_library_are_as_its_algorithm_says(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("case", ["ct-int-rows", "ct-int-tensor", "ct-int-rows-zeros"])
-@pytest.mark.usefixtures("gemms")
 def test_files_have_the_form_of_their_target(case: str, tmp_path: Path) -> None:
     """By shapes alone, too; codes and scales stand for what they did before."""
     directory = directory_of(tmp_path, tensors_of(case)[0], config_of(case))
@@ -93,7 +86,6 @@ def test_files_have_the_form_of_their_target(case: str, tmp_path: Path) -> None:
         assert form is None or form.said(found).endswith(", rows as they come")
 
 
-@pytest.mark.usefixtures("gemms")
 def test_what_no_gemm_takes_keeps_rows_of_16_bits() -> None:
     hopper = KNOWN["sm_90a"]
     made = rounded8(torch.randn(128, 256).bfloat16(), row_type="int8")
@@ -117,7 +109,6 @@ def test_what_no_gemm_takes_keeps_rows_of_16_bits() -> None:
     assert form_of(made, hopper, torch.float32) is None
 
 
-@pytest.mark.usefixtures("gemms")
 def test_factors_are_applied_before_rows_are_rounded() -> None:
     plain = rounded8(torch.randn(128, 256).bfloat16(), row_type="int8")
     factors = torch.rand(256) + 0.5
