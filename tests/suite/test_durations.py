@@ -6,7 +6,7 @@ from fixtures.durations import FILE
 
 # Of two processors: five minutes, beside two for lint, types, collection and what tests wait for.
 QUICK_S = 560
-# Eleven minutes, where two files run at a time; what is tested alone waits more than it computes.
+# Eleven minutes of two processors; what is tested alone waits more than it computes.
 REST_S = 1350
 SINGLE_S = 20  # a longer test is for the rest tier
 MEASURE = "make test-durations measures"
