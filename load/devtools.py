@@ -16,6 +16,7 @@ from typing import Any
 
 import aiohttp
 import browser
+from slipstream.launch import die_with_parent
 
 _OPTIONS = (
     "--headless",
@@ -156,6 +157,7 @@ class Chromium:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=die_with_parent(),
         )
         try:
             self._loop.run_until_complete(self._connect(self._address()))

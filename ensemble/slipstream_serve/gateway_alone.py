@@ -13,11 +13,12 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from slipstream.launch import die_with_parent
 from slipstream_runtime.processes import end
 
 from slipstream_serve.triton import ServeError
 
-_START_S = 120.0
+_START_S = 300.0  # a loaded machine takes minutes; a gateway that ends is noticed at once
 _END_S = 30.0  # from SIGTERM to SIGKILL
 _LISTENS = re.compile(r"listening on http://(\S+?)/")
 
@@ -28,14 +29,20 @@ def gateway_alone(
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Run a gateway until the block is left: its process and its address, `host:port`.
 
-    It listens, and perhaps cannot generate yet: see `wait_ready`. Raises ServeError.
+    It listens, and perhaps cannot generate yet: see `wait_ready`. It ends with the thread that
+    has started it, however that ends. Raises ServeError.
     """
     command = [sys.executable, "-m", "slipstream_client.cli", "gateway", "--port", "0"]
     command += ["--model-repository", str(repository), *options]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, env=environment, stdout=sink, stderr=sink, start_new_session=True
+            command,
+            env=environment,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
         )
     try:
         yield process, _address(process, log)
