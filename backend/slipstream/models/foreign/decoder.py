@@ -13,6 +13,7 @@ from slipstream.kernels.elementwise import rope
 from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.residual import Residual
 from slipstream.models.foreign.interface import attending
+from slipstream.models.foreign.names import StoredNames
 from slipstream.models.foreign.parts import Parts, empty_model
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.source import Weights
@@ -42,13 +43,14 @@ def build_foreign(
 def _fill(model: Any, weights: Weights) -> None:
     """Read parameters and stored buffers; names that are tied are one tensor."""
     tied: dict[int, list[str]] = {}
+    stored = StoredNames(model, weights)
     places = model.state_dict(keep_vars=True)
     for name, place in places.items():
         tied.setdefault(id(place), []).append(name)
     for names in tied.values():
-        present = [name for name in names if weights.has(name)] or names[:1]
+        present = [name for name in names if stored.has(name)] or names[:1]
         shape = places[names[0]].shape
-        values = {name: weights.tensor(name, *shape) for name in present}
+        values = {name: stored.read(name, shape) for name in present}
         first = values[present[0]]
         for name in names:
             value = values.get(name, first)

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 import transformers
 from slipstream_contract.limits import INT32_MAX
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -26,6 +24,7 @@ from slipstream.models.cache_scheme import quantization_of
 from slipstream.models.files import read_json, tensor_entries
 from slipstream.models.foreign.decoder import build_foreign
 from slipstream.models.foreign.interface import NAME, LayerAsk, Recorder, attending
+from slipstream.models.foreign.names import is_read
 from slipstream.models.foreign.parts import Parts, empty_model
 from slipstream.models.hf import MOST_LAYERS, dtype_of, eos_ids
 from slipstream.models.model_config import ModelConfig
@@ -191,13 +190,10 @@ def _check_class(model: Any, own: Any, refuse: Refuse) -> None:
         raise refuse("it has no base model, whose states become logits")
     if "position_ids" not in inspect.signature(body.forward).parameters:
         raise refuse("it takes no position_ids, which tokens of several sequences need")
-    if parts := model._keep_in_fp32_modules | model._keep_in_fp32_modules_strict:
-        raise refuse(f"it keeps {', '.join(sorted(parts))} in float32, which is not implemented")
     if kinds := set(_rope_kinds(own)) & set(_VARYING):
         raise refuse(f"its rotation is {kinds.pop()}: angles depend on the longest of a step")
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    if any(isinstance(each, WeightConverter) for each in conversions):
-        raise refuse("checkpoints have its tensors (experts) in other pieces than the class")
+    if not is_read(model):
+        raise refuse("checkpoints have its tensors in other pieces than the class")
 
 
 def _rope_kinds(own: Any) -> Iterable[str]:
