@@ -10,6 +10,7 @@ from fixtures.models.adapters import draw_pairs, targets_of, write_adapter
 from fixtures.models.checkpoints import Driver, Generation, make_model, make_runner, save
 from safetensors.torch import load_file, save_file
 from slipstream.errors import CheckpointError
+from slipstream.models.adapters.read import AdapterWeights
 from slipstream.models.adapters.selection import read_selection
 from slipstream.models.reader import Reader
 from slipstream.runner.model_runner import ModelRunner
@@ -123,3 +124,30 @@ def test_names_of_a_state_that_peft_did_not_save_are_said(
     save_file(found, folder / TENSORS)
     with pytest.raises(CheckpointError, match=r"lora_[AB].default.weight' is none of a LoRA's"):
         runner.adapters.read(str(folder))
+
+
+def test_whole_matrices_that_are_the_models_own_replace_nothing(
+    base: torch.nn.Module, runner: ModelRunner, tmp_path: Path
+) -> None:
+    """Else a step with them could not be a graph, and prompts would have no log probabilities."""
+    plain = write_adapter(tmp_path / "plain", draw_pairs(base, ["q_proj"], 2), 2)
+    tensors = load_file(plain / TENSORS)
+    ends = {
+        "lm_head": base.lm_head.weight.detach().clone(),
+        "model.embed_tokens": base.model.embed_tokens.weight.detach().clone(),
+    }
+
+    def read(name: str) -> AdapterWeights:
+        folder = tmp_path / name
+        shutil.copytree(plain, folder)
+        own = {f"base_model.model.{module}.weight": x for module, x in ends.items()}
+        save_file((tensors if name != "alone" else {}) | own, folder / TENSORS)
+        return runner.adapters.read(str(folder))
+
+    same, wanted = read("same"), runner.adapters.read(str(plain))
+    assert same.terms.keys() == wanted.terms.keys()
+    assert not same.changes_head
+    assert same.digest != wanted.digest
+    assert read("alone").changes_head
+    ends["lm_head"][3, 5] += 1
+    assert read("other").terms.keys() == {*wanted.terms, "lm_head"}

@@ -185,6 +185,7 @@ def _of_modules(source: Source, targets: Targets, dtype: torch.dtype) -> Adapter
     terms: dict[str, list[Term]] = {}
     rank_terms = RankTerms(targets)
     given: dict[tuple[str, int], str] = {}
+    spare: list[tuple[Part, Term]] = []  # whole matrices that are the model's own
     digests: list[bytes] = []
     rank, has_magnitudes, are_finite = 0, False, True
     path = source.path
@@ -206,12 +207,18 @@ def _of_modules(source: Source, targets: Targets, dtype: torch.dtype) -> Adapter
                 if term is None:
                     has_magnitudes |= targets.num_ranks > 1
                     term = _term(part, stored, dtype, path, targets)
+                if stored.whole is not None and targets.have(part, term.b):
+                    spare.append((part, term))
+                    continue
                 rank = max(rank, stored.rank)
                 terms.setdefault(part.place, []).append(term)
                 rank_terms.add(part, term, stored.parameter)
             digests += found.digests
             if found.error is not None:
                 raise found.error
+    for part, term in () if terms else spare:
+        terms[part.place] = [term]
+        rank_terms.add(part, term)
     if not terms:
         raise CheckpointError(f"{path}: it has no tensors: an adapter of nothing")
     if not are_finite:

@@ -262,6 +262,18 @@ class Targets:
             found.append(RankCut(first, *sides))
         return tuple(found)
 
+    def have(self, part: Part, matrix: Tensor) -> bool:
+        """Return whether a whole matrix is the model's own, which nothing has to replace: PEFT
+        writes such beside a vocabulary that grew. Ranks do not look.
+        """
+        if part.table is None or not self.has_weights or self.num_ranks > 1:
+            return False
+        device = part.kind.device
+        return all(
+            torch.equal(matrix[here].to(device), rows.to(matrix.dtype))
+            for here, rows in part.table.parts(device)
+        )
+
     @functools.cached_property
     def most_elements(self) -> int:
         """Numbers of the largest tensor that an adapter can have of a module."""
