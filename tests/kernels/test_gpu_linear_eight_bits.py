@@ -118,6 +118,30 @@ def test_tall_of_8_bits(kind: torch.dtype) -> None:
     judge.verdict()
 
 
+@pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
+def test_tall_of_int8_without_a_gate(biased: bool) -> None:
+    """Tiles of every width, the last of either kind cut: the oracle's bits, added in place, too."""
+    judge = Judge("tall int8 without a gate")
+    for outputs, width in ((6144, 4096), (4096, 1024), (28672, 256), (5008, 128), (8, 384)):
+        weight = values(outputs, width, INT8, outputs)
+        by_column = (0.5 + torch.rand(outputs, device="cuda")) * unit(width, INT8)
+        bias = random(outputs, dtype=torch.bfloat16, seed=3) if biased else None
+        for rows in (2304, 257, 1019, 4096):
+            x, by_row = values(rows, width, INT8, rows), 0.5 + torch.rand(rows, device="cuda")
+            around = Around(rows=by_row, columns=by_column, bias=bias)
+            name = f"{rows} x {outputs, width}"
+            poison((rows, outputs), dtype=torch.bfloat16)
+            judge.true(name, same_bits(tall(x, weight, around), gemm.oracle(x, weight, around)))
+            judge.repeats(name, lambda x=x, w=weight, a=around: tall(x, w, a))
+            total = spread(random(rows, outputs, dtype=torch.bfloat16, seed=4))
+            expected = total.contiguous()
+            gemm.oracle(x, weight, around._replace(residual=expected))
+            tall(x, weight, around._replace(residual=total))
+            judge.true(f"{name} added", same_bits(total, expected))
+            judge.true(f"{name} beside", bool(total._base.view(rows, -1)[:, :8].isnan().all()))
+    judge.verdict()
+
+
 def test_rows_of_int8_are_rounded_once() -> None:
     """Whichever kernels multiply: the bits of exact sums, scaled and rounded as the oracle does;
     a row with NaN or infinity is NaN, and no other.

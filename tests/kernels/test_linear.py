@@ -176,6 +176,7 @@ SCALES = torch.empty(28672)
         (1, {"norm": NORM, "gate": "silu"}, INT8, "gemv"),
         (2, {"norm": NORM}, INT8, "quantise + skinny"),
         (129, {"norm": NORM}, INT8, "quantise + cublaslt + behind"),
+        (4096, {"norm": NORM}, INT8, "quantise + tall"),
         (256, {"norm": NORM, "gate": "silu"}, INT8, "quantise + tall"),
         (2048, {"norm": NORM, "gate": "silu"}, INT8, "quantise + tall"),  # 4 bytes an output else
         (2048, {"norm": NORM, "gate": "silu"}, E4M3, "quantise + cublaslt + behind"),
@@ -304,7 +305,8 @@ def test_what_is_tall(
         gate |= {"rows": torch.empty(rows), "columns": torch.empty(outputs)}
     product = spec(rows, outputs, width, dtype, **gate)
     assert (tall.takes(product) is None) == is_taken
-    assert tall.takes(product._replace(gate="")) == "makes SiLU gates alone"
+    if dtype != INT8:
+        assert tall.takes(product._replace(gate="")) == "makes SiLU gates alone"
     if is_taken:
         tile = tall.tile_rows(outputs, 132)
         assert tall._variant(dtype, tile) in set(tall.variants())
@@ -312,6 +314,33 @@ def test_what_is_tall(
         used = tall.num_slots(tile) * (tall.slot_bytes(tile) + 8) + 8 * tile + 8
         assert used + RESERVED <= CTA_MEMORY
         assert tile // 8 * 256 * 16 <= tall.num_slots(tile) * tall.slot_bytes(tile)  # half the sums
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "rows_of_tile"),
+    [
+        (256, 28672, None),
+        (2048, 4096, None),  # nearly half of a second wave is empty
+        (4096, 4096, 176),
+        (8192, 4096, 208),
+        (4096, 6144, 192),
+        (8192, 6144, 192),
+        (4096, 28672, 176),
+        (4096, 4100, None),
+    ],
+)
+def test_where_int8_is_tall_without_a_gate(
+    rows: int, outputs: int, rows_of_tile: int | None
+) -> None:
+    stages = {"rows": torch.empty(rows), "columns": torch.empty(outputs)}
+    product = spec(rows, outputs, 512, INT8, **stages)
+    for found in (product, product._replace(residual=True)):
+        assert (tall.takes(found) is None) == (rows_of_tile is not None)
+    if rows_of_tile is not None:
+        assert tall.rows_for(rows, outputs, 132, is_plain=True) == rows_of_tile
+        assert tall._variant(INT8, rows_of_tile, is_plain=True) in set(tall.variants())
+        assert tall.takes(product._replace(scales="")) == "makes SiLU gates alone"
+        assert tall.takes(product._replace(out=torch.float16)) == "scales to bf16 alone"
 
 
 def test_gemv_scales_weights_of_8_bits_alone() -> None:

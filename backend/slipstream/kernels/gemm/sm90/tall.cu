@@ -1,9 +1,12 @@
-// silu(gate) * up, both x W^T, for many rows of x on Hopper's tensor cores. W is [gate | up]; a CTA has 256 rows of x and
-// a tile of ROWS rows of W, half of them gates, and keeps its sums in nearly all registers of a multiprocessor. So tiles
+// silu(gate) * up, both x W^T, for many rows of x on Hopper's tensor cores. W is [gate | up]; or x W^T itself, if PLAIN. A
+// CTA has 256 rows of x and a tile of ROWS rows of W, half of them gates unless PLAIN, and keeps its sums in nearly all registers of a multiprocessor. So tiles
 // of 256 rows are as many as multiprocessors, where those of half the size need a second wave that leaves many idle.
 // Two warpgroups multiply, 128 rows of x each, and one lane of them copies: a warp that only copies would take registers.
 // -D ELEMENT (T: Half or BFloat16), FP8, INT8 (whether W and x are e4m3, or int8, whose sums are scaled, rather than T),
-// ROWS (a multiple of 16 up to 224), SLOTS (of the ring)
+// ROWS (a multiple of 16 up to 224), SLOTS (of the ring), PLAIN (whether there is no gate)
+#ifndef PLAIN
+#define PLAIN 0
+#endif
 #include "runtime/copies.cuh"
 #include "gemm/row_sums.cuh"
 #include "gemm/sm90/wgmma_rows.cuh"
@@ -13,7 +16,8 @@ constexpr int BLOCKS = 2;  // of 64 rows of x, of a warpgroup
 constexpr int X_ROWS = 64 * BLOCKS * THREADS / 128;
 constexpr int X_BYTES = X_ROWS * ROW_BYTES;
 constexpr int SLOT_BYTES = X_BYTES + ROWS * ROW_BYTES;  // x, then gates, then ups
-constexpr int PIECES = ROWS / 16;                       // of eight outputs
+constexpr int PIECES = ROWS / 16;                       // of eight outputs, in each half of the tile
+constexpr int OUTPUTS = PLAIN ? ROWS : ROWS / 2;        // of a tile
 constexpr int BATCH = 2;                                // that a lane takes at once
 // So many tiles of rows of x take turns before the next rows of W: together they fit into the L2 cache.
 constexpr int GROUP = 8;
@@ -29,6 +33,10 @@ struct Task {
   int x_rows;     // that are copied: num_rows, rounded up to 8, at most X_ROWS
   int first_row;  // of the tile
   int first;      // output of the tile
+  bool adds;      // to `out`
+
+  // Row of W at which the second half of the tile begins.
+  DEVICE int second_half() const { return first + (PLAIN ? ROWS / 2 : num_outputs); }
 };
 
 // Which of all tiles is the CTA's: {of rows of x, of rows of W}.
@@ -49,7 +57,7 @@ DEVICE void copy_weights(const Task& task, const TensorMap* weights, int step, i
   const u64 policy = evict_first();
   barrier_expect(full(slot), ROWS * ROW_BYTES);
   copy_eights(gates, weights, step, task.first / 8, full(slot), policy);
-  copy_eights(ups, weights, step, (task.num_outputs + task.first) / 8, full(slot), policy);
+  copy_eights(ups, weights, step, task.second_half() / 8, full(slot), policy);
 }
 DEVICE void copy_x(const Task& task, const TensorMap* x, int step, int slot) {
   barrier_expect(full(slot), task.x_rows * ROW_BYTES);
@@ -108,6 +116,14 @@ DEVICE void finish(const Task& task, Eight& sums, float row_scale, int row_of_ti
   if (task.bias != nullptr) add(sums, of_sums.biases());
 }
 
+// A piece at a column of its row.
+DEVICE void store_piece(const Task& task, int row, int column, Eight& values) {
+  if (column >= task.num_outputs) return;
+  T* target = task.out + row * task.out_stride + column;
+  if (PLAIN && task.adds) add(values, load_fresh<8>(target));
+  store_rounded(target, values);
+}
+
 // Of a row, every second piece from `first` on.
 DEVICE void store_pieces(const Task& task, u32 parts, const Lane& lane, int row, float row_scale, int first) {
   Eight gates[BATCH], ups[BATCH];
@@ -120,11 +136,14 @@ DEVICE void store_pieces(const Task& task, u32 parts, const Lane& lane, int row,
 #pragma unroll
   for (int i = 0; i < BATCH; ++i) {
     const int column = task.first + (first + 2 * i) * 8;
-    if (first + 2 * i >= PIECES || column >= task.num_outputs) break;
+    if (first + 2 * i >= PIECES || (!PLAIN && column >= task.num_outputs)) break;
     finish(task, gates[i], row_scale, (first + 2 * i) * 8);
     finish(task, ups[i], row_scale, (first + 2 * i + PIECES) * 8);
-    gate(gates[i], ups[i]);
-    store_rounded(task.out + row * task.out_stride + column, gates[i]);
+    if (PLAIN)
+      store_piece(task, row, column + ROWS / 2, ups[i]);
+    else
+      gate(gates[i], ups[i]);
+    store_piece(task, row, column, gates[i]);
   }
 }
 
@@ -152,7 +171,7 @@ DEVICE void store_outputs(const Task& task, const Sums& sums) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     tall(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x, const float* row_scales,
          const float* column_scales, const T* bias, T* out, i64 out_stride, i64 num_rows, i64 num_outputs,
-         i64 num_steps, i64 x_rows, i64 row_tiles, i64 column_tiles) {
+         i64 num_steps, i64 x_rows, i64 row_tiles, i64 column_tiles, i64 adds) {
   const int2 tile = own_tile(int(row_tiles), int(column_tiles));
   const Task task{row_scales,
                   column_scales,
@@ -164,14 +183,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                   int(num_steps),
                   int(x_rows),
                   tile.x * X_ROWS,
-                  tile.y * (ROWS / 2)};
+                  tile.y * OUTPUTS,
+                  adds != 0};
   if (threadIdx.x == 0) {
     start_next();
     for (int slot = 0; slot < SLOTS; ++slot) barrier_init(full(slot), 2);  // weights and x
     barrier_init_done();
   }
   for (int slot = 0; slot < SLOTS; ++slot) clear_rows<THREADS, X_ROWS>(shared_bytes + slot * SLOT_BYTES, task.x_rows);
-  put_columns<THREADS>(columns(), column_scales, bias, task.first, task.num_outputs, true);
+  put_columns<THREADS>(columns(), column_scales, bias, task.first, task.num_outputs, !PLAIN);
   __syncthreads();
   if (threadIdx.x == 0) fill_ring(task, &weights, &x);
   __syncwarp();

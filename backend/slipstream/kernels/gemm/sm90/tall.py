@@ -3,6 +3,9 @@
 GEMMs of so many rows are bound by power. With 256 rows cuBLASLt's tiles of usual size leave a third
 of the multiprocessors idle in their second wave; with thousands it is as fast, but its gate is a
 kernel of its own, which reads and writes as much as the product does.
+
+Of int8 what has no gate is multiplied here, too, where tiles fill the multiprocessors: cuBLASLt
+leaves 4 bytes an output to a kernel that scales it.
 """
 
 import functools
@@ -37,35 +40,47 @@ def tile_rows(num_weight_rows: int, multiprocessors: int) -> int:
     return -(-num_weight_rows // (multiprocessors * TILE_ROWS.step)) * TILE_ROWS.step
 
 
-@functools.cache
-def share(num_rows: int, num_weight_rows: int, multiprocessors: int) -> float:
-    """Return the part of the multiprocessors' multiplications that belongs to the product."""
-    rows = tile_rows(num_weight_rows, multiprocessors)
+def share(num_rows: int, num_weight_rows: int, multiprocessors: int, rows: int) -> float:
+    """Return the part of the multiprocessors' multiplications that belongs to the product, by tiles
+    of so many weight rows.
+    """
     tiles = -(-num_rows // X_ROWS) * -(-num_weight_rows // rows)
     room = -(-tiles // multiprocessors) * multiprocessors * X_ROWS * rows
     return num_rows * num_weight_rows / room
 
 
+@functools.cache
+def rows_for(num_rows: int, num_weight_rows: int, multiprocessors: int, is_plain: bool) -> int:
+    """Count the weight rows of a tile: without a gate those that waste the least."""
+    if not is_plain:
+        return tile_rows(num_weight_rows, multiprocessors)
+    return max(TILE_ROWS, key=lambda rows: share(num_rows, num_weight_rows, multiprocessors, rows))
+
+
 def takes(spec: Spec) -> str | None:
     """Say why the kernel is not built for a product, or not the fastest; None: it is."""
-    if spec.gate != "silu":
+    is_plain = not spec.gate and spec.x == INT8 and spec.scales == "both"
+    if spec.gate != "silu" and not is_plain:
         return "makes SiLU gates alone"
-    if spec.residual:
+    if spec.residual and spec.gate:
         return "has no residual"
     if (why := shared_refusal(spec)) is not None:
         return why
-    if spec.rows < MIN_ROWS[spec.x]:
-        return f"is slower than cuBLASLt below {MIN_ROWS[spec.x]} rows"
-    if spec.inputs * spec.x.itemsize % CHUNK_BYTES or spec.outputs % 16:
-        return f"takes rows of multiples of {CHUNK_BYTES} bytes and multiples of 16 outputs"
+    least = X_ROWS + 1 if is_plain else MIN_ROWS[spec.x]
+    if spec.rows < least:
+        return f"is slower than cuBLASLt below {least} rows"
+    multiple = 8 if is_plain else 16
+    if spec.inputs * spec.x.itemsize % CHUNK_BYTES or spec.outputs % multiple:
+        return f"takes rows of multiples of {CHUNK_BYTES} bytes and multiples of {multiple} outputs"
     multiprocessors = spec.target.multiprocessors
-    if tile_rows(spec.outputs, multiprocessors) not in TILE_ROWS:
+    rows = rows_for(spec.rows, spec.outputs, multiprocessors, is_plain)
+    if rows not in TILE_ROWS:
         return f"takes {TILE_ROWS[0]} to {TILE_ROWS[-1]} outputs a multiprocessor"
     if spec.rows <= X_ROWS:
         return None
     if spec.x == E4M3:  # the gate has to be quantised behind either
         return f"gains nothing with more than {X_ROWS} rows of e4m3"
-    if share(spec.rows, spec.outputs, multiprocessors) < MIN_SHARE:
+    if share(spec.rows, spec.outputs, multiprocessors, rows) < MIN_SHARE:
         return "is slower than cuBLASLt where its last wave is nearly empty"
     return None
 
@@ -85,31 +100,43 @@ def _end_bytes(rows: int) -> int:
     return 2 * 4 * rows + _BARRIER_BYTES
 
 
-def _variant(dtype: torch.dtype, rows: int) -> jit.Variant:
+def _variant(dtype: torch.dtype, rows: int, is_plain: bool = False) -> jit.Variant:
     element, kind = kind_of(dtype)
-    return jit.variant("gemm/sm90/tall.cu", element, **kind, ROWS=rows, SLOTS=num_slots(rows))
+    more = {"PLAIN": 1} if is_plain else {}
+    sizes = {"ROWS": rows, "SLOTS": num_slots(rows)}
+    return jit.variant("gemm/sm90/tall.cu", element, **kind, **sizes, **more)
 
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     for dtype, rows in itertools.product(DTYPES, TILE_ROWS):
         yield _variant(dtype, rows)
+    for rows in TILE_ROWS:
+        yield _variant(INT8, rows, is_plain=True)
 
 
 @gemm.implementation("tall", "cuda", "sm_90a", takes=takes)
 def tall(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
-    """`gemm` on the GPU, with a gate."""
-    scales = around.scales
+    """`gemm` on the GPU, with a gate; of int8 without one, too."""
+    scales, is_plain = around.scales, not around.gate
     by_row, by_column, bias = (0, 0, around.bias) if scales is None else scales
     num_rows, width = x.shape
-    num_outputs = len(weight) // 2
-    dtype = torch.bfloat16 if scales is not None else x.dtype
-    y = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
-    rows = tile_rows(len(weight), jit.num_multiprocessors(x.get_device()))
+    num_outputs = len(weight) // (1 if is_plain else 2)
+    y = around.residual
+    if y is None:
+        dtype = torch.bfloat16 if scales is not None else x.dtype
+        y = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
+    jit.require(
+        y.stride(1) == 1 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0,
+        "tall: rows of the residual must be contiguous, and aligned to 16 bytes",
+    )
+    multiprocessors = jit.num_multiprocessors(x.get_device())
+    rows = rows_for(num_rows, len(weight), multiprocessors, is_plain)
     copied = min(X_ROWS, -(-num_rows // 8) * 8)
-    row_tiles, column_tiles = -(-num_rows // X_ROWS), -(-num_outputs // (rows // 2))
+    outputs = rows if is_plain else rows // 2
+    row_tiles, column_tiles = -(-num_rows // X_ROWS), -(-num_outputs // outputs)
     jit.launch(
-        _variant(x.dtype, rows),
+        _variant(x.dtype, rows, is_plain),
         "tall",
         (row_tiles * column_tiles,),
         256,
@@ -126,6 +153,7 @@ def tall(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
         copied,
         row_tiles,
         column_tiles,
+        int(around.residual is not None),
         shared_memory=num_slots(rows) * (slot_bytes(rows) + _BARRIER_BYTES) + _end_bytes(rows),
         overlaps=True,
     )
