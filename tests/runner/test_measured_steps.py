@@ -1,6 +1,6 @@
 """What is run to measure the memory of steps at start, over a real model without a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from fixtures.models.checkpoints import make_model, make_runner, save
 from fixtures.models.repeated import Home, repeat
 from slipstream.config import EngineConfig
 from slipstream.core.laps import Laps
+from slipstream.engine.chores import Chores
 from slipstream.layers.residual import Residual
 from slipstream.runner import model_runner
 from slipstream.runner.graphs import Buckets, largest_shapes, layout_of
@@ -101,3 +102,25 @@ def test_an_idle_engine_captures_the_graphs_of_adapters_that_are_expected(
     assert pieces == [None] * len(shapes)
     assert list(runner.captured_ahead()) == []
     assert runner._graphs._adapted.keys() == set(shapes)
+
+
+def test_chores_that_end_early_keep_what_tuning_has_found(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner, kept = make_runner(checkpoint, **SIZES), []
+
+    def tuning(*given: object) -> Iterator[None]:
+        try:
+            yield None
+            yield None
+        finally:
+            kept.append("found")
+
+    monkeypatch.setattr(model_runner.idle_tuning, "chores", tuning)
+    settings = {"checkpoint": str(checkpoint), "device": "cpu", "dtype": "float32"}
+    chores = Chores(runner.chores(resolve(EngineConfig(**settings, **SIZES))), lambda: 1 << 62)
+    chores._starts_ns = 0
+    chores.run()
+    assert kept == []
+    chores.close()
+    assert kept == ["found"]

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from itertools import chain
 
 import numpy as np
 import torch
@@ -313,13 +312,13 @@ class ModelRunner:
         return lambda: self._step(shape, inputs)
 
     def chores(self, plan: Plan) -> Iterator[float | None]:
-        """Return what an idle engine does, a piece at a time: capture graphs of steps with adapters
+        """Do what an idle engine does, a piece by a `next`: capture graphs of steps with adapters
         that are expected, and measure GEMMs (`idle_tuning.py`).
         """
+        if plan.config.num_ranks == 1:  # else all ranks capture a graph at the same step
+            yield from self.captured_ahead()
         prepares = self.padding, self._prepare_adapted
-        tuning = idle_tuning.chores(plan, self._model, self._graphs, *prepares)
-        has_ranks = plan.config.num_ranks > 1  # which capture a graph at the same step
-        return tuning if has_ranks else chain(self.captured_ahead(), tuning)
+        yield from idle_tuning.chores(plan, self._model, self._graphs, *prepares)
 
     def captured_ahead(self) -> Iterator[None]:
         """Capture graphs of steps with adapters, if such are expected, each by a `next`."""
