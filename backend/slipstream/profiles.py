@@ -20,6 +20,7 @@ from slipstream_runtime.ranks import MAX_RANKS
 
 from slipstream.config import MAX_REPLICAS, EngineConfig
 from slipstream.errors import ConfigError
+from slipstream.kernels.elementwise.eight_bits import E4M3, INT8
 from slipstream.kernels.runtime.registry import Target
 from slipstream.runner.matrices import WeightParts, weight_parts
 from slipstream.runner.memory import num_blocks
@@ -190,11 +191,14 @@ class StepModel:
         is_fp8 = plan.config.quantization == "fp8" and card.fp8 > 0
         self._rate = card.fp8 if is_fp8 else card.bf16
         packed = sum(each.num_elements for each in weights.packed)
-        others = weights.expert_elements + packed + weights.int8_elements
+        rounded = dict(weights.rounded)
+        others = weights.expert_elements + packed + sum(rounded.values())
         if weights.has_packed_head:  # counted among what is packed
             others, head = others - head, 0
         self._elements, self._head = plan.block_elements - others, head
-        rounds = is_fp8 or weights.int8_elements > 0
+        rates = {E4M3: card.fp8, INT8: card.int8}
+        self._rounded_s = sum(count / rates[dtype] for dtype, count in rounded.items())
+        rounds = is_fp8 or bool(rounded)
         self._launches_s = dims.num_layers * (_LAUNCH_S + (_ROUNDED_S if rounds else 0.0))
         self._launches_s += weights.num_packed * _PACKED_S
         self._launches_s += weights.num_expert_layers * _EXPERTS_S
@@ -228,8 +232,8 @@ class StepModel:
         card = self._card
         others, experts = self.read_bytes(rows, context)
         read_s = (others - self._packed_bytes + experts / self._experts_read) / card.read
-        element_s = self._elements / self._rate + self._weights.int8_elements / card.int8
-        gemms_s = 2 * rows * (element_s + self._head / card.bf16)
+        row_s = self._elements / self._rate + self._rounded_s + self._head / card.bf16
+        gemms_s = 2 * rows * row_s
         unhidden_s = self._launches_s + _UNHIDDEN * gemms_s + self.packed_s(rows)
         chosen = self._chosen * self._weights.expert_elements
         unhidden_s += 2 * rows * chosen / (_EXPERTS_RATE * card.bf16)
@@ -270,7 +274,7 @@ def profile_of(config: EngineConfig, card: Card, split: Split = ONE) -> Profile:
     one, many = (_token_ms(stages, n, context) for n in (1, max(1, rows)))
     token_bytes = max(each.token_bytes for each in stages)
     made = Profile(*kept, most, tokens, token_bytes, one, rows, many, refused, split)
-    return replace(made, is_reckoned=any(each.int8_elements for each in weights))
+    return replace(made, is_reckoned=any(INT8 in dict(each.rounded) for each in weights))
 
 
 def _cache_tokens(plan: Plan, free: float) -> int:

@@ -7,6 +7,7 @@ from collections import defaultdict
 import msgspec
 import pytest
 import torch
+from fixtures.quantize import tiny
 from fixtures.scripts import scripts
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
@@ -299,3 +300,17 @@ def test_rows_in_int8_are_reckoned_and_chosen_by_no_goal(recorded_shape):
     assert "reckoned: no GPU has timed int8" in table([ours], card)[-1]
     for goal in GOALS:
         assert select([plain, ours], goal) == plain
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8-sq"])
+def test_a_checkpoint_in_8_bits_costs_what_its_scheme_at_load_costs(name, tmp_path):
+    plain = tiny.checkpoint(tmp_path / "plain", hidden_size=256, head_dim=64)
+    tiny.quantised(plain, tiny.FORMATS[name], tmp_path / "made")
+    at_load = {"fp8": "fp8", "int8-sq": "w8a8"}[name]
+    configs = [
+        EngineConfig(checkpoint=str(tmp_path / "made"), dtype="bfloat16"),
+        EngineConfig(checkpoint=str(plain), dtype="bfloat16", quantization=at_load),
+    ]
+    made, loaded = (step_model(each, CARDS["H200"]) for each in configs)
+    for rows in (1, 10**6):
+        assert made.step_ms(rows, 64) == pytest.approx(loaded.step_ms(rows, 64), rel=0.01)

@@ -136,6 +136,7 @@ class WeightParts:
     num_bytes: of all.
     expert_bytes, expert_elements, expert_codes, num_expert_layers: of experts.
     packed: matrices that are multiplied packed, the head with `has_packed_head` among them.
+    rounded: elements of matrices that are multiplied with rows of their own 8 bits, by type.
     embedding_bytes: of the embedding, of which a step reads rows; 0 where it is the head, too.
     """
 
@@ -146,7 +147,7 @@ class WeightParts:
     num_expert_layers: int = 0
     packed: tuple[PackedPart, ...] = ()
     num_packed: int = 0  # matrices, not of experts
-    int8_elements: int = 0  # of those that are multiplied with rows in int8
+    rounded: tuple[tuple[torch.dtype, int], ...] = ()
     has_packed_head: bool = False
     embedding_bytes: int = 0
 
@@ -188,14 +189,19 @@ def weight_parts(
             for bits in sorted({packing.bits for _, packing in packed})
         ),
         len(packed),
-        sum(
-            each.values.numel()
-            for each in found
-            if isinstance(each, Matrix) and each.groups is None and each.values.dtype == torch.int8
-        ),
+        tuple(_rounded(found).items()),
         head is not None and head.matrix.groups is not None,
         _num_bytes(each for each in _objects(embedding) if id(each) in alone),
     )
+
+
+def _rounded(found: Iterable[object]) -> dict[torch.dtype, int]:
+    """Count elements of matrices whose rows are rounded to 8 bits, too, by type."""
+    counts = dict.fromkeys(PRODUCTS, 0)
+    for each in found:
+        if isinstance(each, Matrix) and each.groups is None and each.values.dtype in counts:
+            counts[each.values.dtype] += each.values.numel()
+    return {dtype: count for dtype, count in counts.items() if count}
 
 
 def _ends(decoder: StepDecoder) -> tuple[Table | None, Head | None]:
