@@ -5,11 +5,8 @@ is what the distinct experts of the rows take to read. Of up to eight rows `choo
 are kernels of their own, `few` a layer by them with its norm, `normed` by the others with its norm.
 `--tiles` times every size of tiles, by which `slipstream.kernels.experts.grouped` chooses, and
 `--both` each by the kernel of all GPUs and by Hopper's, in turn. Packed weights, by
-`--weights`, have one kernel; their limit is of the bytes that a GPU keeps. `--design` names
-kernels of few rows, which are timed in turn: `old` reads weights into registers, `gates` brings
-those of gates and ups through shared memory, `new` outputs' as well, `beside` with rings of which
-both have room on a multiprocessor. `--layers` and `--choices` make a layer's weights and choices as
-far apart in memory as those of a model are.
+`--weights`, have one kernel; their limit is of the bytes that a GPU keeps. `--layers` and
+`--choices` make weights and choices of layers as far apart in memory as those of a model are.
 """
 
 import argparse
@@ -18,7 +15,6 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 import torch
 from limits import rates_of
@@ -38,7 +34,7 @@ from slipstream.kernels.experts.grouped import (
 )
 from slipstream.kernels.experts.route import Routed, route
 from slipstream.kernels.experts.router import Chosen, RouterStages, choose_rows
-from slipstream.kernels.experts.sm90 import piped, streamed, streamed_add
+from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Gate, Routing
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Matrix
@@ -67,32 +63,6 @@ MODELS = (
 KINDS = ("bf16", "e4m3", *FORMS)
 
 
-class Design(NamedTuple):
-    """How many pairs an expert streamed kernels take, and slots of their rings."""
-
-    gates: float
-    outputs: float
-    slots: int = 5
-    slots_of_outputs: int = 7
-
-    def choose(self) -> None:
-        """Let all launches take it."""
-        for kernel, most, slots in (
-            (streamed, self.gates, self.slots),
-            (streamed_add, self.outputs, self.slots_of_outputs),
-        ):
-            kernel.MOST_PAIRS = dict.fromkeys((False, True), most)
-            kernel.MOST_SLOTS = slots
-
-
-DESIGNS = {
-    "old": Design(0, 0),
-    "gates": Design(math.inf, 0),
-    "new": Design(math.inf, math.inf),
-    "beside": Design(math.inf, math.inf, 3, 3),
-}
-
-
 @dataclass
 class Result:
     """A line of the table: a kernel or a layer at a number of rows."""
@@ -102,7 +72,6 @@ class Result:
     rows: int
     tile_rows: int
     is_piped: bool
-    design: str
     kernel: str
     microseconds: float
     share_of_limit: float | None
@@ -226,15 +195,13 @@ def measure(
     counts: list[int],
     all_tiles: bool,
     kernels: list[bool],
-    designs: list[str],
 ) -> list[Result]:
     """Time a model's layer with every number of rows, by each of the kernels: Hopper's, or not."""
     rate, model = rates_of(torch.cuda.get_device_name(), {}).read, layers[0].model
     results, device, is_fp8 = [], layers[0].router.device, kind == "e4m3"
     own = [each.groups.packing for each in (layers[0].gate_up, layers[0].down) if each.groups]
-    for n, is_piped, design in itertools.product(counts, kernels[:1] if own else kernels, designs):
+    for n, is_piped in itertools.product(counts, kernels[:1] if own else kernels):
         piped.runs_on = lambda *_, is_piped=is_piped: is_piped
-        DESIGNS[design].choose()
         pairs = n * model.top_k
         chosen = tile_rows(pairs, model.experts, is_fp8, target=target_of(device), packings=own)
         sizes = piped.TILE_ROWS if is_piped else (SKINNY_ROWS, *TILE_ROWS)
@@ -242,12 +209,12 @@ def measure(
         for tile in sizes if all_tiles else (chosen,):
             found = timed(layers, n, tile)
             line = f"{model.name:14} {kind:10} {n:5} rows, {'piped' if is_piped else 'tiles'} of"
-            line += f" {tile:3}{'*' * (tile == chosen):1} {design}"
+            line += f" {tile:3}{'*' * (tile == chosen):1}"
             for kernel, (seconds, num_bytes) in found.items():
                 share = num_bytes / rate / seconds if num_bytes else None
                 line += f" {kernel} {seconds * 1e6:7.1f} us"
                 line += f" {share:4.0%}" if share else ""
-                how = (model.name, kind, n, tile, is_piped, design, kernel)
+                how = (model.name, kind, n, tile, is_piped, kernel)
                 results.append(Result(*how, seconds * 1e6, share))
             ms = found["layer"][0] * model.num_layers * 1e3
             print(f"{line} | {ms:.2f} ms a step of {model.num_layers}", flush=True)
@@ -261,14 +228,14 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true", help="every size of tiles")
     parser.add_argument("--both", action="store_true", help="by both kernels")
     parser.add_argument("--weights", nargs="*", choices=KINDS, default=["bf16", "e4m3"])
-    parser.add_argument("--design", nargs="*", choices=DESIGNS, default=["old"])
     names = [model.name for model in MODELS]
     parser.add_argument("--models", nargs="*", choices=names, default=names)
     parser.add_argument("--layers", type=int, help="layers, each with weights of its own")
     parser.add_argument("--choices", type=int, default=1, help="of experts, by each layer")
-    parser.add_argument("--ahead", type=int, default=streamed.UNDER_WAY, help="slots at once")
     args = parser.parse_args()
-    streamed.UNDER_WAY = args.ahead
+    for name in ("layers", "choices"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name} {value}: 1 at least")
     need_gpu()
     torch.manual_seed(0)
     results = []
@@ -277,7 +244,7 @@ def main() -> None:
         if model.name not in args.models:
             continue
         layers = make_layers(model, kind, args.layers) * args.choices
-        results += measure(layers, kind, args.rows, args.tiles, kernels, args.design)
+        results += measure(layers, kind, args.rows, args.tiles, kernels)
         del layers
         torch.cuda.empty_cache()
     device = torch.cuda.get_device_name()

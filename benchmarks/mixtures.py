@@ -5,8 +5,7 @@ fp8, gpt-oss-20b's in MXFP4; `--quantization` names those to run. The limit of a
 must read as a file has it: all matrices but those of experts, of these what so many rows choose if
 all are as likely, and the cache. `--peer` measures vLLM beside it, in a process of that Python with
 dummy weights of the same shape, of what it can make: bf16 and fp8. `--count` needs no GPU: bytes
-alone. `--rings PAIRS` lets the kernels of `experts/sm90/streamed.py` take steps of up to so many
-pairs an expert, on average.
+alone.
 """
 
 import argparse
@@ -95,14 +94,10 @@ def timed(name: str, target: Any, repeat: int) -> dict[str, float]:
     return found
 
 
-def ours(name: str, scheme: str, repeat: int, rings: float | None) -> dict[str, float]:
+def ours(name: str, scheme: str, repeat: int) -> dict[str, float]:
     """Time the engine."""
     from engine import EngineTarget, build
-    from slipstream.kernels.experts.sm90 import streamed, streamed_add
 
-    if rings is not None:
-        for kernel in (streamed, streamed_add):
-            kernel.MOST_PAIRS = dict.fromkeys((False, True), rings)
     options = {"quantization": packed_weights.settled(scheme), "max_num_seqs": max(ROWS)}
     return timed(name, EngineTarget(build(name, "bfloat16", 4096, **options)), repeat)
 
@@ -129,13 +124,10 @@ def vllm(name: str, scheme: str, repeat: int) -> dict[str, float]:
         return timed(name, PeerTarget(llm), repeat)
 
 
-def in_process(
-    python: str, side: str, name: str, scheme: str, args: argparse.Namespace
-) -> dict[str, float]:
+def in_process(python: str, side: str, name: str, scheme: str, repeat: int) -> dict[str, float]:
     """Run a side in a process of its own, which has the GPU to itself."""
     command = [python, __file__, name, "--quantization", scheme]
-    command += ["--side", side, "--repeat", str(args.repeat)]
-    command += [] if args.rings is None else ["--rings", str(args.rings)]
+    command += ["--side", side, "--repeat", str(repeat)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
@@ -145,9 +137,9 @@ def show(name: str, scheme: str, args: argparse.Namespace) -> None:
     import torch
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    mine = {} if args.count else in_process(sys.executable, "ours", name, scheme, args)
+    mine = {} if args.count else in_process(sys.executable, "ours", name, scheme, args.repeat)
     has_peer = args.peer and scheme in PEERS
-    other = in_process(args.peer, "vllm", name, scheme, args) if has_peer else {}
+    other = in_process(args.peer, "vllm", name, scheme, args.repeat) if has_peer else {}
     for rows in ROWS:
         context = len(workload(name, rows).prompts[0]) + NUM_OUTPUT // 2  # half way
         read = bytes_of_step(name, scheme, rows, context)
@@ -168,15 +160,13 @@ def main() -> None:
     schemes = sorted({each for found in CASES.values() for each in found})
     parser.add_argument("--quantization", nargs="*", choices=schemes, help="default: all")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--rings", type=float, metavar="PAIRS", help="default: as a step has it")
     parser.add_argument("--peer", help="a Python that has vLLM")
     parser.add_argument("--count", action="store_true", help="bytes alone")
     parser.add_argument("--side", choices=("ours", "vllm"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         (name,), (scheme,) = args.names, args.quantization
-        how = (name, scheme, args.repeat)
-        print(json.dumps(vllm(*how) if args.side == "vllm" else ours(*how, args.rings)))
+        print(json.dumps({"ours": ours, "vllm": vllm}[args.side](name, scheme, args.repeat)))
         return
     print(f"goals: {GOAL:.0%} of the limit, {PEER_GOAL} times vLLM; < is below. GB, ms a step")
     columns = "rows  dense  experts  cache    limit     ours  share     vLLM  ratio"

@@ -8,7 +8,7 @@ from fixtures.kernels.expert_terms import Mixed, Widths
 from fixtures.tiers import quick_of
 from slipstream.kernels.experts.grouped import Added, ExpertMatrix, gate_up
 from slipstream.kernels.experts.route import Routed
-from slipstream.kernels.experts.sm90 import piped, streamed
+from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.lora import pairs
 from slipstream.kernels.lora.pairs import PairTable, group_pairs
 from slipstream.quant.matrix import Kind
@@ -95,7 +95,6 @@ def added_to(x: torch.Tensor, matrix: ExpertMatrix, routed: Routed) -> Added:
 FORM = next(each for each in EXPERT_FORMS if each.kind is Kind.W4)
 KERNELS = {  # rows of a tile, and whether it is Hopper's kernel, or weights are packed
     "skinny": (8, False, None),
-    "streamed": (8, False, None),
     "tiled": (16, False, None),
     "tiled by 64": (64, False, None),
     "piped": (32, True, None),
@@ -104,9 +103,7 @@ KERNELS = {  # rows of a tile, and whether it is Hopper's kernel, or weights are
 }
 
 
-@pytest.mark.parametrize(
-    "kernel", quick_of(KERNELS, ("skinny", "streamed", "tiled", "piped", "packed"))
-)
+@pytest.mark.parametrize("kernel", quick_of(KERNELS, ("skinny", "tiled", "piped", "packed")))
 def test_sums_have_what_is_added_before_the_gate(
     kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,8 +112,6 @@ def test_sums_have_what_is_added_before_the_gate(
     emulate(monkeypatch)
     monkeypatch.setattr(piped, "runs_on", lambda *_: is_piped)
     monkeypatch.setattr(piped, "num_slots", lambda *_: 2)
-    if kernel == "streamed":
-        monkeypatch.setattr(streamed, "refusal", lambda *_: None)
     case = make_case(rows + 3, Sizes(3, 2, 128, 144), BF16, bias=form is None, form=form)
     routed = case.routed(rows)
     given = case.x, case.gate_up.values, case.gate_up, routed, case.gate, False

@@ -4,10 +4,9 @@ import pytest
 import torch
 from fixtures.kernels import recording
 from fixtures.kernels.recording import recorded
-from slipstream.kernels.experts import down_add, grouped, packed, table
+from slipstream.kernels.experts import grouped, packed, table
 from slipstream.kernels.experts.grouped import ExpertMatrix, expert_matrix, tile_rows
 from slipstream.kernels.experts.route import Routed, most_tiles
-from slipstream.kernels.experts.sm90 import streamed, streamed_add
 from slipstream.kernels.experts.spec import Routing, Score
 from slipstream.kernels.experts.table import ExpertProduct
 from slipstream.kernels.gemm.op import Matrix
@@ -95,18 +94,14 @@ def test_hopper_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch, scheme:
     assert names.count("tiled") == 2
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_90a by a ring"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("scheme", ["none", "fp8"])
 def test_the_table_says_what_is_launched(
     architecture: str, deterministic: bool, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    architecture, *by_a_ring = architecture.split(maxsplit=1)
-    if by_a_ring:
-        for kernel in (streamed, streamed_add):
-            monkeypatch.setattr(kernel, "MOST_PAIRS", {False: 0.5, True: 0.5})
     target, top_k = KNOWN[architecture], CONFIG.routing.top_k
-    for module in (grouped, down_add, experts):
+    for module in (grouped, experts):
         monkeypatch.setattr(module, "target_of", lambda _: target)
     w = Weights(SizeSource(), META, torch.bfloat16, scheme, deterministic)
     layer = Experts(w.at("mlp"), CONFIG, HIDDEN)
@@ -121,8 +116,6 @@ def test_the_table_says_what_is_launched(
             assert all(reason for _, reason in others)
             said.append(name)
         done = [name for name, _ in launches(num_rows, scheme, deterministic)]
-        assert ("streamed" in done) == ("streamed_add" in done)
-        assert ("streamed" in done) == (bool(by_a_ring) and not deterministic and num_rows <= 8)
         assert [
             name for name in done[-3:] if name not in ("combine", "place", "route_rows")
         ] == said

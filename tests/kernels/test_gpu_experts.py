@@ -10,7 +10,7 @@ from slipstream.kernels.experts.down_add import MAX_ROWS, down_add
 from slipstream.kernels.experts.grouped import SKINNY_ROWS, TILE_ROWS, down, gate_up
 from slipstream.kernels.experts.route import choose, placed, route
 from slipstream.kernels.experts.router import RouterStages, choose_rows
-from slipstream.kernels.experts.sm90 import piped, streamed, streamed_add
+from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Gate, Routing, Score
 from slipstream.kernels.runtime import jit
 from torch import Tensor
@@ -269,20 +269,6 @@ def test_a_few_rows_choose(dtype: torch.dtype) -> None:
     judge.verdict()
 
 
-@pytest.fixture(params=["registers", "rings", "rings beside each other"])
-def by_rings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read weights of a few rows' experts into registers, or bring them by rings."""
-    if request.param == "registers":
-        return
-    if not jit.is_hopper(torch.device("cuda", 0)):
-        pytest.skip("needs a Hopper GPU")
-    for kernel in (streamed, streamed_add):
-        monkeypatch.setattr(kernel, "MOST_PAIRS", {False: 8.0, True: 8.0})
-        if request.param != "rings":
-            monkeypatch.setattr(kernel, "MOST_SLOTS", 3)
-
-
-@pytest.mark.usefixtures("by_rings")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 @pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "e4m3"])
 def test_a_few_rows_are_added(dtype: torch.dtype, fp8: bool) -> None:
@@ -318,7 +304,6 @@ def test_a_few_rows_are_added(dtype: torch.dtype, fp8: bool) -> None:
     judge.verdict()
 
 
-@pytest.mark.usefixtures("by_rings")
 @pytest.mark.parametrize("num_rows", [1, 3, 8])
 def test_layers_of_a_few_rows_in_a_graph(num_rows: int) -> None:
     """Launches overlap and memory is used again; results are as if each had waited."""
@@ -351,25 +336,3 @@ def test_layers_of_a_few_rows_in_a_graph(num_rows: int) -> None:
         graph.replay()
         torch.cuda.synchronize()
         assert same_bits(out, run(start.clone(), waits=True)), f"seed {seed}"
-
-
-@pytest.mark.parametrize("fp8", [False, True], ids=["16 bits", "e4m3"])
-def test_a_ring_keeps_the_bits(monkeypatch: pytest.MonkeyPatch, fp8: bool) -> None:
-    """Of gates, ups and outputs of pairs, with NaN in the memory that results get; repeated."""
-    if not jit.is_hopper(torch.device("cuda", 0)):
-        pytest.skip("needs a Hopper GPU")
-    judge = Judge(f"experts by a ring {'e4m3' if fp8 else '16 bits'}")
-    for sizes, _ in SHAPES:
-        if fp8 and (sizes.hidden % 16 or sizes.inner % 16):
-            continue
-        for n in (1, 2, 5, 8):
-            gate, bias = (Gate.CLAMPED, True) if sizes.top_k == 4 else (Gate.SILU, n % 2 == 0)
-            case = make_case(n, sizes, torch.bfloat16, fp8, bias, gate, "cuda", seed=n)
-            residual = torch.randn_like(case.x)
-            found = []
-            for most in (0.0, 8.0, 8.0):
-                monkeypatch.setattr(streamed, "MOST_PAIRS", {False: most, True: most})
-                found.append(run(case, SKINNY_ROWS, residual))
-            judge.true(f"bits of {n} rows of {sizes}", same_bits(found[0], found[1]))
-            judge.true(f"{n} rows of {sizes} again", same_bits(found[1], found[2]))
-    judge.verdict()

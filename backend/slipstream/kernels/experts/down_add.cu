@@ -5,10 +5,8 @@
 // -D ELEMENT, FP8, GATED=0 (see pieces.cuh), WARPS (of a CTA)
 #include "experts/chunks.cuh"
 
-constexpr int OUTPUTS = 16;
-#include "experts/residual.cuh"
-
 constexpr int THREADS = 32 * WARPS;
+constexpr int OUTPUTS = 16;
 constexpr int MAX_PARTS = 256;  // pairs times warps that share out one
 
 // Chunks of a warp that are on their way at once, for which registers must do.
@@ -96,6 +94,37 @@ struct Stream {
   }
 };
 
+// The element that a thread adds to, and what is added beside experts.
+struct Output {
+  const int row = threadIdx.x / OUTPUTS, within = threadIdx.x % OUTPUTS;
+  T* target;
+  const T *added, *gate;
+  bool real;
+  Pack<T, 1> before, term, logit;
+
+  DEVICE void load() {
+    if (!real) return;
+    before = load_fresh<1>(target);
+    if (added != nullptr) term = load_fresh<1>(added);
+    if (gate != nullptr) logit = load_fresh<1>(gate);
+  }
+  DEVICE void finish(const Shared& shared, int top_k, int split) const {
+    if (!real) return;
+    float total = to_float(before.at[0]);
+    for (int pair = row * top_k; pair < (row + 1) * top_k; ++pair) {
+      const int at = shared.places[pair] * split;
+      float sum = shared.parts[at][within];
+      for (int i = 1; i < split; ++i) sum += shared.parts[at + i][within];
+      total = fmaf(sum, shared.weights[pair], total);
+    }
+    if (added != nullptr) {
+      const float factor = gate == nullptr ? 1.0f : 1.0f / (1.0f + expf(-to_float(logit.at[0])));
+      total = fmaf(to_float(term.at[0]), factor, total);
+    }
+    *target = from_float<T>(total);
+  }
+};
+
 // What it reads before it waits had been written before the kernel in front of it went on (skinny.cu).
 extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS)
     down_add(PARAMETERS, i64 num_tiles, i64 num_rows, i64 split, i64 stride, const T* added, const T* added_gate,
@@ -104,7 +133,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS)
   start_next();
   const int thread = threadIdx.x, warp = thread / 32, warps = int(split), part = warp % warps;
   const int first = blockIdx.x * OUTPUTS, num_pairs = int(num_rows * top_k);
-  Residual output(out, stride, added, added_gate, gate_stride, first, int(outputs), outputs, int(num_rows));
+  Output output;
+  const int column = first + output.within;
+  output.real = output.row < num_rows && column < outputs;
+  output.target = out + output.row * stride + column;
+  output.added = added == nullptr ? nullptr : added + output.row * outputs + column;
+  output.gate = added_gate == nullptr ? nullptr : added_gate + output.row * gate_stride;
   bool has_waited = false;
   const auto wait_once = [&] {
     if (has_waited) return;
@@ -125,10 +159,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS)
   }
   wait_once();
   __syncthreads();
-  output.finish(shared.weights, int(top_k), [&](int pair) {
-    const int at = shared.places[pair] * warps;
-    float sum = shared.parts[at][output.within];
-    for (int i = 1; i < warps; ++i) sum += shared.parts[at + i][output.within];
-    return sum;
-  });
+  output.finish(shared, int(top_k), warps);
 }

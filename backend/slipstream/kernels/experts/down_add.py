@@ -10,10 +10,8 @@ from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts.combine import Shared, combine, shared_arguments
 from slipstream.kernels.experts.grouped import DTYPES, SKINNY_ROWS, ExpertMatrix, check, down
 from slipstream.kernels.experts.route import Routed
-from slipstream.kernels.experts.sm90 import streamed, streamed_add
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
-from slipstream.kernels.runtime.registry import target_of
 
 MAX_ROWS = SKINNY_ROWS
 _OUTPUTS = 16  # of a CTA
@@ -34,8 +32,8 @@ def down_add(
 ) -> Tensor:
     """Compute `combine(residual, down(x, ...), ...)`, in fp32 throughout; return `residual`.
 
-    On a GPU kernels read the choice before they wait for x. So the kernel that makes x must wait
-    for that which makes the choice, and only then let these start, as `skinny.cu` does.
+    On a GPU the kernel reads the choice before it waits for x. So the kernel that makes x must wait
+    for that which makes the choice, and only then let this one start, as `skinny.cu` does.
 
     Args:
         x: what `gate_up` returned, by places.
@@ -107,23 +105,18 @@ def _down_add(
     jit.require(is_whole, "down_add: shared must be contiguous")
     jit.require(routed.tile_rows == SKINNY_ROWS, "down_add: tiles of {}", routed.tile_rows)
     jit.require(0 < num_rows <= MAX_ROWS, "down_add: {} rows", num_rows)
-    given = (0 if each is None else each for each in (matrix.scales, matrix.bias))
-    places = (routed.order, routed.weights, routed.tiles)
-    args = (x, x.stride(0), values, *given, *places, residual, width, outputs, routed.top_k, 0)
-    step = streamed.step_of(x, values, routed)
-    if not streamed_add.refusal(step, target_of(x.device)):
-        streamed_add.launch(x, values, residual, routed, args, shared_arguments(shared))
-        return residual
     num_ctas, num_tiles = -(-outputs // _OUTPUTS), len(routed.tiles)
     warps = _WARPS[num_ctas > jit.num_multiprocessors(x.get_device())]
     num_chunks = -(-width * values.itemsize // _CHUNK_BYTES)
     split = warps_of_tile(num_tiles, len(routed.order), num_chunks, warps)
+    given = (0 if each is None else each for each in (matrix.scales, matrix.bias))
+    places = (routed.order, routed.weights, routed.tiles)
     jit.launch(
         _variant(x.dtype, is_fp8, warps),
         "down_add",
         (num_ctas,),
         32 * warps,
-        *args,
+        *(x, x.stride(0), values, *given, *places, residual, width, outputs, routed.top_k, 0),
         *(num_tiles, num_rows, split, residual.stride(0)),
         *shared_arguments(shared),
         overlaps=True,

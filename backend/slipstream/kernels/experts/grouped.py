@@ -1,10 +1,9 @@
 """GEMMs of rows with the weights of their experts: gates and ups, then outputs of pairs.
 
 Where experts have few rows, tiles are of eight and weights are read straight into registers
-(`skinny.cu`), or on Hopper pass through shared memory (`sm90/streamed.cu`). Larger tiles are
-`tiled.cu`'s, whose sums have one order whatever the tile is; on Hopper those of 32 rows and more
-are `sm90/piped.cu`'s, whose sums may have another. Weights that are packed in 4 or 8 bits have a
-kernel of their own for all tiles, `packed.cu`.
+(`skinny.cu`). Larger tiles are `tiled.cu`'s, whose sums have one order whatever the tile is; on
+Hopper those of 32 rows and more are `sm90/piped.cu`'s, whose sums may have another. Weights that
+are packed in 4 or 8 bits have a kernel of their own for all tiles, `packed.cu`.
 """
 
 import itertools
@@ -19,7 +18,7 @@ from torch.nn import functional
 from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts import packed
 from slipstream.kernels.experts.route import Routed
-from slipstream.kernels.experts.sm90 import piped, streamed
+from slipstream.kernels.experts.sm90 import piped
 from slipstream.kernels.experts.spec import Gate, adapted
 from slipstream.kernels.gemm.op import Matrix, unpacked
 from slipstream.kernels.gemm.packing import Groups, Packing
@@ -129,8 +128,6 @@ def tile_rows(
     if packings:
         all_e2m1 = all(each.scales_numbers for each in packings)
         sizes = packed.MOST_E2M1_PAIRS if all_e2m1 else packed.MOST_PAIRS
-    elif streamed.is_wanted(target, deterministic, is_fp8, average):
-        return SKINNY_ROWS
     elif piped.runs_on(target, deterministic):
         few = {rows: most for rows, most in sizes.items() if rows < piped.TILE_ROWS[0]}
         sizes = few | piped.MOST_PAIRS
@@ -258,9 +255,7 @@ def tiles_of(target: Target, deterministic: bool) -> dict[str, tuple[int, ...]]:
     """Return the kernels of weights that are not packed, and the rows of the tiles of each."""
     taken = piped.TILE_ROWS if piped.runs_on(target, deterministic) else ()
     few = tuple(size for size in TILE_ROWS if not taken or size < taken[0])
-    is_streamed = not deterministic and target.architecture == streamed.ARCHITECTURE
-    of_ring = (SKINNY_ROWS,) if is_streamed else ()
-    return {"streamed": of_ring, "skinny": (SKINNY_ROWS,), "tiled": few, "piped": taken}
+    return {"skinny": (SKINNY_ROWS,), "tiled": few, "piped": taken}
 
 
 def _variant(
@@ -342,17 +337,11 @@ def _launch(
         return out
     rows, is_fp8 = routed.tile_rows, values.dtype == E4M3
     how, is_adapted = (x.dtype, is_fp8, gate is not None), added is not None
-    target = target_of(x.device)
-    sizes_of = tiles_of(target, deterministic)
+    sizes_of = tiles_of(target_of(x.device), deterministic)
     taken = sizes_of["piped"]
     few = (*sizes_of["skinny"], *sizes_of["tiled"])
     jit.compile_too(_variant(*how, size, is_adapted) for size in few)
     jit.compile_too(piped.variant(*how, size, is_adapted) for size in taken)
-    if streamed.is_wanted(target, deterministic, is_fp8, 1 / len(values)):
-        jit.compile_too([streamed.variant(*how, is_adapted)])
-    if rows == SKINNY_ROWS and not streamed.refusal(streamed.step_of(x, values, routed), target):
-        streamed.launch(streamed.variant(*how, is_adapted), x, values, routed, args)
-        return out
     if rows in taken:
         piped.launch(piped.variant(*how, rows, is_adapted), values, routed, streams, outputs, args)
         return out

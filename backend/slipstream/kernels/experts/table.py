@@ -5,12 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts import down_add, grouped, packed
 from slipstream.kernels.experts.grouped import ExpertMatrix, ExpertSpec, tiles_of
-from slipstream.kernels.experts.route import most_tiles
-from slipstream.kernels.experts.sm90 import streamed, streamed_add
-from slipstream.kernels.experts.sm90.ring import Ring
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import Target
 
@@ -63,17 +59,11 @@ def _on_cpu(product: ExpertProduct) -> list[tuple[str, str | None]]:
 def _on_gpu(product: ExpertProduct) -> list[tuple[str, str | None]]:
     matrix, rows = product.matrix, product.tile_rows
     found: dict[str, str | None] = {}
-    also_adds = False
     if not product.is_gated:
-        reason = down_add.refusal(product.num_rows, rows, matrix)
-        also_adds = reason is None
-        found["streamed_add"] = reason or streamed_add.refusal(_step_of(product), product.target)
-        is_streamed = also_adds and found["streamed_add"] is None
-        found["down_add"] = "streamed_add adds so few rows" if is_streamed else reason
+        found["down_add"] = down_add.refusal(product.num_rows, rows, matrix)
+    also_adds = found.get("down_add", "") is None
     for name, sizes in tiles_of(product.target, product.deterministic).items():
         reason = _not_by_tiles(product, sizes)
-        if reason is None and name in ("streamed", "skinny"):
-            reason = _not_of_few(product, name)
         found[name] = "down_add also adds the outputs" if also_adds and not reason else reason
     found["packed"] = None if matrix.groups is not None else "takes packed weights"
     name = next(name for name, reason in found.items() if reason is None)
@@ -89,21 +79,6 @@ def _not_by_tiles(product: ExpertProduct, sizes: tuple[int, ...]) -> str | None:
         return "adds in an order of its own" if product.deterministic else "needs sm_90a"
     is_taken = product.tile_rows in sizes
     return None if is_taken else f"takes tiles of {_listed(sizes)} rows, not {product.tile_rows}"
-
-
-def _not_of_few(product: ExpertProduct, name: str) -> str | None:
-    """Say why one of the two kernels with tiles of eight rows is not taken; None: it is."""
-    reason = streamed.refusal(_step_of(product), product.target)
-    if name == "streamed":
-        return reason
-    return "streamed takes so few rows" if reason is None else None
-
-
-def _step_of(product: ExpertProduct) -> streamed.Step:
-    matrix, pairs = product.matrix, product.num_rows * product.top_k
-    experts = len(matrix.values)
-    ring = Ring(len(product.rows), matrix.inputs, matrix.values.dtype == E4M3)
-    return streamed.Step(ring, pairs, most_tiles(pairs, experts, product.tile_rows), experts)
 
 
 def _refusal(product: ExpertProduct) -> str | None:

@@ -60,11 +60,8 @@ struct Task {
   const T *x, i64 x_stride, const u8 *weight, const float *scales, const T *bias, const int *order,                  \
       const float *weights, const int *tiles, T *out, i64 width, i64 outputs, i64 top_k, i64 gate ADDED_PARAMETERS
 
-// Of a record {expert, first, count} of `tiles`.
-#define TASK_OF(found)                                                                                               \
-  const Task task{x,       x_stride,   weight,      scales,     bias,        order,       weights,    out,           \
-                  int(width), int(outputs), int(top_k), int(gate), found.at[0], found.at[1], found.at[2] ADDED}
 // Behind `wait_for_previous`.
 #define TASK(tile)                                                                                                   \
   const Pack<int, 4> found = load_fresh<4>(tiles + 4 * i64(tile));                                                   \
-  TASK_OF(found)
+  const Task task{x,       x_stride,   weight,      scales,     bias,        order,       weights,    out,           \
+                  int(width), int(outputs), int(top_k), int(gate), found.at[0], found.at[1], found.at[2] ADDED}
