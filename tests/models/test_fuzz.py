@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -89,6 +90,19 @@ def test_any_value_of_a_key_that_a_family_has(
     (directory / "config.json").write_text(json.dumps(config))
     result = outcome(read_config, directory)
     assert isinstance(result, ModelConfig) or ("config.json" in result and "\n" not in result)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_count_of_layers_is_checked_before_lists_of_them_are_made(
+    name: str, directory: Path
+) -> None:
+    family = family_of(name)
+    key = family.aliases.get("num_hidden_layers", ("num_hidden_layers",))[0]
+    config = {"architectures": [name], **family.said, key: 20_000_000}
+    (directory / "config.json").write_text(json.dumps(config))
+    start = time.process_time()
+    assert f"{key} = 20000000 is above 10000" in str(outcome(read_config, directory))
+    assert time.process_time() - start < 0.5
 
 
 HEADERS = st.dictionaries(

@@ -225,6 +225,7 @@ def read_model(config: Reader, architecture: str, directory: Path) -> ModelConfi
     family = family_of(architecture)
     _check_model_type(config, family.config_class)
     _rename(config, family)
+    config.whole("num_hidden_layers", most=MOST_LAYERS)  # before lists of them are made
     _keep_read(config, family)
     dims = _dims(config)
     windows = read_windows(config, dims.num_layers)

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from slipstream_contract.limits import INT32_MAX
+
 from slipstream.models.alibi import slopes
 from slipstream.models.axes import (
     Activation,
@@ -37,7 +39,7 @@ def derived(config: Reader) -> Mapping[str, object]:
         "head_dim": None,
         "intermediate_size": 4 * config.whole("hidden_size"),
         "hidden_act": "gelu_pytorch_tanh",
-        "max_position_embeddings": config.whole("seq_length", 2048),
+        "max_position_embeddings": config.whole("seq_length", 2048, INT32_MAX),
     }
 
 

@@ -27,6 +27,8 @@ def derived(config: Reader) -> Mapping[str, object]:
     ropes = found.get("rope_parameters") or config.get("rope_parameters")
     local = ropes.get("sliding_attention") if isinstance(ropes, dict) else None
     theta = local.get("rope_theta") if isinstance(local, dict) else None
+    if theta is not None and config.has("rope_parameters"):
+        config.child("rope_parameters").child("sliding_attention").positive("rope_theta")
     return {**found, "rope_local_base_freq": theta or _THETAS["sliding_attention"]}
 
 

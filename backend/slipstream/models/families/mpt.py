@@ -37,6 +37,8 @@ NEUTRAL = {**read_config_class("MptForCausalLM").defaults, "sliding_window_size"
 ALIASES = "hidden_size=d_model num_attention_heads=n_heads num_hidden_layers=n_layers"
 ALIASES += " max_position_embeddings=max_seq_len rms_norm_eps=layer_norm_epsilon"
 
+_MOST = 1 << 10  # times the hidden size
+
 
 def attention(config: Reader) -> Reader:
     """Return the keys of `attn_config`; refuse others that ask for something."""
@@ -59,7 +61,8 @@ def derived(config: Reader) -> Mapping[str, object]:
     return {
         "num_key_value_heads": kinds.get(str(kind)) or own.whole("kv_n_heads"),
         "head_dim": None,
-        "intermediate_size": config.whole("expansion_ratio") * config.whole("hidden_size"),
+        "intermediate_size": config.whole("expansion_ratio", most=_MOST)
+        * config.whole("hidden_size"),
         "hidden_act": "gelu",
     }
 
