@@ -1,6 +1,6 @@
 """GEMMs of Llama-3.1-8B's layers in int8 beside e4m3, with all that a step computes around them.
 
-    python benchmarks/eight_bits.py [--rows N ...] [--turns N]
+    python benchmarks/eight_bits.py [--rows N ...] [--turns N] [--without tall]
 
 A place is the norm or the quantising before a GEMM, the GEMM, and what follows it, as a step runs
 them; `layer` is the four in their order. Each of 32 layers has weights of its own. The two types
@@ -16,7 +16,8 @@ from cases_eight_bits import PRODUCTS as SIZES
 from slipstream import quant
 from slipstream.fuse.rewrite import Place, fused
 from slipstream.kernels.elementwise.eight_bits import E4M3, INT8, quantize
-from slipstream.kernels.gemm.op import Matrix
+from slipstream.kernels.gemm.op import Matrix, gemm
+from slipstream.kernels.runtime.registry import Implementations
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
@@ -82,13 +83,24 @@ def times(layers: Sequence[Layer], name: str, num_rows: int) -> Callable[[], flo
     return lambda: time_graph(runs())
 
 
+def leave_out(names: Sequence[str]) -> None:
+    """Multiply without these implementations: by what comes next."""
+    kept = Implementations[object]()
+    for each in gemm.implementations:
+        if each.name not in names:
+            kept.add(each)
+    gemm.implementations = kept
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--without", nargs="+", default=(), help="GEMMs to do without: tall, ...")
     options = parser.parse_args()
     need_gpu()
+    leave_out(options.without)
     torch.manual_seed(0)
     device = torch.device("cuda")
     norm = Norm(Weights(RandomSource(device, 0), device, DTYPE, "none"), HIDDEN, 1e-5)
