@@ -162,7 +162,7 @@ def test_matmul(kind: torch.dtype, n: int, k: int, m: int, seed: int) -> None:
         ("adds and gates what it scales", {"residual": True}, torch.bfloat16),
         ("adds and gates what it scales", {"bias": True}, torch.bfloat16),
         (None, {"scales": "both", "bias": True, "residual": True}, torch.bfloat16),
-        ("scales to bf16 alone", {"scales": "both"}, torch.float16),
+        ("scales e4m3 to bf16, and int8 to 16 bits", {"scales": "both"}, torch.float16),
     ],
 )
 def test_what_a_skinny_gemm_makes_of_e4m3(

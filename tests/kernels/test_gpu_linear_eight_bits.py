@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from fixtures.kernels.checking import Judge, poison, random, same_bits, spread
+from fixtures.kernels.checking import Judge, poison, random, same_bits, short, spread
 from fixtures.kernels.eight_bits_cases import scaled, silu_mul
 from slipstream.kernels.elementwise.eight_bits import PRODUCTS, add_scaled, quantize, scale
 from slipstream.kernels.gemm.linear import linear
@@ -142,21 +142,22 @@ def test_tall_of_int8_without_a_gate(biased: bool) -> None:
     judge.verdict()
 
 
-def test_rows_of_int8_are_rounded_once() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+def test_rows_of_int8_are_rounded_once(dtype: torch.dtype) -> None:
     """Whichever kernels multiply: the bits of exact sums, scaled and rounded as the oracle does;
     a row with NaN or infinity is NaN, and no other.
     """
-    judge = Judge("int8, exact")
+    judge = Judge(f"int8, exact, {short(dtype)}")
     for outputs, width in ((6144, 4096), (4096, 14336), (1000, 528), (28672, 4096)):
-        matrix = Matrix(*quantize(random(outputs, width, dtype=torch.bfloat16, seed=1), INT8))
-        bias = random(outputs, dtype=torch.bfloat16, seed=3)
+        matrix = Matrix(*quantize(random(outputs, width, dtype=dtype, seed=1), INT8))
+        bias = random(outputs, dtype=dtype, seed=3)
         for rows in (3, 16, 64, 65, 128, 129, 300, 2048):
-            x = random(rows, width, dtype=torch.bfloat16, seed=rows)
+            x = random(rows, width, dtype=dtype, seed=rows)
             x[1, 5], x[2, width - 1] = float("nan"), float("inf")
             small = quantize(x, INT8)
             out = linear(x, matrix, Around(bias=bias))
             given = (small.values, matrix.values)
-            around = Around(rows=small.scales, columns=matrix.scales, bias=bias)
+            around = Around(rows=small.scales, columns=matrix.scales, bias=bias, out=dtype)
             wanted = gemm.oracle(*given, around)
             name = f"{rows} x {outputs, width}"
             judge.true(name, same_bits(out[3:], wanted[3:]) and same_bits(out[0], wanted[0]))

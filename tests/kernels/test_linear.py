@@ -217,6 +217,20 @@ def test_what_nobody_takes_is_refused_with_all_reasons() -> None:
     assert cublaslt.takes(spec(4, 264, 512, E4M3, target=KNOWN["sm_80"])) == "has no e4m3 on sm_80"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+@pytest.mark.parametrize("kind", [E4M3, INT8], ids=str)
+def test_rows_of_8_bits_say_what_outputs_are(kind: torch.dtype, dtype: torch.dtype) -> None:
+    """e4m3 is scaled to bf16 alone: of fp16 the next kernel scales, also without a residual."""
+    x, weight = (torch.empty(n, 512, dtype=kind, device="meta") for n in (16, 264))
+    scales = {"rows": torch.empty(16), "columns": torch.empty(264)}
+    residual = torch.empty(16, 264, dtype=dtype)
+    for stages in ({"out": dtype}, {"residual": residual}):
+        found = spec_of(x, weight, Around(**scales, **stages))._replace(target=KNOWN["sm_90a"])
+        assert found.out == dtype
+        is_behind = (kind, dtype) == (E4M3, torch.float16)
+        assert choose(found).path.scales == is_behind
+
+
 def test_weights_of_int8_are_multiplied_on_older_gpus_too() -> None:
     target = KNOWN["sm_80"]
     for n in (1, 16, 256):
@@ -340,7 +354,7 @@ def test_where_int8_is_tall_without_a_gate(
         assert tall.rows_for(rows, outputs, 132, is_plain=True) == rows_of_tile
         assert tall._variant(INT8, rows_of_tile, is_plain=True) in set(tall.variants())
         assert tall.takes(product._replace(scales="")) == "makes SiLU gates alone"
-        assert tall.takes(product._replace(out=torch.float16)) == "scales to bf16 alone"
+        assert tall.takes(product._replace(out=torch.float16)) is None
 
 
 def test_gemv_scales_weights_of_8_bits_alone() -> None:

@@ -169,7 +169,7 @@ class FusedLinearAdd(LinearAdd):
         matrix = self.linear.matrix
         if matrix is None:
             return super().part(x, before, dtype)
-        y = multiply(x, matrix, Around(bias=self.linear.bias, residual=before))
+        y = multiply(x, matrix, Around(bias=self.linear.bias, residual=before, out=dtype))
         if isinstance(y, Tensor):
             return y
         if before is None:

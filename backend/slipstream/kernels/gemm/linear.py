@@ -130,7 +130,7 @@ def route_of(x: Operand, matrix: Matrix, around: Around = PLAIN) -> Route:
         None if matrix.groups is None else matrix.groups.packing,
         *(norm is None or norm.data_ptr() % ALIGNED, around.plus_one, around.bias is None),
         *(around.is_centred, shift is None or shift.data_ptr() % ALIGNED),
-        *(around.gate, residual is None or residual.dtype, target_of(rows.device)),
+        *(around.gate, residual is None or residual.dtype, around.out, target_of(rows.device)),
     )
     route = _routes.get(key)
     if route is None:
@@ -217,6 +217,8 @@ def follow(route: Route, x: Operand, matrix: Matrix, around: Around) -> Tensor |
     rows = _before(path, x, around, matrix.rounds_to)
     if isinstance(rows, Quantized) or matrix.scales is not None or matrix.groups is not None:
         around = _with_scales(rows, matrix, around)
+    if isinstance(rows, Quantized) and isinstance(x, Tensor):
+        around = around._replace(out=x.dtype)
     if path.norms:
         around = around._replace(norm=None, eps=0.0)
     values = rows.values if isinstance(rows, Quantized) else rows

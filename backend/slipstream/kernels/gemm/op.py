@@ -77,6 +77,7 @@ class Around(NamedTuple):
     residual: Tensor | None = None  # [n, m]: added to in place
     addend: Addend | None = None  # added to x, in place, before all else
     groups: Groups | None = None  # of packed weights
+    out: torch.dtype | None = None  # of outputs, where x is of 8 bits and there is no residual
 
     @property
     def norm_kind(self) -> str:
@@ -84,6 +85,14 @@ class Around(NamedTuple):
         if self.norm is None or self.is_centred:
             return "" if self.norm is None else "layer norm"
         return "norm plus one" if self.plus_one else "norm"
+
+    def out_dtype(self, x: Tensor) -> torch.dtype:
+        """Return the dtype of outputs behind all stages; bf16 where nothing says another."""
+        if self.residual is not None:
+            return self.residual.dtype
+        if x.dtype not in PRODUCTS:
+            return x.dtype
+        return torch.bfloat16 if self.out is None else self.out
 
     @property
     def scales(self) -> Scales | None:
@@ -163,7 +172,7 @@ def spec_of(x: Tensor, weight: Tensor, around: Around) -> Spec:
     """Return the spec of a GEMM, by which an implementation is chosen."""
     norms = [each for each in (around.norm, around.shift) if each is not None]
     scales = "both" if around.rows is not None else "" if around.columns is None else "columns"
-    out = x.dtype if around.residual is None else around.residual.dtype
+    out = around.out_dtype(x)
     packing = None if around.groups is None else around.groups.packing
     return Spec(
         rows=x.shape[0],
@@ -171,7 +180,7 @@ def spec_of(x: Tensor, weight: Tensor, around: Around) -> Spec:
         outputs=weight.shape[0] if packing is None else packing.outputs,
         x=x.dtype,
         weight=weight.dtype,
-        out=torch.bfloat16 if out in PRODUCTS else out,
+        out=out,
         norm=around.norm_kind,
         scales=scales,
         bias=around.bias is not None,
@@ -227,7 +236,7 @@ def gemm(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     dtype = PRODUCTS.get(x.dtype, x.dtype)
     if around.scales is not None:
         y = scaled(y.to(dtype), *around.scales)
-        dtype = torch.bfloat16 if x.dtype in PRODUCTS else dtype
+        dtype = around.out_dtype(x)
     else:
         y = y if around.rows is None else y * around.rows[:, None]
         y = y if around.columns is None else y * around.columns

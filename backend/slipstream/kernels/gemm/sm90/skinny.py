@@ -17,6 +17,8 @@ from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.runtime import jit, tensor_map
 
 DTYPES = (torch.float16, torch.bfloat16, E4M3, INT8)
+# Of rows of 8 bits that are scaled.
+OUTPUTS = {E4M3: (torch.bfloat16,), INT8: (torch.bfloat16, torch.float16)}
 MAX_ROWS = 128
 GROUP_ROWS = 64  # of x, for each group of warps
 CLUSTERS = (1, 2, 4)
@@ -130,8 +132,8 @@ def shared_refusal(spec: Spec) -> str | None:
     if spec.gate not in ("", "silu"):
         return "gates by SiLU alone"
     if spec.x in PRODUCTS:
-        if spec.scales and spec.out != torch.bfloat16:
-            return "scales to bf16 alone"
+        if spec.scales and spec.out not in OUTPUTS[spec.x]:
+            return "scales e4m3 to bf16, and int8 to 16 bits"
         if not spec.scales and (spec.bias or spec.gate or spec.residual):
             return "adds and gates what it scales"
     if not (spec.x_aligned and spec.x_pitch and spec.weight_aligned):
@@ -139,24 +141,33 @@ def shared_refusal(spec: Spec) -> str | None:
     return None
 
 
-def _variant(dtype: torch.dtype, tiles: SkinnyTiling) -> jit.Variant:
-    element, kind = kind_of(dtype)
+def _variant(
+    dtype: torch.dtype, tiles: SkinnyTiling, out: torch.dtype = torch.bfloat16
+) -> jit.Variant:
+    element, kind = kind_of(dtype, out)
     sizes = {"ROWS": tiles.rows, "GROUPS": tiles.groups, "CLUSTER": tiles.cluster}
     return jit.variant("gemm/sm90/skinny.cu", element, **kind, **sizes)
 
 
-def kind_of(dtype: torch.dtype) -> tuple[torch.dtype, dict[str, int]]:
-    """Return the type of outputs of such rows, and the macros that name the type of rows."""
+def kind_of(dtype: torch.dtype, out: torch.dtype) -> tuple[torch.dtype, dict[str, int]]:
+    """Return the type of outputs of such rows, `out` of 8 bits, and the macros for that of rows."""
     kind = {"FP8": int(dtype == E4M3)} | ({"INT8": 1} if dtype == INT8 else {})
-    return torch.bfloat16 if dtype in PRODUCTS else dtype, kind
+    return out if dtype in PRODUCTS else dtype, kind
+
+
+def kinds() -> Iterator[tuple[torch.dtype, torch.dtype]]:
+    """Yield the types of rows, each with those of outputs."""
+    for dtype in DTYPES:
+        for out in OUTPUTS.get(dtype, (dtype,)):
+            yield dtype, out
 
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
-    for dtype, groups, cluster in itertools.product(DTYPES, (1, 2), CLUSTERS):
+    for (dtype, out), groups, cluster in itertools.product(kinds(), (1, 2), CLUSTERS):
         most = TILE_ROWS[-1] if cluster == 1 else _MOST_SHARED_ROWS[groups]
         for rows in range(_FEWEST_TILE_ROWS[cluster], most + 1, TILE_ROWS.step):
-            yield _variant(dtype, SkinnyTiling(rows, groups, cluster))
+            yield _variant(dtype, SkinnyTiling(rows, groups, cluster), out)
 
 
 @gemm.implementation("skinny", "cuda", "sm_90a", takes=takes)
@@ -169,7 +180,7 @@ def skinny(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     num_outputs = num_weight_rows // (2 if gated else 1)
     y = around.residual
     if y is None:
-        dtype = PRODUCTS.get(x.dtype, x.dtype) if scales is None else torch.bfloat16
+        dtype = PRODUCTS.get(x.dtype, x.dtype) if scales is None else around.out_dtype(x)
         y = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     jit.require(
         y.stride(1) == 1 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0,
@@ -181,7 +192,7 @@ def skinny(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     share = tiles.rows // (2 if gated else 1)
     copied = -(-num_rows // 8) * 8
     jit.launch(
-        _variant(x.dtype, tiles),
+        _variant(x.dtype, tiles, y.dtype if scales is not None else torch.bfloat16),
         "skinny",
         (-(-num_outputs // share) * tiles.cluster,),
         128 * tiles.groups + 64,

@@ -22,6 +22,7 @@ from slipstream.kernels.gemm.sm90.skinny import (
     DTYPES,
     MEMORY,
     kind_of,
+    kinds,
     shared_refusal,
 )
 from slipstream.kernels.runtime import jit, tensor_map
@@ -100,8 +101,10 @@ def _end_bytes(rows: int) -> int:
     return 2 * 4 * rows + _BARRIER_BYTES
 
 
-def _variant(dtype: torch.dtype, rows: int, is_plain: bool = False) -> jit.Variant:
-    element, kind = kind_of(dtype)
+def _variant(
+    dtype: torch.dtype, rows: int, is_plain: bool = False, out: torch.dtype = torch.bfloat16
+) -> jit.Variant:
+    element, kind = kind_of(dtype, out)
     more = {"PLAIN": 1} if is_plain else {}
     sizes = {"ROWS": rows, "SLOTS": num_slots(rows)}
     return jit.variant("gemm/sm90/tall.cu", element, **kind, **sizes, **more)
@@ -109,10 +112,10 @@ def _variant(dtype: torch.dtype, rows: int, is_plain: bool = False) -> jit.Varia
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
-    for dtype, rows in itertools.product(DTYPES, TILE_ROWS):
-        yield _variant(dtype, rows)
-    for rows in TILE_ROWS:
-        yield _variant(INT8, rows, is_plain=True)
+    for (dtype, out), rows in itertools.product(kinds(), TILE_ROWS):
+        yield _variant(dtype, rows, out=out)
+        if dtype == INT8:
+            yield _variant(dtype, rows, is_plain=True, out=out)
 
 
 @gemm.implementation("tall", "cuda", "sm_90a", takes=takes)
@@ -124,7 +127,7 @@ def tall(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     num_outputs = len(weight) // (1 if is_plain else 2)
     y = around.residual
     if y is None:
-        dtype = torch.bfloat16 if scales is not None else x.dtype
+        dtype = around.out_dtype(x)
         y = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     jit.require(
         y.stride(1) == 1 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0,
@@ -136,7 +139,7 @@ def tall(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     outputs = rows if is_plain else rows // 2
     row_tiles, column_tiles = -(-num_rows // X_ROWS), -(-num_outputs // outputs)
     jit.launch(
-        _variant(x.dtype, rows, is_plain),
+        _variant(x.dtype, rows, is_plain, y.dtype),
         "tall",
         (row_tiles * column_tiles,),
         256,
