@@ -4,7 +4,7 @@ import pytest
 from fixtures.engine.client import Client
 from fixtures.engine.counting import CountingRunner
 from fixtures.engine.hashed import VOCAB_SIZE, Words, expected, seen_by
-from fixtures.engine.machine import Machine
+from fixtures.engine.machine import Machine, seeds
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
@@ -128,6 +128,7 @@ class Windowed(Machine):
         max_in_flight=st.integers(1, 2),
         long_prompt_tokens=st.sampled_from([1024, 12]),
         is_reused=st.booleans(),
+        seed=seeds,
     )
     def begin(
         self,
@@ -139,10 +140,11 @@ class Windowed(Machine):
         max_in_flight: int,
         long_prompt_tokens: int,
         is_reused: bool,
+        seed: int,
     ) -> None:
         window = data.draw(windows(max_in_flight * num_tokens))
         sizes = (block_size, num_blocks, num_seqs, num_tokens, 8, 120, max_in_flight)
-        super().begin(*sizes, long_prompt_tokens, is_reused, window)
+        super().begin(*sizes, long_prompt_tokens, is_reused, window, seed=seed)
 
 
 TestWindowed = Windowed.TestCase
