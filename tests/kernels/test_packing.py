@@ -284,7 +284,7 @@ def test_e4m3_stays_packed_in_groups_on_any_gpu() -> None:
             assert form(target, dtype) == packed
             assert form(target, dtype, Form(Kind.F8, 64)) == packed
     by_token = "kept packed, rows of long prompts quantised by token"
-    meant = {"for_e4m3": True}
+    meant = {"row_type": "e4m3"}
     assert form("sm_90a", torch.bfloat16, **meant) == by_token
     assert form("sm_90a", torch.bfloat16, Form(Kind.F8, 256), 512, **meant) == by_token
     assert form("sm_90a", torch.bfloat16, Form(Kind.F8, 64), **meant) == packed
