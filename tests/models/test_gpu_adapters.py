@@ -61,7 +61,7 @@ def test_logits_are_those_of_merged_weights(dtype: str, is_fixed: bool, tmp_path
     assert bool(runner._graphs._adapted) == by_tables
 
 
-@pytest.mark.parametrize("quantization", ["none", "fp8", "int4"])
+@pytest.mark.parametrize("quantization", ["none", "fp8", "int4", "w8a8"])
 def test_bits_of_a_sequence_do_not_depend_on_adapters_beside_it(
     quantization: str, tmp_path: Path
 ) -> None:

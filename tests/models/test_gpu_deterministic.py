@@ -45,6 +45,7 @@ def answers(
         ("llama", {"dtype": "bfloat16"}),
         ("qwen3", {"dtype": "float32"}),
         ("llama", {"dtype": "bfloat16", "quantization": "fp8"}),
+        ("llama", {"dtype": "float16", "quantization": "w8a8"}),
     ],
     ids=str,
 )
