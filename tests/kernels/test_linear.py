@@ -300,7 +300,9 @@ def test_where_power_is_the_limit_tiles_are_large() -> None:
         (4096, 28672, 512, torch.bfloat16, True),
         (4096, 28672, 512, E4M3, False),
         (4096, 28672, 512, INT8, True),
-        (832, 28672, 512, INT8, False),
+        (320, 28672, 4096, INT8, False),
+        (384, 28672, 4096, INT8, True),  # less of a wave than cuBLASLt's int32 costs
+        (384, 28672, 4096, torch.bfloat16, False),
         (4096, 32768, 512, torch.bfloat16, False),  # of 128 x 256 outputs
         (256, 28672, 520, torch.bfloat16, False),
         (256, 28680, 512, torch.bfloat16, False),
@@ -347,7 +349,7 @@ def test_where_int8_is_tall_without_a_gate(
     rows: int, outputs: int, rows_of_tile: int | None
 ) -> None:
     stages = {"rows": torch.empty(rows), "columns": torch.empty(outputs)}
-    product = spec(rows, outputs, 512, INT8, **stages)
+    product = spec(rows, outputs, 4096, INT8, **stages)
     for found in (product, product._replace(residual=True)):
         assert (tall.takes(found) is None) == (rows_of_tile is not None)
     if rows_of_tile is not None:
