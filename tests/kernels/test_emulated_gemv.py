@@ -2,15 +2,17 @@
 
 import pytest
 import torch
-from fixtures.kernels.emulation import emulate
+from fixtures.kernels.emulation import emulate, on_ctas
+from fixtures.kernels.lora import Adapted, Shape
 from fixtures.tiers import quick_of
-from slipstream.kernels.elementwise.activation import EVERY
-from slipstream.kernels.gemm.op import Around, gemm
-from slipstream.kernels.gemm.sm90.gemv import gemv
+from slipstream.kernels.elementwise.activation import EVERY, activate
+from slipstream.kernels.gemm.op import Around, TermTable, gemm, scratch_of
+from slipstream.kernels.gemm.sm90.gemv import adapted, gemv
 from slipstream.kernels.runtime import jit
 from torch import Tensor
 
 OUTPUTS = 50
+BF16, CPU = torch.bfloat16, torch.device("cpu")
 CASES = {  # rows, inputs, gate, whether a layer norm
     "layer norm, GELU": (1, 1000, EVERY + "gelu", True),
     "layer norm, GELU by tanh": (2, 2560, EVERY + "gelu, by tanh", True),
@@ -58,3 +60,27 @@ def test_weights_of_int8(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     around = Around(norm, 1e-5, columns=columns, gate=gate)
     found, wanted = gemv(x, weight, around), gemm.oracle(x, weight, around)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0.008)
+
+
+@pytest.mark.parametrize("numbers", [[0, 0], [2, 1]], ids=["no adapter", "two"])
+def test_outputs_of_several_batches_have_terms(
+    numbers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CTA finishes outputs while it still asks for weights, as of wide gates for two rows."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(jit, "num_multiprocessors", lambda _: 2)
+    size, inputs = 340, 512  # of a CTA 170: 64 at once, and 96 in the ring
+    made = Adapted(Shape(inputs, (size, size), ((16, 3), (40, 0))), BF16, "cpu", by_launchers=True)
+    rng = torch.Generator().manual_seed(0)
+    weight = torch.randn(2 * size, inputs, generator=rng).to(BF16) / inputs**0.5
+    x, scratch = torch.randn(2, inputs, generator=rng).to(BF16), scratch_of(made.width, CPU)
+    table = made.table(numbers)
+    terms = TermTable(table.groups, table.rows, 1, scratch, (size, size))
+    product = gemm.oracle(x.float(), weight, Around())
+    wanted = activate("silu", made.by_torch(product, x, numbers))
+    for _ in range(2):
+        y = torch.zeros(2, size, dtype=BF16)
+        around = Around(gate="silu", residual=y)
+        on_ctas(2, lambda around=around: adapted(x, weight, around, terms))  # type: ignore[misc]
+        assert ((y.float() - wanted).abs() / (1 + wanted.abs())).max() < 2**-6
+        assert not scratch[:2].any()

@@ -369,7 +369,7 @@ DEVICE void multiply_rows(const Task& task, CopyRing& ring, float* sums, float* 
     }
     barrier_of_readers();
 #if ADAPTS
-    if (first == task.begin) barrier_of_all();
+    if (first == task.begin) take_t(task);
     output.add_terms(task);
 #endif
     output.write(task, sums, squares);
@@ -383,7 +383,7 @@ DEVICE void run(const Task& task, CopyRing& ring, float* sums, float* squares) {
   else if (threadIdx.x < THREADS)
     multiply_rows(task, ring, sums, squares);
 #if ADAPTS
-  if (threadIdx.x < THREADS) return;
+  if (threadIdx.x < THREADS || task.is_long()) return;
   __syncwarp();
   wait_for_previous();
   fetch_t(task.adapters, *task.terms);

@@ -43,6 +43,9 @@ struct Task {
 #if ADAPTS
   Adapters adapters;
   SharedTerms* terms;
+
+  // Whether outputs are finished while weights are still asked for: the warp that asks cannot take t before.
+  DEVICE bool is_long() const { return end - begin > batch; }
 #endif
 
   DEVICE int row_bytes() const { return width * int(sizeof(Weight)); }
@@ -52,6 +55,18 @@ struct Task {
 // Of the warps that multiply; of all.
 DEVICE void barrier_of_readers() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 DEVICE void barrier_of_all() { asm volatile("bar.sync 2, %0;" ::"n"(THREADS + 32) : "memory"); }
+
+#if ADAPTS
+// By all threads that multiply: t is in shared memory.
+DEVICE void take_t(const Task& task) {
+  if (!task.is_long()) {
+    barrier_of_all();
+    return;
+  }
+  if (threadIdx.x < 32) fetch_t(task.adapters, *task.terms);
+  barrier_of_readers();
+}
+#endif
 
 // Element at which piece i of this thread begins; of a piece behind the end, where x counts as zero, the row's first.
 DEVICE int piece_begin(const Task& task, int i) {
