@@ -4,10 +4,10 @@ Times are modelled, not measured: the least time in which a step's weights and c
 its GEMMs computed, plus what launches take and the part of the GEMMs that no read hides. Of experts
 a step reads those that its rows choose, if all are as likely, and no read hides their GEMMs. The
 constants are fitted to recorded rows (`benchmarks/results`: an 8B shape on H100 and H200, three
-other families, two mixtures, weights of 4 and 8 bits on an H200), which the model meets within
-15 %. What ranks exchange is taken from published figures; steps of two ranks were recorded, and are
-met. The cache has what the engine gives it beside the weights and 2 GB for the largest step, its
-graphs and the CUDA context.
+other families, two mixtures, weights of 4 and 8 bits and rows of int8 on an H200), which the model
+meets within 15 %. What ranks exchange is taken from published figures; steps of two ranks were
+recorded, and are met. The cache has what the engine gives it beside the weights and 2 GB for the
+largest step, its graphs and the CUDA context.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _MOST_SEQUENCES = 1024  # at once: beyond, no step has a graph
 _SHORT = 512  # tokens: as many sequences as have room with so many each are let in
 _WORKSPACE = 2_000_000_000  # bytes
 _LAUNCH_S = 10e-6  # of each layer
-_ROUNDED_S = 8e-6  # more of a layer whose rows are put into fp8; into int8: reckoned as long
+_ROUNDED_S = 8e-6  # more of a layer whose rows are put into fp8 or int8
 _UNHIDDEN = 0.65  # of the time of the GEMMs
 _PACKED_S = 2e-6  # more of each packed matrix
 _PACKED_READ = {4: 0.55, 8: 0.74}  # of the rate of other weights, by bits
@@ -54,8 +54,9 @@ _HOP_S = 30e-6  # from stage to stage
 class Card:
     """A GPU: bytes, bytes read and operations a second of 16 bits, fp8 (0: it has none) and int8.
 
-    Its memory is what its driver reports, which is not what it is sold as. Those of int8 are
-    reckoned: what is published, less by as much as 16 bits are.
+    Its memory is what its driver reports, which is not what it is sold as. Operations of int8 are
+    fewer than those of fp8 on a Hopper, whose GEMMs of many rows write int32; elsewhere reckoned:
+    what is published, less by as much as 16 bits are.
     """
 
     name: str
@@ -66,14 +67,15 @@ class Card:
     int8: float
     target: Target
     is_measured: bool = False  # else nine tenths of what is published
+    has_timed_int8: bool = False
 
 
 _HOPPER = Target("cuda", "sm_90a", 132)
 CARDS = {
     card.name: card
     for card in (
-        Card("H100", 84.9e9, 3.11e12, 790e12, 1480e12, 1480e12, _HOPPER, True),
-        Card("H200", 150.1e9, 4.707e12, 790e12, 1480e12, 1480e12, _HOPPER, True),
+        Card("H100", 84.9e9, 3.11e12, 790e12, 1480e12, 1300e12, _HOPPER, True),
+        Card("H200", 150.1e9, 4.707e12, 790e12, 1480e12, 1300e12, _HOPPER, True, True),
         Card("A100", 84.9e9, 1.83e12, 250e12, 0.0, 500e12, Target("cuda", "sm_80", 108)),
         Card("L40S", 47.6e9, 0.78e12, 290e12, 580e12, 580e12, Target("cuda", "sm_89", 142)),
     )
@@ -140,7 +142,7 @@ class Profile:
         rows, many_ms: the most such sequences at once in a replica, and then between two tokens.
         refused: why it cannot serve; empty: it can.
         split: the GPUs that serve.
-        is_reckoned: whether it multiplies rows in int8, which no GPU has timed.
+        is_reckoned: whether it multiplies rows in int8, which no such card has timed.
     """
 
     quantization: str
@@ -274,7 +276,8 @@ def profile_of(config: EngineConfig, card: Card, split: Split = ONE) -> Profile:
     one, many = (_token_ms(stages, n, context) for n in (1, max(1, rows)))
     token_bytes = max(each.token_bytes for each in stages)
     made = Profile(*kept, most, tokens, token_bytes, one, rows, many, refused, split)
-    return replace(made, is_reckoned=any(INT8 in dict(each.rounded) for each in weights))
+    rounds_to_int8 = any(INT8 in dict(each.rounded) for each in weights)
+    return replace(made, is_reckoned=rounds_to_int8 and not card.has_timed_int8)
 
 
 def _cache_tokens(plan: Plan, free: float) -> int:

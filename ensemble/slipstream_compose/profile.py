@@ -121,7 +121,7 @@ def table(found: Sequence[Profile], card: Card) -> list[str]:
         lines.append(
             f"{start}{each.weight_bytes / 1e9:7.1f}{each.cache_tokens:14,}{each.one_ms:8.2f}"
             f"{each.rows:6}{each.many_ms:8.2f}{each.tokens_s:10,.0f}"
-            + "  reckoned: no GPU has timed int8"
+            + f"  reckoned: no {card.name} has timed int8"
             * each.is_reckoned
         )
     return lines
