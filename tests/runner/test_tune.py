@@ -16,9 +16,9 @@ import torch
 from fixtures.models.checkpoints import FAMILIES, make_model, save
 from fixtures.quantize import tiny
 from slipstream.config import EngineConfig
+from slipstream.kernels.elementwise.eight_bits import PRODUCTS
 from slipstream.kernels.gemm import cublaslt_groups, search, tuning
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape
-from slipstream.kernels.gemm.op import E4M3
 from slipstream.kernels.gemm.tuning import Choices, Machine, Product
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Target
 from slipstream.layers.dims import ExpertsConfig
@@ -120,7 +120,7 @@ class FakeOperands:
         return self.inputs, self.outputs
 
     def shape(self, rows: int) -> GemmShape:
-        types = (self.dtype, self.dtype if self.dtype != E4M3 else torch.bfloat16)
+        types = self.dtype, PRODUCTS.get(self.dtype, self.dtype)
         return GemmShape(rows, *self.sizes, *types, (0, 0, 0), 16, self.adds, self.x_scales)
 
 
@@ -195,6 +195,24 @@ def test_what_runs_by_our_own_kernels_is_left_out(
     assert sorted(outputs) == [256, 354, 1009]  # 177 inputs, and no multiples of 8 outputs
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["160"]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("target", "expected"), [("sm_80", {32, 640}), ("sm_90a", {32})])
+def test_weights_of_int8_are_tuned_with_the_rows_that_cublaslt_multiplies(
+    target: str, expected: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer than 32 are multiplied as 32, as there are no kernels for 16; on a Hopper many fill
+    tiles of our own.
+    """
+    set_target(monkeypatch, KNOWN[target])
+    sizes = {"hidden_size": 384, "head_dim": 64, "intermediate_size": 11264}
+    folder = save(make_model(tie_word_embeddings=False, **sizes), tmp_path / "tiny")
+    config = msgspec.json.encode(EngineConfig(checkpoint=str(folder), quantization="w8a8"))
+    assert run(monkeypatch, config, "--rows", "8", "16", "24", "32", "640") == 0
+    found = [each for each in tuning.load(MACHINE) if each.product.outputs == 2 * 11264]
+    assert {(each.product.dtype, each.product.out_dtype) for each in found} == {("int8", "int32")}
+    assert {each.rows for each in found} == expected
 
 
 @pytest.mark.usefixtures("gpu")

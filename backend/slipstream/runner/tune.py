@@ -19,11 +19,10 @@ import torch
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, StartError
-from slipstream.kernels.elementwise.eight_bits import PRODUCTS
 from slipstream.kernels.gemm import cublaslt_groups, search, tuning
-from slipstream.kernels.gemm.cublaslt import DTYPES
+from slipstream.kernels.gemm.cublaslt import DTYPES, INT8_ROWS
 from slipstream.kernels.gemm.linear import choose
-from slipstream.kernels.gemm.op import ALIGNED, E4M3
+from slipstream.kernels.gemm.op import ALIGNED, E4M3, INT8
 from slipstream.kernels.gemm.unpacked import outputs_at_once
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import Target, target_of
@@ -141,14 +140,18 @@ def choice_of(operands: search.Operands, rows: int, found: search.Found) -> tuni
 
 
 def runs_by_cublaslt(matrix: Weight, rows: int, target: Target) -> bool:
-    """Whether the product alone, of values as a GEMM multiplies them, is cuBLASLt's."""
+    """Whether the product alone, of values as a GEMM multiplies them, is cuBLASLt's; of int8 with
+    its scales, which a kernel that scales may take.
+    """
     dtype = matrix.dense_dtype
+    if dtype == INT8 and rows < INT8_ROWS:  # multiplied as so many
+        return False
     plain = matrix.spec(rows, target)._replace(
         x=dtype,
         weight=dtype,
-        out=torch.bfloat16 if dtype in PRODUCTS else dtype,
+        out=matrix.model_dtype if dtype == INT8 else torch.bfloat16 if dtype == E4M3 else dtype,
         norm="",
-        scales="",
+        scales="both" if dtype == INT8 else "",
         bias=False,
         gate="",
         residual=False,

@@ -29,7 +29,7 @@ from slipstream.kernels.runtime.op import KernelError, op
 
 DTYPES = (torch.float16, torch.bfloat16, E4M3, INT8)
 _INT8_MULTIPLE = 4  # of inputs and outputs
-_INT8_ROWS = 32  # fewer are multiplied as so many: kernels for 16 and fewer are missing
+INT8_ROWS = 32  # fewer are multiplied as so many: kernels for 16 and fewer are missing
 _WITHOUT_E4M3 = ("sm_80", "sm_86", "sm_87")
 _ALIGNED = 16  # bytes; all that a kernel asks for
 _log = logging.getLogger(__name__)
@@ -82,8 +82,8 @@ def _matmul(
         return out
     if x.dtype == torch.float32:  # torch knows whether the operator allows tf32
         return torch.addmm(out, x, weight.t(), beta=int(accumulate), out=out)
-    if x.dtype == INT8 and len(x) < _INT8_ROWS and not accumulate:
-        more = x.new_zeros((_INT8_ROWS, x.shape[1]))
+    if x.dtype == INT8 and len(x) < INT8_ROWS and not accumulate:
+        more = x.new_zeros((INT8_ROWS, x.shape[1]))
         more[: len(x)] = x
         return out.copy_(_matmul(more, weight)[: len(x)])
     plan = plan_of(x, weight, out, accumulate)
