@@ -259,6 +259,12 @@ def test_plans_are_made_anew_and_graphs_that_are_stale(device: Device, decoder: 
     assert not device.stale[0](decodes(4000))
 
 
+def test_graphs_of_few_rows_of_int8_are_stale_with_the_rows_they_are_multiplied_as() -> None:
+    product = Product(128, 128, "int8", "int32", adds=False)
+    is_stale = stale([Choice(product, 32, bytes(64).hex(), "64x32", 1.0, 2.0)])
+    assert [is_stale(decodes(rows)) for rows in (1, 32, 33)] == [True, True, False]
+
+
 def test_nothing_changes_where_nothing_is_faster(device: Device, decoder: Decoder) -> None:
     device.gain = 0.0
     for _ in pieces(device, decoder):

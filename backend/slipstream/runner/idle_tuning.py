@@ -298,6 +298,10 @@ def stale(gained: Sequence[Choice]) -> Callable[[StepShape], bool]:
 
     def is_stale(shape: StepShape) -> bool:
         counts = {shape.num_tokens, shape.num_samples}
-        return any(choices.find(product, rows) for product in products for rows in counts)
+        return any(
+            choices.find(product, cublaslt.rows_of(getattr(torch, product.dtype), rows))
+            for product in products
+            for rows in counts
+        )
 
     return is_stale

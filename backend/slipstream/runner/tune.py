@@ -20,7 +20,7 @@ import torch
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, StartError
 from slipstream.kernels.gemm import cublaslt_groups, search, tuning
-from slipstream.kernels.gemm.cublaslt import DTYPES, INT8_ROWS
+from slipstream.kernels.gemm.cublaslt import DTYPES, rows_of
 from slipstream.kernels.gemm.linear import choose
 from slipstream.kernels.gemm.op import ALIGNED, E4M3, INT8
 from slipstream.kernels.gemm.unpacked import outputs_at_once
@@ -144,7 +144,7 @@ def runs_by_cublaslt(matrix: Weight, rows: int, target: Target) -> bool:
     its scales, which a kernel that scales may take.
     """
     dtype = matrix.dense_dtype
-    if dtype == INT8 and rows < INT8_ROWS:  # multiplied as so many
+    if rows < rows_of(dtype, rows):
         return False
     plain = matrix.spec(rows, target)._replace(
         x=dtype,

@@ -29,7 +29,7 @@ from slipstream.kernels.runtime.op import KernelError, op
 
 DTYPES = (torch.float16, torch.bfloat16, E4M3, INT8)
 _INT8_MULTIPLE = 4  # of inputs and outputs
-INT8_ROWS = 32  # fewer are multiplied as so many: kernels for 16 and fewer are missing
+_INT8_ROWS = 32  # fewer are multiplied as so many: kernels for 16 and fewer are missing
 _WITHOUT_E4M3 = ("sm_80", "sm_86", "sm_87")
 _ALIGNED = 16  # bytes; all that a kernel asks for
 _log = logging.getLogger(__name__)
@@ -82,14 +82,19 @@ def _matmul(
         return out
     if x.dtype == torch.float32:  # torch knows whether the operator allows tf32
         return torch.addmm(out, x, weight.t(), beta=int(accumulate), out=out)
-    if x.dtype == INT8 and len(x) < INT8_ROWS and not accumulate:
-        more = x.new_zeros((INT8_ROWS, x.shape[1]))
+    if x.dtype == INT8 and len(x) < _INT8_ROWS and not accumulate:
+        more = x.new_zeros((_INT8_ROWS, x.shape[1]))
         more[: len(x)] = x
         return out.copy_(_matmul(more, weight)[: len(x)])
     plan = plan_of(x, weight, out, accumulate)
     stream = torch.cuda.current_stream(x.get_device()).cuda_stream
     plan.launch(x.data_ptr(), weight.data_ptr(), out.data_ptr(), stream)
     return out
+
+
+def rows_of(dtype: torch.dtype, rows: int) -> int:
+    """Return the rows that are multiplied for so many of x in a dtype."""
+    return max(rows, _INT8_ROWS) if dtype == INT8 else rows
 
 
 def _out(x: Tensor, weight: Tensor, dtype: torch.dtype | None, accumulate: bool) -> Tensor:
