@@ -54,9 +54,9 @@ _HOP_S = 30e-6  # from stage to stage
 class Card:
     """A GPU: bytes, bytes read and operations a second of 16 bits, fp8 (0: it has none) and int8.
 
-    Its memory is what its driver reports, which is not what it is sold as. Operations of int8 are
-    fewer than those of fp8 on a Hopper, whose GEMMs of many rows write int32; elsewhere reckoned:
-    what is published, less by as much as 16 bits are.
+    Its memory is what its driver reports, which is not what it is sold as. Operations of int8 are as
+    many as those of fp8 on a Hopper; elsewhere reckoned: what is published, less by as much as 16
+    bits are.
     """
 
     name: str
@@ -74,8 +74,8 @@ _HOPPER = Target("cuda", "sm_90a", 132)
 CARDS = {
     card.name: card
     for card in (
-        Card("H100", 84.9e9, 3.11e12, 790e12, 1480e12, 1300e12, _HOPPER, True),
-        Card("H200", 150.1e9, 4.707e12, 790e12, 1480e12, 1300e12, _HOPPER, True, True),
+        Card("H100", 84.9e9, 3.11e12, 790e12, 1480e12, 1480e12, _HOPPER, True),
+        Card("H200", 150.1e9, 4.707e12, 790e12, 1480e12, 1480e12, _HOPPER, True, True),
         Card("A100", 84.9e9, 1.83e12, 250e12, 0.0, 500e12, Target("cuda", "sm_80", 108)),
         Card("L40S", 47.6e9, 0.78e12, 290e12, 580e12, 580e12, Target("cuda", "sm_89", 142)),
     )

@@ -12,7 +12,6 @@ from slipstream.kernels.elementwise.activation import GATES
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.decoder import AnyBlock, Decoder, NormedBlock
 from slipstream.layers.experts import Experts
-from slipstream.layers.latent import LatentAttention
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import LayerNorm, Norm
 from slipstream.layers.residual import Residual
@@ -162,13 +161,9 @@ class Opened:
 
     @property
     def unquantised(self) -> Iterator[str]:
-        """The names of linear layers that no scheme changes: head, routers, their gates, and what
-        makes keys and values of latents, which attention multiplies head by head.
-        """
+        """The names of linear layers that no scheme changes: head, routers, their gates."""
         yield self.names.stored("lm_head")
         for i, block in enumerate(self.decoder.blocks):
-            if isinstance(block.attention, LatentAttention):
-                yield self.names.stored(f"model.layers.{i}.self_attn.kv_b_proj")
             if isinstance(block.mlp, Experts):
                 yield self.names.stored(f"model.layers.{i}.mlp.gate")
                 if block.mlp.config.shared_gated:
@@ -216,8 +211,6 @@ class Opened:
             if isinstance(layer, Experts):
                 found += self._experts(block, layer)
                 continue
-            if isinstance(layer, LatentAttention):
-                found += self._latent(layer)
             for place in list(vars(layer).values()):
                 if isinstance(place, NormLinear | GatedLinear):
                     before = place.linear = self._probe(place.linear)
@@ -235,17 +228,6 @@ class Opened:
                 f"{self.plan.model.architecture}: its blocks have no linear layers that are known"
             )
         return found
-
-    def _latent(self, attention: LatentAttention) -> Iterator[ProbedLayer]:
-        """Put probes into latent attention, but for its output."""
-        norm: Norm | None = None
-        if attention.query_down is not None:
-            attention.query_down = self._probe(attention.query_down)
-            yield ProbedLayer(attention.query_down, None, None)
-            norm = attention.query_norm
-        attention.query, attention.down = map(self._probe, (attention.query, attention.down))
-        yield ProbedLayer(attention.query, norm, None)
-        yield ProbedLayer(attention.down, None, None)
 
     def _experts(self, block: AnyBlock, experts: Experts) -> Iterator[ProbedLayer]:
         """Put probes into a mixture: factors move between the matrices of an expert alone.

@@ -336,7 +336,9 @@ def test_what_is_tall(
     ("rows", "outputs", "rows_of_tile"),
     [
         (256, 28672, None),
-        (2048, 4096, None),  # nearly half of a second wave is empty
+        (512, 4096, None),  # a third of a wave
+        (832, 4096, 176),
+        (2048, 4096, 176),
         (4096, 4096, 176),
         (8192, 4096, 208),
         (4096, 6144, 192),

@@ -49,10 +49,11 @@ REFUSALS = re.compile(
 )
 HOPPER = Target("cuda", "sm_90a", 132)
 # Operators of torch in a step: layer norms and activations that no GEMM fuses, norms and factors
-# of results behind them, and rows in another order.
+# of results behind them, rows in another order, and the logit of a row's one expert.
 ELEMENTWISE = {
     *("native_layer_norm", "gelu", "silu", "relu", "pow", "sigmoid", "mul", "mul_", "clamp", "add"),
     *("add_", "zeros_like", "clone", "copy_", "cat", "_to_copy", "div", "tanh", "index"),
+    "gather",
 }
 OF_LATENTS = {"bmm"}
 OF_INT8 = {"new_zeros"}  # rows that cuBLASLt multiplies as 32, fewer of which it has no kernels for

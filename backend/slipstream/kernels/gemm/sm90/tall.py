@@ -32,9 +32,10 @@ X_ROWS = 256  # of a tile
 # Of what multiprocessors could multiply meanwhile, the least that is of a product of several such
 # tiles; with less of it cuBLASLt is faster.
 MIN_SHARE = 0.9
-# Inputs that are multiplied in the time of what cuBLASLt's way writes and reads more of an output
-# of int8: 5 to 8 bytes at 4.2 TB/s, beside 1.4e15 operations a second. Reckoned, not measured.
-_SAVED_INPUTS = 1000
+# Of int8: gated, by what cuBLASLt's way writes and reads more (reckoned); and without a gate, where
+# an H200 made 460 to 880e12 operations a second by cuBLASLt and 1,070 to 1,550e12 here, by a full
+# wave (o and down of an 8B, 832 to 8,192 rows).
+_INT8_SHARE, _PLAIN_SHARE = 0.72, 0.55
 TILE_ROWS = range(176, 225, 16)  # in narrower ones shared memory is the bound
 _BARRIER_BYTES = 8  # of a slot
 
@@ -84,8 +85,8 @@ def takes(spec: Spec) -> str | None:
         return None
     if spec.x == E4M3:  # the gate has to be quantised behind either
         return f"gains nothing with more than {X_ROWS} rows of e4m3"
-    saved = _SAVED_INPUTS / spec.inputs if spec.x == INT8 else 0.0
-    if share(spec.rows, spec.outputs, multiprocessors, rows) < MIN_SHARE / (1 + saved):
+    fewest = MIN_SHARE if spec.x != INT8 else _PLAIN_SHARE if is_plain else _INT8_SHARE
+    if share(spec.rows, spec.outputs, multiprocessors, rows) < fewest:
         return "is slower than cuBLASLt where its last wave is nearly empty"
     return None
 
