@@ -54,9 +54,8 @@ _HOP_S = 30e-6  # from stage to stage
 class Card:
     """A GPU: bytes, bytes read and operations a second of 16 bits, fp8 (0: it has none) and int8.
 
-    Its memory is what its driver reports, which is not what it is sold as. Operations of int8 are as
-    many as those of fp8 on a Hopper; elsewhere reckoned: what is published, less by as much as 16
-    bits are.
+    Its memory is what its driver reports, which is not what it is sold as. Operations of int8 are
+    those of fp8 on a Hopper; elsewhere reckoned: what is published, less by as much as 16 bits are.
     """
 
     name: str
