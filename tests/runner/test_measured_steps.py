@@ -85,11 +85,19 @@ def test_where_no_adapter_is_expected_none_is_measured(
     assert not any(has for _, has in seen)
 
 
-@pytest.mark.parametrize("memory", [0, 1 << 20])
+@pytest.mark.parametrize(("memory", "num_beside"), [(0, 99), (1 << 20, 99), (1 << 20, 2)])
 def test_an_idle_engine_captures_the_graphs_of_adapters_that_are_expected(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, memory: int
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, memory: int, num_beside: int
 ) -> None:
+    """As many as there is memory for beside what is planned for adapters."""
     runner = make_runner(checkpoint, **SIZES, adapter_memory=memory)
+    pool = runner.adapters.num_free_bytes
+    assert 0 <= memory - pool < runner.adapters.page_bytes
+
+    def free(device: torch.device) -> int:  # each graph takes a byte
+        return pool + num_beside - 1 - len(runner._graphs._adapted if runner._graphs else ())
+
+    monkeypatch.setattr(model_runner, "free_on_gpu", free)
     settings = {"checkpoint": str(checkpoint), "device": "cpu", "dtype": "float32"}
     plan = resolve(EngineConfig(**settings, **SIZES))
     (repeats,) = repeat([runner], plan, monkeypatch)
@@ -97,7 +105,7 @@ def test_an_idle_engine_captures_the_graphs_of_adapters_that_are_expected(
     repeats.notes.clear()
     pieces = list(runner.chores(plan))
     ran = [note[0] for note in repeats.notes if note[0] != "capture" and note[1]]  # type: ignore[index]
-    shapes = runner._graphs._buckets.shapes if memory else []
+    shapes = runner._graphs._buckets.shapes[:num_beside] if memory else []
     assert ran == shapes
     assert pieces == [None] * len(shapes)
     assert list(runner.captured_ahead()) == []

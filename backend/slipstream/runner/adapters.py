@@ -208,6 +208,11 @@ class Adapters:
         """Return how many pages an adapter takes, on the stage where it takes most."""
         return self._pages[number]
 
+    @property
+    def num_free_bytes(self) -> int:
+        """Bytes of the pool that no adapter on the device has."""
+        return self.page_bytes * (self.num_pages - sum(map(self.pages_of, self._loaded)))
+
     def _pages_for(self, weights: AdapterWeights) -> int:
         if isinstance(weights, ReadAdapter):
             return weights.num_pages

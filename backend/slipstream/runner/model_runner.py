@@ -321,11 +321,20 @@ class ModelRunner:
         yield from idle_tuning.chores(plan, self._model, self._graphs, *prepares)
 
     def captured_ahead(self) -> Iterator[None]:
-        """Capture graphs of steps with adapters, if such are expected, each by a `next`."""
+        """Capture graphs of steps with adapters, if such are expected, each by a `next`, while
+        there is memory beside what adapters may still take.
+        """
         adapters = self.adapters
-        if self._graphs is not None and adapters.by_tables and adapters.are_expected:
-            for has_experts in adapters.kinds_of_steps:
-                yield from self._graphs.captured_ahead(self._prepare_adapted, has_experts)
+        if self._graphs is None or not (adapters.by_tables and adapters.are_expected):
+            return
+        for has_experts in adapters.kinds_of_steps:
+            pieces = self._graphs.captured_ahead(self._prepare_adapted, has_experts)
+            while (free := free_on_gpu(self._device)) >= adapters.num_free_bytes:
+                if next(pieces, self) is self:
+                    break
+                yield
+            else:
+                _log.info("idle times: graphs wait for their steps: %d bytes are free", free)
 
     def _prepare_adapted(self, shape: StepShape, has_experts: bool) -> Callable[[], Tensor]:
         """Stage a step of padding whose rows may have adapters; return what launches it."""
