@@ -12,6 +12,7 @@ from slipstream.kernels.elementwise.activation import GATES
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.decoder import AnyBlock, Decoder, NormedBlock
 from slipstream.layers.experts import Experts
+from slipstream.layers.latent import LatentAttention
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import LayerNorm, Norm
 from slipstream.layers.residual import Residual
@@ -161,9 +162,13 @@ class Opened:
 
     @property
     def unquantised(self) -> Iterator[str]:
-        """The names of linear layers that no scheme changes: head, routers, their gates."""
+        """The names of linear layers that no scheme changes: head, routers, their gates, and what
+        makes keys and values of latents, which attention multiplies head by head.
+        """
         yield self.names.stored("lm_head")
         for i, block in enumerate(self.decoder.blocks):
+            if isinstance(block.attention, LatentAttention):
+                yield self.names.stored(f"model.layers.{i}.self_attn.kv_b_proj")
             if isinstance(block.mlp, Experts):
                 yield self.names.stored(f"model.layers.{i}.mlp.gate")
                 if block.mlp.config.shared_gated:
@@ -173,13 +178,16 @@ class Opened:
         return [self.names.stored(name) for name in probe.names]
 
     def _groups(self, blocks: Sequence[Sequence[ProbedLayer]]) -> Iterator[list[str]]:
-        """Yield the names of the matrices of each GEMM, and of each mixture."""
+        """Yield the names of the matrices of each GEMM, of vLLM's if it has them together, and of
+        each mixture.
+        """
         for block, places in zip(self.decoder.blocks, blocks, strict=True):
-            routed: list[Probe] = []
+            own = [_joined(block.attention)]
             if isinstance(block.mlp, ProbedExperts):
-                routed = [probe for pair in block.mlp.pairs for probe in pair]
-                yield [name for probe in routed for name in self._stored(probe)]
-            yield from (self._stored(p.probe) for p in places if p.probe not in routed)
+                own.append([probe for pair in block.mlp.pairs for probe in pair])
+            own += [[p.probe] for p in places if not any(p.probe in probes for probes in own)]
+            for probes in own:
+                yield [name for probe in probes for name in self._stored(probe)]
 
     def _left(self, places: Sequence[ProbedLayer]) -> list[ProbedLayer]:
         """Return the layers that are not ignored; no scales move into one that is."""
@@ -211,6 +219,8 @@ class Opened:
             if isinstance(layer, Experts):
                 found += self._experts(block, layer)
                 continue
+            if isinstance(layer, LatentAttention):
+                found += self._latent(layer)
             for place in list(vars(layer).values()):
                 if isinstance(place, NormLinear | GatedLinear):
                     before = place.linear = self._probe(place.linear)
@@ -228,6 +238,17 @@ class Opened:
                 f"{self.plan.model.architecture}: its blocks have no linear layers that are known"
             )
         return found
+
+    def _latent(self, attention: LatentAttention) -> Iterator[ProbedLayer]:
+        """Put probes into latent attention, but for its output."""
+        norm: Norm | None = None
+        if attention.query_down is not None:
+            attention.query_down = self._probe(attention.query_down)
+            yield ProbedLayer(attention.query_down, None, None)
+            norm = attention.query_norm
+        attention.query, attention.down = map(self._probe, (attention.query, attention.down))
+        yield ProbedLayer(attention.query, norm, None)
+        yield ProbedLayer(attention.down, None, None)
 
     def _experts(self, block: AnyBlock, experts: Experts) -> Iterator[ProbedLayer]:
         """Put probes into a mixture: factors move between the matrices of an expert alone.
@@ -270,6 +291,13 @@ def _written(model: ModelConfig, tensors: Sequence[str], directory: Path) -> Ten
             "Face directory than in a GGUF file: quantise the directory"
         )
     return model.published
+
+
+def _joined(attention: object) -> list[Probe]:
+    """Return what vLLM has as one GEMM of two here: it makes latents of queries and of keys."""
+    if not isinstance(attention, LatentAttention) or attention.query_down is None:
+        return []
+    return [each for each in (attention.query_down, attention.down) if isinstance(each, Probe)]
 
 
 def _feeding(before: Probe | None, probe: Probe) -> tuple[Probe, slice] | None:

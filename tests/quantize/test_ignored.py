@@ -21,6 +21,8 @@ TEXT = torch.arange(4 * 64).view(4, 64) * 7 % 256
 QKV = ["a.0.q", "a.0.k", "a.0.v"]
 GROUPS = [QKV, ["a.0.down"], ["a.1.q", "a.1.k", "a.1.v"], ["a.1.down"]]
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LATENTS = {"q_lora_rank": 48, "kv_lora_rank": 32, "v_head_dim": 16, "qk_nope_head_dim": 16}
+_LATENTS |= {"qk_rope_head_dim": 16, "num_key_value_heads": 4}
 
 
 @pytest.mark.parametrize(
@@ -63,13 +65,14 @@ def test_what_is_refused(patterns: list[str], message: str) -> None:
         ("phi3", "int8-sq", "qkv_proj"),  # one matrix there, three in the decoder
         ("gpt2", "int4", "re:.*attn.c_proj"),
         ("qwen3_moe", "int4", "layers.0.mlp"),
+        ("youtu", "int4", "q_a_proj kv_a_proj_with_mqa"),
     ],
 )
 def test_what_is_read_is_what_was_meant(
     family: str, scheme: str, pattern: str, tmp_path: Path
 ) -> None:
     own: dict[str, object] = {"num_key_value_heads": 4, "intermediate_size": 128}
-    own |= {"qwen3_moe": _EXPERTS, "gpt2": {"n_inner": 96}}.get(family, {})
+    own |= {"qwen3_moe": _EXPERTS, "gpt2": {"n_inner": 96}, "youtu": _LATENTS}.get(family, {})
     directory = tiny.checkpoint(tmp_path / "original", family, **own)
     opened = Opened(directory, "cpu", "bfloat16", pattern.split())
     probes = list(opened.probes)
@@ -119,7 +122,16 @@ def test_groups_are_those_of_the_others(tmp_path: Path, capsys: pytest.CaptureFi
     assert report["ignored"] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
 
 
-def test_some_experts_alone_are_refused(tmp_path: Path) -> None:
-    directory = tiny.checkpoint(tmp_path, "qwen3_moe", **_EXPERTS)
-    with pytest.raises(ConfigError, match=r"experts\.1\.gate_proj but not .*one mixture"):
-        Opened(directory, "cpu", "bfloat16", ["experts.1"])
+@pytest.mark.parametrize(
+    ("family", "own", "pattern", "named"),
+    [
+        ("qwen3_moe", _EXPERTS, "experts.1", r"experts\.1\.gate_proj"),
+        ("youtu", _LATENTS, "q_a_proj", r"q_a_proj"),  # one GEMM in vLLM
+    ],
+)
+def test_a_part_of_a_gemm_or_mixture_is_refused(
+    family: str, own: dict[str, object], pattern: str, named: str, tmp_path: Path
+) -> None:
+    directory = tiny.checkpoint(tmp_path, family, **own)
+    with pytest.raises(ConfigError, match=rf"{named} but not .*one mixture"):
+        Opened(directory, "cpu", "bfloat16", [pattern])

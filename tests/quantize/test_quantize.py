@@ -307,10 +307,22 @@ LAYOUTS: dict[str, tuple[str, str, dict[str, object]]] = {  # family, scheme, wh
     "qwen3 moe": ("qwen3_moe", "fp8-block", {"num_hidden_layers": 2} | _EXPERTS),
     "qwen3 moe, int4": ("qwen3_moe", "int4", {"mlp_only_layers": [1]} | _EXPERTS),
     "phimoe": ("phimoe", "int8", _LOCAL),
+    "latents": (
+        "youtu",
+        "awq",
+        {"num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 32, "v_head_dim": 16}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16},
+    ),
+    "latents of keys alone": (
+        "deepseek_v3",
+        "int8-sq",
+        {"num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 32, "v_head_dim": 16}
+        | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "first_k_dense_replace": 9},
+    ),
 }
 
 
-@pytest.mark.parametrize("name", quick_of(LAYOUTS, {"gpt_neox", "mixtral"}))
+@pytest.mark.parametrize("name", quick_of(LAYOUTS, {"gpt_neox", "mixtral", "latents"}))
 def test_other_layouts_and_mixtures(name: str, tmp_path: Path) -> None:
     """What is read of the new checkpoint computes what the quantised decoder in memory does."""
     family, scheme, own = LAYOUTS[name]
