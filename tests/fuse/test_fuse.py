@@ -208,7 +208,7 @@ def test_a_gate_is_quantised_for_the_layer_that_reads_it_alone(
 @pytest.mark.parametrize("first", SCHEMES[1:])
 @pytest.mark.parametrize("second", SCHEMES[1:])
 def test_a_gate_is_quantised_as_its_reader_takes_it(first: str, second: str) -> None:
-    """Of two types of 8 bits the gate's product is not of the second: it is of 16 bits between."""
+    """Two types of 8 bits: the gate's product is not of the second, it is of 16 bits between."""
     up, down = linear(weights(first), 2 * INNER), linear(weights(second, seed=1), HIDDEN, INNER)
     norm, x = Norm(weights(), HIDDEN, 1e-5), torch.randn(5, HIDDEN)
     rows = fused(GatedLinear(up, "silu"), down)(norm, Residual(x.clone()))

@@ -37,7 +37,7 @@ def drawn(seed: int, step: int, dtype: torch.dtype) -> Remote:
 @pytest.mark.parametrize("step", [64, 40, 4])
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_logits_beside_fp64(dtype: str, step: int, tmp_path: Path) -> None:
-    """Of prompts, of some with a part of their answer, and of decodes."""
+    """Prompts, some with a part of their answer, and decodes."""
     model = drawn(step, step, getattr(torch, dtype))
     model.save(tmp_path)
     rng = random.Random(4)

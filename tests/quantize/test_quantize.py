@@ -352,7 +352,7 @@ def test_other_layouts_and_mixtures(name: str, tmp_path: Path) -> None:
 
 
 def test_rows_of_experts_are_seen(tmp_path: Path) -> None:
-    """Of each row the experts that it goes to, whose outputs are what they are unwatched."""
+    """Each row is seen by the experts that it goes to; outputs are what they are unwatched."""
     directory = tiny.checkpoint(tmp_path, "mixtral", **_LOCAL)
     wanted, opened = (
         logits(Opened(directory, "cpu", "float32")),

@@ -67,7 +67,7 @@ def test_a_copy_after_no_eviction_waits_for_no_step(stream: Stream) -> None:
 
 
 def test_memory_is_given_up_behind_the_steps_that_may_read_it(stream: Stream) -> None:
-    """One that is evicted while another is copied keeps its memory until a copy has waited."""
+    """Evicted while another is copied, an adapter keeps its memory until a copy has waited."""
     seen: list[bool] = []
     evicted, memory = loaded()
 
