@@ -1,5 +1,6 @@
 """A checkpoint opened for changes: a plain decoder, each of whose linear layers is a `Probe`."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -203,6 +204,10 @@ class Opened:
             if name not in matrices:
                 for rows in torch.split(tensor, ROWS) if tensor.ndim else [tensor]:
                     rows.copy_(rows.to(self.dtype))
+        norms = [(each.input_norm, each.mlp_norm) for each in self.decoder.blocks]
+        for norm in (*itertools.chain(*norms), self.decoder.norm):
+            if isinstance(norm, LayerNorm):
+                norm.refresh()
 
     def _places(self, block: AnyBlock) -> list[ProbedLayer]:
         """Put probes into a block; return its places in the order in which they run."""

@@ -39,25 +39,32 @@ def divide_norm(norm: Norm | LayerNorm, scales: Tensor, dtype: torch.dtype) -> T
     Columns of weights that are multiplied by it leave the model as it was.
     """
     held = held_by(norm, scales, dtype)
-    assert norm.weight is not None, "only factors can be divided"
-    norm.weight.copy_(_divided(norm, scales, dtype)[1])
-    if isinstance(norm, LayerNorm) and norm.bias is not None:
-        norm.bias.copy_((norm.bias.float() / held).to(dtype))
+    _stored(norm).copy_(_divided(norm, scales, dtype)[1])
+    if isinstance(norm, LayerNorm):
+        norm.refresh()
+        if norm.bias is not None:
+            norm.bias.copy_((norm.bias.float() / held).to(dtype))
     return held
 
 
 def _divided(norm: Norm | LayerNorm, scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return a norm's factors, and what is stored of their quotients, fp32."""
-    assert norm.weight is not None, "only factors can be divided"
-    one = _one(norm)
-    before = norm.weight.float() + one
+    one, own = _one(norm), _stored(norm).float()
+    before = own + one
     stored = (before / scales - one).to(dtype).float()
     is_kept = (stored + one == 0) | ~stored.isfinite()
-    return before, torch.where(is_kept, norm.weight.float(), stored)
+    return before, torch.where(is_kept, own, stored)
 
 
 def _one(norm: Norm | LayerNorm) -> float:
-    return float(isinstance(norm, Norm) and norm.plus_one)
+    """Return what factors are more than what is stored."""
+    return norm.added if isinstance(norm, LayerNorm) else float(norm.plus_one)
+
+
+def _stored(norm: Norm | LayerNorm) -> Tensor:
+    found = norm.stored if isinstance(norm, LayerNorm) else norm.weight
+    assert found is not None, "only factors can be divided"
+    return found
 
 
 def awq_scales(weight: Tensor, seen: Seen, grid: Grid, held: Held) -> Tensor:

@@ -64,6 +64,7 @@ def test_what_is_refused(patterns: list[str], message: str) -> None:
         ("llama", "fp8-block", "layers.0"),
         ("phi3", "int8-sq", "qkv_proj"),  # one matrix there, three in the decoder
         ("gpt2", "int4", "re:.*attn.c_proj"),
+        ("nemotron", "int8-sq", "down_proj"),  # norms of 1 + what is stored
         ("qwen3_moe", "int4", "layers.0.mlp"),
         ("youtu", "int4", "q_a_proj kv_a_proj_with_mqa"),
     ],

@@ -71,11 +71,16 @@ class LayerNorm:
             self.weight = w.stacked(names, [size] * groups).view(groups, size)
         elif has_weight:
             self.weight = w.tensor("weight", *((groups, size) if groups else (size,)))
-        if self.weight is not None and added:
-            self.weight = self.weight + added
+        self.stored, self.added = self.weight, added
+        self.refresh()
         self._is_grouped = groups > 0
         self.bias = w.tensor("bias", size) if has_bias else None
         self.eps = eps
+
+    def refresh(self) -> None:
+        """Make the weight of `stored`, the checkpoint's own, which may have changed since."""
+        if self.stored is not None and self.added:
+            self.weight = self.stored + self.added
 
     @property
     def is_plain(self) -> bool:
