@@ -19,11 +19,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule
 from slipstream.core.batch import Batch, Sampled
+from slipstream.core.prefix import PrefixIndex
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.adapters import AdapterStore
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
+from slipstream.kvcache.blocks import BlockManager
 from slipstream.kvcache.host import Direction
+from slipstream.kvcache.tier import HostTier
 from slipstream.wire import FinishReason
 from slipstream_contract.sampling import SamplingParams
 
@@ -292,6 +295,36 @@ def walk(seeds: range) -> int:
         tree.check()
         num_arrived += tree.engine._scheduler.cache.tier.counts["found_tokens:host"]
     return num_arrived
+
+
+@pytest.mark.parametrize("changes", ["it is withdrawn", "another takes its place"])
+def test_what_was_copied_is_lost_if_the_block_changes_meanwhile(changes: str) -> None:
+    """A sequence that shares a block on its way out fails, or writes to it alone."""
+    device: list[object] = ["one", "two"]
+    index = PrefixIndex(4)
+    blocks = BlockManager(2, lambda: 0, lambda taken, priority: None, True)
+    tier = HostTier(blocks, index, LateMover(4, device), lambda: None, lambda taken, worth: None)
+    [block] = blocks.allocate(1)
+    old, new = b"old digest", b"new digest"
+    index.put(block, b"", old, b"\0" * 16)
+    blocks.mark_cached([block])
+    blocks.free([block])
+    assert not tier.has_room(2)
+    tier.start_copies()
+    blocks.share([block])
+    index.remove(block)
+    blocks.uncache(block)
+    if changes == "another takes its place":
+        index.put(block, b"", new, b"\1" * 16)
+        blocks.mark_cached([block])
+    blocks.free([block])
+    tier.wait()
+    tier.poll()
+    assert old not in tier.fetchable()
+    assert new not in tier.fetchable()
+    assert [*index.digests()] == ([new] if changes == "another takes its place" else [])
+    assert blocks.num_cached == len(index)
+    tier.check_integrity(blocks.moving)
 
 
 def test_trees_of_turns() -> None:

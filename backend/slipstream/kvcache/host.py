@@ -215,19 +215,22 @@ class HostMemory:
                 queue.sizes.append(len(part))
                 queue.num_waiting -= len(part)
 
-    def poll(self, is_busy: Callable[[int], bool]) -> EndedMoves:
-        """Return the moves that ended since the last call. A block that is busy has stayed."""
+    def poll(self, is_left: Callable[[int, Key], bool]) -> EndedMoves:
+        """Return the moves that ended since the last call.
+
+        `is_left`: of a block that moved out and its key, whether what was copied is to be kept.
+        """
         ended = EndedMoves([], [], [])
         for move in self._take_ended(Direction.OUT):
             self._leaving.remove(move.block)
-            if is_busy(move.block):
-                self._free.append(move.slot)
-                ended.stayed.append(move.block)
-            else:
+            if is_left(move.block, move.key):
                 level = self._levels.setdefault(move.worth.priority, OrderedDict())
                 level[move.key] = move.slot
                 self._worths[move.key] = move.worth
                 ended.left.append(move.block)
+            else:
+                self._free.append(move.slot)
+                ended.stayed.append(move.block)
         for move in self._take_ended(Direction.IN):
             self._arriving.remove(move.block)
             self._free.append(move.slot)

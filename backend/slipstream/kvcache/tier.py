@@ -149,7 +149,7 @@ class HostTier:
         host, blocks, counts = self._host, self._blocks, self.counts
         if host is None or not host.is_moving:
             return
-        ended = host.poll(blocks.is_busy)
+        ended = host.poll(self._is_left)
         for block in ended.left:
             self._index.remove(block, is_in_host=True)
             blocks.finish_move(block, has_left=True)
@@ -163,6 +163,14 @@ class HostTier:
         counts["host_evicted_blocks"] = host.num_evicted
         if ended.arrived:
             self._arrivals = {i: n for i, n in self._arrivals.items() if not host.has_arrived(n)}
+
+    def _is_left(self, block: int, digest: Hashable) -> bool:
+        """Return whether a copied block is idle, and still what was copied: a sequence that shared
+        it meanwhile may have failed, or have written to it.
+        """
+        index = self._index
+        is_same = block in index and index.digest(block) == digest
+        return is_same and not self._blocks.is_busy(block)
 
     def start_copies(self) -> None:
         """Start the copies that were queued since the last call."""
