@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 
+import pytest
 from slipstream_serve.server import repository_root
 
 
+@pytest.mark.rest
 def test_loads_and_a_storm_end_in_time_with_their_rows():
     script = repository_root() / "benchmarks" / "lora_served.py"
     options = {

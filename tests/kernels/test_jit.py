@@ -71,6 +71,7 @@ def includers(folder: Path) -> dict[str, set[str]]:
     return {name: {kernel for kernel in kernels if name in reached[kernel]} for name in files}
 
 
+@pytest.mark.rest
 def test_a_change_of_a_file_changes_the_keys_of_the_kernels_that_include_it(sources: Path) -> None:
     before = keys(sources)
     for name, expected in includers(sources).items():

@@ -85,7 +85,10 @@ def test_where_no_adapter_is_expected_none_is_measured(
     assert not any(has for _, has in seen)
 
 
-@pytest.mark.parametrize(("memory", "num_beside"), [(0, 99), (1 << 20, 99), (1 << 20, 2)])
+@pytest.mark.parametrize(
+    ("memory", "num_beside"),
+    [(0, 99), pytest.param(1 << 20, 99, marks=pytest.mark.rest), (1 << 20, 2)],
+)
 def test_an_idle_engine_captures_the_graphs_of_adapters_that_are_expected(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, memory: int, num_beside: int
 ) -> None:

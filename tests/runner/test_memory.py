@@ -6,6 +6,7 @@ import pytest
 import torch
 from fixtures.memory import private_bytes
 from fixtures.models.checkpoints import make_model, make_runner, save
+from fixtures.tiers import quick_of
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.config import EngineConfig
@@ -125,7 +126,10 @@ def test_a_runner_on_a_cpu_keeps_to_its_share(
     assert runner.num_blocks == room // plan.block_bytes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("dtype", quick_of(DTYPES, [torch.int8]), ids=str)
 def test_a_cache_on_a_cpu_takes_memory_as_it_is_written(dtype: torch.dtype) -> None:
     spec = KVSpec(dtype, num_kv_heads=2, head_size=64, block_size=32, num_layers=2)
     before, size = private_bytes(), 1 << 28

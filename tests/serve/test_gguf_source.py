@@ -17,6 +17,7 @@ def run(path: Path) -> int:
     return kernels.run(parser.parse_args([*arguments, "--rows", "1"]))
 
 
+@pytest.mark.rest
 def test_the_table_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = write_gguf(make_model("qwen3", **SIZES), "qwen3", tmp_path / "model.gguf", "Q4_0")
     assert run(path) == 0
