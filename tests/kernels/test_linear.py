@@ -355,8 +355,8 @@ def test_where_int8_is_tall_without_a_gate(
     for found in (product, product._replace(residual=True)):
         assert (tall.takes(found) is None) == (rows_of_tile is not None)
     if rows_of_tile is not None:
-        assert tall.rows_for(rows, outputs, 132, is_plain=True) == rows_of_tile
-        assert tall._variant(INT8, rows_of_tile, is_plain=True) in set(tall.variants())
+        assert tall.rows_for(rows, outputs, 132, is_ungated=True) == rows_of_tile
+        assert tall._variant(INT8, rows_of_tile, is_ungated=True) in set(tall.variants())
         assert tall.takes(product._replace(scales="")) == "makes SiLU gates alone"
         assert tall.takes(product._replace(out=torch.float16)) is None
 

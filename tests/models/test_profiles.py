@@ -109,7 +109,7 @@ def test_a_step_of_a_mixture_reads_the_experts_that_its_rows_choose(tmp_path, sh
 
 @pytest.mark.rest
 def test_a_step_of_a_mixture_in_4_bits_is_within_15_percent_of_the_recorded_one(tmp_path):
-    """One row is compared: more may have chosen few experts when they were recorded."""
+    """Compare one row: more may have chosen few experts when they were recorded."""
     text = (RESULTS / "2026-11-29-mixtures-h200.txt").read_text()
     rows = re.findall(r"^qwen3-30b-a3b +int4 +(\d+) .* ([\d.]+) +[\d.]+%$", text, re.MULTILINE)
     assert rows[0][0] == "1"

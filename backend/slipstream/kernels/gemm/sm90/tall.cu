@@ -1,11 +1,12 @@
-// silu(gate) * up, both x W^T, for many rows of x on Hopper's tensor cores. W is [gate | up]; or x W^T itself, if PLAIN. A
-// CTA has 256 rows of x and a tile of ROWS rows of W, half of them gates unless PLAIN, and keeps its sums in nearly all registers of a multiprocessor. So tiles
+// silu(gate) * up, both x W^T, for many rows of x on Hopper's tensor cores. W is [gate | up]; or x W^T itself, if UNGATED.
+// A CTA has 256 rows of x and a tile of ROWS rows of W, half of them gates unless UNGATED, and keeps its sums in nearly all
+// registers of a multiprocessor. So tiles
 // of 256 rows are as many as multiprocessors, where those of half the size need a second wave that leaves many idle.
 // Two warpgroups multiply, 128 rows of x each, and one lane of them copies: a warp that only copies would take registers.
 // -D ELEMENT (T: Half or BFloat16), FP8, INT8 (whether W and x are e4m3, or int8, whose sums are scaled, rather than T),
-// ROWS (a multiple of 16 up to 224), SLOTS (of the ring), PLAIN (whether there is no gate)
-#ifndef PLAIN
-#define PLAIN 0
+// ROWS (a multiple of 16 up to 224), SLOTS (of the ring), UNGATED (whether there is no gate)
+#ifndef UNGATED
+#define UNGATED 0
 #endif
 #include "runtime/copies.cuh"
 #include "gemm/row_sums.cuh"
@@ -17,7 +18,7 @@ constexpr int X_ROWS = 64 * BLOCKS * THREADS / 128;
 constexpr int X_BYTES = X_ROWS * ROW_BYTES;
 constexpr int SLOT_BYTES = X_BYTES + ROWS * ROW_BYTES;  // x, then gates, then ups
 constexpr int PIECES = ROWS / 16;                       // of eight outputs, in each half of the tile
-constexpr int OUTPUTS = PLAIN ? ROWS : ROWS / 2;        // of a tile
+constexpr int OUTPUTS = UNGATED ? ROWS : ROWS / 2;        // of a tile
 constexpr int BATCH = 2;                                // that a lane takes at once
 // So many tiles of rows of x take turns before the next rows of W: together they fit into the L2 cache.
 constexpr int GROUP = 8;
@@ -36,7 +37,7 @@ struct Task {
   bool adds;      // to `out`
 
   // Row of W at which the second half of the tile begins.
-  DEVICE int second_half() const { return first + (PLAIN ? ROWS / 2 : num_outputs); }
+  DEVICE int second_half() const { return first + (UNGATED ? ROWS / 2 : num_outputs); }
 };
 
 // Which of all tiles is the CTA's: {of rows of x, of rows of W}.
@@ -120,7 +121,7 @@ DEVICE void finish(const Task& task, Eight& sums, float row_scale, int row_of_ti
 DEVICE void store_piece(const Task& task, int row, int column, Eight& values) {
   if (column >= task.num_outputs) return;
   T* target = task.out + row * task.out_stride + column;
-  if (PLAIN && task.adds) add(values, load_fresh<8>(target));
+  if (UNGATED && task.adds) add(values, load_fresh<8>(target));
   store_rounded(target, values);
 }
 
@@ -136,10 +137,10 @@ DEVICE void store_pieces(const Task& task, u32 parts, const Lane& lane, int row,
 #pragma unroll
   for (int i = 0; i < BATCH; ++i) {
     const int column = task.first + (first + 2 * i) * 8;
-    if (first + 2 * i >= PIECES || (!PLAIN && column >= task.num_outputs)) break;
+    if (first + 2 * i >= PIECES || (!UNGATED && column >= task.num_outputs)) break;
     finish(task, gates[i], row_scale, (first + 2 * i) * 8);
     finish(task, ups[i], row_scale, (first + 2 * i + PIECES) * 8);
-    if (PLAIN)
+    if (UNGATED)
       store_piece(task, row, column + ROWS / 2, ups[i]);
     else
       gate(gates[i], ups[i]);
@@ -191,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     barrier_init_done();
   }
   for (int slot = 0; slot < SLOTS; ++slot) clear_rows<THREADS, X_ROWS>(shared_bytes + slot * SLOT_BYTES, task.x_rows);
-  put_columns<THREADS>(columns(), column_scales, bias, task.first, task.num_outputs, !PLAIN);
+  put_columns<THREADS>(columns(), column_scales, bias, task.first, task.num_outputs, !UNGATED);
   __syncthreads();
   if (threadIdx.x == 0) fill_ring(task, &weights, &x);
   __syncwarp();

@@ -35,7 +35,7 @@ MIN_SHARE = 0.9
 # Of int8: gated, by what cuBLASLt's way writes and reads more (reckoned); and without a gate, where
 # an H200 made 460 to 880e12 operations a second by cuBLASLt and 1,070 to 1,550e12 here, by a full
 # wave (o and down of an 8B, 832 to 8,192 rows).
-_INT8_SHARE, _PLAIN_SHARE = 0.72, 0.55
+_INT8_SHARE, _UNGATED_SHARE = 0.72, 0.55
 TILE_ROWS = range(176, 225, 16)  # in narrower ones shared memory is the bound
 _BARRIER_BYTES = 8  # of a slot
 
@@ -55,37 +55,37 @@ def share(num_rows: int, num_weight_rows: int, multiprocessors: int, rows: int) 
 
 
 @functools.cache
-def rows_for(num_rows: int, num_weight_rows: int, multiprocessors: int, is_plain: bool) -> int:
+def rows_for(num_rows: int, num_weight_rows: int, multiprocessors: int, is_ungated: bool) -> int:
     """Count the weight rows of a tile: without a gate those that waste the least."""
-    if not is_plain:
+    if not is_ungated:
         return tile_rows(num_weight_rows, multiprocessors)
     return max(TILE_ROWS, key=lambda rows: share(num_rows, num_weight_rows, multiprocessors, rows))
 
 
 def takes(spec: Spec) -> str | None:
     """Say why the kernel is not built for a product, or not the fastest; None: it is."""
-    is_plain = not spec.gate and spec.x == INT8 and spec.scales == "both"
-    if spec.gate != "silu" and not is_plain:
+    is_ungated = not spec.gate and spec.x == INT8 and spec.scales == "both"
+    if spec.gate != "silu" and not is_ungated:
         return "makes SiLU gates alone"
     if spec.residual and spec.gate:
         return "has no residual"
     if (why := shared_refusal(spec)) is not None:
         return why
-    least = X_ROWS + 1 if is_plain else MIN_ROWS[spec.x]
+    least = X_ROWS + 1 if is_ungated else MIN_ROWS[spec.x]
     if spec.rows < least:
         return f"is slower than cuBLASLt below {least} rows"
-    multiple = 8 if is_plain else 16
+    multiple = 8 if is_ungated else 16
     if spec.inputs * spec.x.itemsize % CHUNK_BYTES or spec.outputs % multiple:
         return f"takes rows of multiples of {CHUNK_BYTES} bytes and multiples of {multiple} outputs"
     multiprocessors = spec.target.multiprocessors
-    rows = rows_for(spec.rows, spec.outputs, multiprocessors, is_plain)
+    rows = rows_for(spec.rows, spec.outputs, multiprocessors, is_ungated)
     if rows not in TILE_ROWS:
         return f"takes {TILE_ROWS[0]} to {TILE_ROWS[-1]} outputs a multiprocessor"
     if spec.rows <= X_ROWS:
         return None
     if spec.x == E4M3:  # the gate has to be quantised behind either
         return f"gains nothing with more than {X_ROWS} rows of e4m3"
-    fewest = MIN_SHARE if spec.x != INT8 else _PLAIN_SHARE if is_plain else _INT8_SHARE
+    fewest = MIN_SHARE if spec.x != INT8 else _UNGATED_SHARE if is_ungated else _INT8_SHARE
     if share(spec.rows, spec.outputs, multiprocessors, rows) < fewest:
         return "is slower than cuBLASLt where its last wave is nearly empty"
     return None
@@ -107,10 +107,10 @@ def _end_bytes(rows: int) -> int:
 
 
 def _variant(
-    dtype: torch.dtype, rows: int, is_plain: bool = False, out: torch.dtype = torch.bfloat16
+    dtype: torch.dtype, rows: int, is_ungated: bool = False, out: torch.dtype = torch.bfloat16
 ) -> jit.Variant:
     element, kind = kind_of(dtype, out)
-    more = {"PLAIN": 1} if is_plain else {}
+    more = {"UNGATED": 1} if is_ungated else {}
     sizes = {"ROWS": rows, "SLOTS": num_slots(rows)}
     return jit.variant("gemm/sm90/tall.cu", element, **kind, **sizes, **more)
 
@@ -120,16 +120,16 @@ def variants() -> Iterator[jit.Variant]:
     for (dtype, out), rows in itertools.product(kinds(), TILE_ROWS):
         yield _variant(dtype, rows, out=out)
         if dtype == INT8:
-            yield _variant(dtype, rows, is_plain=True, out=out)
+            yield _variant(dtype, rows, is_ungated=True, out=out)
 
 
 @gemm.implementation("tall", "cuda", "sm_90a", takes=takes)
 def tall(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`gemm` on the GPU, with a gate; of int8 without one, too."""
-    scales, is_plain = around.scales, not around.gate
+    scales, is_ungated = around.scales, not around.gate
     by_row, by_column, bias = (0, 0, around.bias) if scales is None else scales
     num_rows, width = x.shape
-    num_outputs = len(weight) // (1 if is_plain else 2)
+    num_outputs = len(weight) // (1 if is_ungated else 2)
     y = around.residual
     if y is None:
         dtype = around.out_dtype(x)
@@ -139,12 +139,12 @@ def tall(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
         "tall: rows of the residual must be contiguous, and aligned to 16 bytes",
     )
     multiprocessors = jit.num_multiprocessors(x.get_device())
-    rows = rows_for(num_rows, len(weight), multiprocessors, is_plain)
+    rows = rows_for(num_rows, len(weight), multiprocessors, is_ungated)
     copied = min(X_ROWS, -(-num_rows // 8) * 8)
-    outputs = rows if is_plain else rows // 2
+    outputs = rows if is_ungated else rows // 2
     row_tiles, column_tiles = -(-num_rows // X_ROWS), -(-num_outputs // outputs)
     jit.launch(
-        _variant(x.dtype, rows, is_plain, y.dtype),
+        _variant(x.dtype, rows, is_ungated, y.dtype),
         "tall",
         (row_tiles * column_tiles,),
         256,
