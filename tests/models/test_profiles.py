@@ -108,14 +108,16 @@ def test_a_step_of_a_mixture_reads_the_experts_that_its_rows_choose(tmp_path, sh
 
 
 @pytest.mark.rest
-def test_a_step_of_a_mixture_in_4_bits_is_within_15_percent_of_the_recorded_one(tmp_path):
-    """Compare one row: more may have chosen few experts when they were recorded."""
+def test_steps_of_a_mixture_in_4_bits_are_within_15_percent_of_the_recorded_ones(tmp_path):
+    """Compare the last recording, whose rows chose as many experts as are counted, but 128 rows."""
     text = (RESULTS / "2026-11-29-mixtures-h200.txt").read_text()
     rows = re.findall(r"^qwen3-30b-a3b +int4 +(\d+) .* ([\d.]+) +[\d.]+%$", text, re.MULTILINE)
-    assert rows[0][0] == "1"
+    recorded = [(int(count), float(ms)) for count, ms in rows[-3:-1]]
+    assert [count for count, _ in recorded] == [1, 32]
     config = shape_of("qwen3-30b-a3b", tmp_path)
     model = step_model(msgspec.structs.replace(config, quantization="int4"), CARDS["H200"])
-    assert model.step_ms(1, 128 + 128 // 2) == pytest.approx(float(rows[0][1]), rel=0.15)
+    for count, ms in recorded:
+        assert model.step_ms(count, 128 + 128 // 2) == pytest.approx(ms, rel=0.15)
 
 
 def test_experts_in_8_bits_are_read_as_other_matrices_in_8_bits(tmp_path):
