@@ -341,9 +341,3 @@ def _buffer_at(size: int, rank: int, turn: int) -> int:
 def num_bytes(size: int) -> int:
     """Return the bytes of the memory of so many ranks."""
     return _exchange_at(size) + 2 * size * EXCHANGE_BYTES
-
-
-def close_quietly(descriptor: int) -> None:
-    """Close a descriptor that may be closed already."""
-    with contextlib.suppress(OSError):
-        os.close(descriptor)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from slipstream_runtime.processes import end, work_of
 from slipstream_runtime.rank_processes import SILENT_S, WORDS_S, RankProcesses, silence
-from slipstream_runtime.ranks import RankMemory, close_quietly, num_bytes
+from slipstream_runtime.ranks import RankMemory, num_bytes
 from slipstream_runtime.rendezvous import Gate, Member, Place, RendezvousError, connect, join
 from slipstream_runtime.span import Inlet, Peers, exported, names
 from slipstream_runtime.stalls import Silence, Stalls
@@ -137,7 +137,7 @@ def serve_host(
             end(process, 1.0)
         inlet.close()
         link.close()
-        close_quietly(descriptor)
+        os.close(descriptor)
 
 
 def _await_words(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -1,13 +1,14 @@
 """When the start of a rank is over: from then on it may stand still for seconds alone."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from fixtures.models.checkpoints import make_model, save
 from fixtures.models.ranks import Group
-from slipstream_runtime.ranks import RankMemory, close_quietly
+from slipstream_runtime.ranks import RankMemory
 
 ENGINE = """
 import sys
@@ -36,7 +37,7 @@ def test_an_engine_starts_until_its_loop_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENGINE, "--config", str(config), "--socket", "none"]
     command += ["--ranks", str(descriptor)]
     found = subprocess.run(command, pass_fds=[descriptor], stdout=subprocess.PIPE, text=True)
-    close_quietly(descriptor)
+    os.close(descriptor)
     assert (found.returncode, found.stdout) == (0, "False\nTrue\n")
 
 

@@ -5,6 +5,7 @@ count of what was sent.
 """
 
 import contextlib
+import os
 import threading
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ import pytest
 import torch
 from slipstream.kernels.comm import links
 from slipstream.kernels.comm.links import DeviceLinks, Ring
-from slipstream_runtime.ranks import RankMemory, close_quietly
+from slipstream_runtime.ranks import RankMemory
 from torch import Tensor
 
 STREAM = SimpleNamespace(wait_stream=lambda _: None, synchronize=lambda: None)
@@ -89,6 +90,6 @@ def test_a_stage_sends_before_the_next_one_looks(
 
     with ThreadPoolExecutor(size) as pool:
         found = list(pool.map(run, range(size)))
-    close_quietly(descriptor)
+    os.close(descriptor)
     for rank, values in enumerate(found):
         assert values == [10 * step + Ring(rank, size, num_stages).before for step in range(3)]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream_runtime.processes import is_stopped, work_of
-from slipstream_runtime.ranks import RankError, RankMemory, close_quietly
+from slipstream_runtime.ranks import RankError, RankMemory
 from slipstream_runtime.stalls import Silence
 
 
@@ -38,7 +38,7 @@ def test_messages_of_every_size_reach_every_rank_in_order(sizes, size, seed):
         leader.send(message)
     for thread in threads:
         thread.join(20)
-    close_quietly(descriptor)
+    os.close(descriptor)
     assert found == dict.fromkeys(range(1, size), sent)
 
 

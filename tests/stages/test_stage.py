@@ -6,6 +6,8 @@ What the stand-in cannot show (dtypes on the wire, ordering, dynamic batching) i
 import gc
 import importlib
 import json
+import os
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +23,7 @@ from fixtures.stages.zoo import byte_level_bpe, save
 from slipstream_contract.errors import REASONS
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.stream_state import BeamState, StreamState, pack_beams
-from slipstream_runtime import admission
+from slipstream_runtime import admission, stub
 from slipstream_runtime.admission import MAX_RETRY_MS, Load, LoadFile, path_of
 from slipstream_runtime.credit import CreditFile
 from slipstream_runtime.waking import wake_at_once
@@ -84,6 +86,7 @@ def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module.Tensor, module.TritonError, module.InferenceResponse = Tensor, TritonError, Response
     stages = ("slipstream_preprocessing.stage", "slipstream_postprocessing.stage")
     monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(stub, "close_inherited", lambda: None)  # sockets here are other tests'
     thresholds = gc.get_threshold()
     yield
     gc.unfreeze()  # a stage puts its process's collector to rest
@@ -127,6 +130,13 @@ def post_stage(repository: Path, dynamic: bool) -> Any:
     model = importlib.import_module("slipstream_postprocessing.stage").TritonPythonModel()
     model.initialize(args | {"model_config": json.dumps(config)})
     return model
+
+
+def test_a_stage_that_starts_in_this_process_leaves_its_sockets(utils, repository, runtime) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socketpair()[0] as end:
+        post_stage(repository, dynamic=True)
+        os.fstat(server.fileno())
+        os.fstat(end.fileno())
 
 
 def streamed(ids: list[int], slot: int, number: int, **more: Any) -> Request:
