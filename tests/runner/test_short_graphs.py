@@ -1,5 +1,6 @@
-"""A shape whose graph memory is too short for runs eagerly."""
+"""A shape whose graph memory is too short for runs eagerly; when the collector runs."""
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -52,3 +53,31 @@ def test_a_shape_that_is_short_of_memory_has_no_graph(
     graphs.capture(prepare)
     assert len(asked) == len(shapes)
     assert [shape for shape in shapes if graphs.graph(shape) is None] == short
+
+
+def test_a_run_of_captures_collects_garbage_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is collected while one captures, nor before the graph of a step that waits for it."""
+    collected: list[int] = []
+    were_enabled: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(len(were_enabled)))
+
+    def capture(run: Callable[[], torch.Tensor], mode: str) -> Captured:
+        were_enabled.append(gc.isenabled())
+        return Captured(object(), run())  # type: ignore[arg-type]
+
+    def prepare(shape: StepShape, has_experts: bool) -> Callable[[], torch.Tensor]:
+        return lambda: torch.zeros(shape.num_rows)
+
+    graphs = Graphs(Buckets(8, 1), capture=capture)
+    first, *others = graphs._buckets.shapes
+    assert len(others) > 2
+    graphs.graph(first, prepare)
+    assert not collected, "before the graph of a step"
+    for _ in graphs.captured_ahead(prepare):
+        pass
+    assert collected == [1]
+    assert were_enabled == [False] * (1 + len(others))
+    assert gc.isenabled()
+    assert list(graphs.captured_ahead(prepare)) == []
+    assert len(collected) == 1, "nothing was left to capture"

@@ -311,7 +311,6 @@ class Graphs:
     ) -> Captured | None:
         """Capture the graph of a shape with adapters, beside steps."""
         begin = time.perf_counter()
-        gc.collect()
         with without_collection():
             made = self._made(shape, prepare(), "thread_local")
         seconds = time.perf_counter() - begin
@@ -338,11 +337,14 @@ class Graphs:
         self, prepare_adapted: PrepareAdapted, has_experts: bool = False
     ) -> Iterator[None]:
         """Capture the graphs of steps with adapters that no step has had captured yet, each by a
-        `next`; no step may be in flight.
+        `next`; no step may be in flight. Memory that garbage holds is freed before the first.
         """
         graphs = self._of_experts if has_experts else self._adapted
-        for shape in self._buckets.shapes:
-            if shape not in graphs:
+        left = [shape for shape in self._buckets.shapes if shape not in graphs]
+        if left:
+            gc.collect()
+        for shape in left:
+            if shape not in graphs:  # a step may have had it captured meanwhile
                 self.graph(shape, prepare_adapted, has_experts)
                 torch.cuda.synchronize()
                 yield
