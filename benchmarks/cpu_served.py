@@ -27,7 +27,7 @@ from slipstream_serve.triton import Endpoints, TritonServer
 from stream_clients import Load, Prompt, Received, receive
 
 MODELS = {"fused": "tensorrt_llm_bls", "composed": "ensemble"}
-_ENGINE = b"slipstream.engine.loop"
+_ENGINE = b"slipstream.engine.process"
 _MOST_STREAMS = 32
 _TEXT = "The house at the end of the road had been empty for as long as anyone could remember. "
 _NS = 1_000_000_000

@@ -28,7 +28,7 @@ from slipstream import __version__, launch, wire
 from slipstream.core.prefix import PrefixIndex
 from slipstream.engine.adapters import AdapterStore
 from slipstream.engine.loop import EngineLoop
-from slipstream.engine.loop import main as run_loop
+from slipstream.engine.process import main as run_process
 from slipstream.engine.settings import read_config
 from slipstream.replicas.process import make as make_router
 from slipstream_contract.vocab import TokenBytes
@@ -40,7 +40,7 @@ MODEL = "paced"
 _CONTEXT = 1 << 30
 _NO_BOUND = 1 << 48  # those of several add up
 _ROUTER = "slipstream.replicas.process"
-_MODULES = ("slipstream.launch", "slipstream.engine.loop", _ROUTER)
+_MODULES = ("slipstream.launch", "slipstream.engine.process", _ROUTER)
 
 
 def expected_bytes(seed: int, count: int) -> bytes:
@@ -237,7 +237,7 @@ def run(options: argparse.Namespace, module: str, arguments: list[str]) -> int:
         sys.executable = options.python  # the supervisor starts the engine from it
         return launch.main(arguments)
     if module == _ROUTER:  # as it is; its engines are this source
-        return run_loop(arguments, make=make_router)
+        return run_process(arguments, make=make_router)
     parser = argparse.ArgumentParser(prog=module)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--socket", required=True)

@@ -63,7 +63,7 @@ class PacedGateway:
     def source(self) -> psutil.Process:
         """Return the process of the source."""
         for child in self.process.children(recursive=True):
-            if "slipstream.engine.loop" in child.cmdline():
+            if "slipstream.engine.process" in child.cmdline():
                 return child
         raise ProcessLookupError("the gateway has no engine")
 

@@ -130,7 +130,7 @@ def engines(directory: Path) -> list[int]:
     for each in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             words = (each / "cmdline").read_bytes() if each.name.isdigit() else b""
-            if b"slipstream.engine.loop" in words and f"{directory}/replica-".encode() in words:
+            if b"slipstream.engine.process" in words and f"{directory}/replica-".encode() in words:
                 found.append(int(each.name))
     return sorted(found)
 

@@ -142,7 +142,7 @@ def cpu_seconds(server: TritonServer) -> dict[str, float]:
                 found["stubs"] += seconds
             elif pid == server.pid:
                 found["server"] = seconds
-            elif b"slipstream.engine.loop" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            elif b"slipstream.engine.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found["source"] = seconds
     return found
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.sequence import Request, SequenceStatus
-from slipstream.engine import loop
+from slipstream.engine import process
 from slipstream.engine.reading import ReadingEngine
 from slipstream.wire import Submit, Tokens
 
@@ -170,8 +170,8 @@ def main() -> int:
     options = parser.parse_args(sys.argv[1:border])
     journal = os.open(options.journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     pace = _pace_of(options.journal)
-    loop.ReadingEngine = functools.partial(NotingEngine, journal, pace)  # type: ignore[misc, assignment]
-    return loop.main(sys.argv[border + 1 :])
+    process.ReadingEngine = functools.partial(NotingEngine, journal, pace)  # type: ignore[misc, assignment]
+    return process.main(sys.argv[border + 1 :])
 
 
 if __name__ == "__main__":

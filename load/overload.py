@@ -108,7 +108,7 @@ def engine_pid(server: TritonServer) -> int:
     """The process that has the engine's module on its command line."""
     for pid in server.processes():
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        if b"slipstream.engine.loop" in command:
+        if b"slipstream.engine.process" in command:
             return pid
     return 0
 

@@ -156,7 +156,7 @@ class Supervisor:
         self._lock = lock
         config = _read_config(runtime.config)
         self._stuck_after_s, self._num_ranks = config.stuck_after_s, config.num_ranks
-        self._module = "slipstream.engine.loop"
+        self._module = "slipstream.engine.process"
         if config.replicas > 1:  # a router, which has engines and supervisors of its own
             self._module, self._num_ranks = "slipstream.replicas.process", 1
         self._server = os.pidfd_open(server_pid)

@@ -246,4 +246,4 @@ def test_the_closure_is_followed_through_packages_and_into_functions():
     for each in ("backend/slipstream/bridge/vllm.py", "backend/slipstream/wire.py"):
         assert each in names
     assert {"zmq", "numpy", "msgspec"} <= others
-    assert "torch" in closure(ROOT / "backend/slipstream/engine/loop.py")[1]  # in a function
+    assert "torch" in closure(ROOT / "backend/slipstream/engine/process.py")[1]  # in a function

@@ -43,7 +43,7 @@ def checkpoint(folder: Path) -> Path:
 def start(folder: Path, address: str = "", **config: object) -> subprocess.Popen[str]:
     path = folder / "engine.json"
     path.write_text(json.dumps({"checkpoint": ".", "load_format": "random", **config}))
-    command = [sys.executable, "-m", "slipstream.engine.loop", "--config", str(path)]
+    command = [sys.executable, "-m", "slipstream.engine.process", "--config", str(path)]
     command += ["--socket", address or f"ipc://{folder}/engine"]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 

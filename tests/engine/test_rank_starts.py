@@ -12,7 +12,7 @@ from slipstream_runtime.ranks import RankMemory
 
 ENGINE = """
 import sys
-from slipstream.engine import loop
+from slipstream.engine import process
 
 class Loop:
     def run(self):
@@ -25,7 +25,7 @@ def make(config, address, memory_lock, given):
     print(ranks.started()[0], flush=True)
     return Loop()
 
-sys.exit(loop.main(sys.argv[1:], make))
+sys.exit(process.main(sys.argv[1:], make))
 """
 
 

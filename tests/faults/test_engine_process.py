@@ -57,7 +57,7 @@ class House:
         words = [
             "-P",
             "-m",
-            "slipstream.engine.loop",
+            "slipstream.engine.process",
             "--config",
             str(self._folder / "config.json"),
         ]

@@ -82,7 +82,7 @@ def test_a_full_disk(roomy: Path, tmp_path: Path) -> None:
         learn(oracle)
         file = fill(scratch)
         assert_all_served(oracle)
-        os.kill(serve.pid("slipstream.engine.loop"), signal.SIGKILL)
+        os.kill(serve.pid("slipstream.engine.process"), signal.SIGKILL)
         wait_served(client)
         for _ in range(3):
             os.kill(serve.pid(" tensorrt_llm_bls_0_0"), signal.SIGKILL)

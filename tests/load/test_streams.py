@@ -109,7 +109,7 @@ def test_the_source_is_started_like_an_engine_and_speaks_its_wire(bench, scratch
     config.write_text(f'{{"checkpoint": "{CHECKPOINT}"}}')
     bench.paced_engine.write_python(python, 0.01, scratch / "paced")
     address = f"ipc://{scratch}/engine.sock"
-    command = [str(python), "-P", "-m", "slipstream.engine.loop", "--config", str(config)]
+    command = [str(python), "-P", "-m", "slipstream.engine.process", "--config", str(config)]
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.connect(address)

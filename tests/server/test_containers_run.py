@@ -241,7 +241,7 @@ def test_grafana_shows_the_dashboard_and_asks_prometheus(stack):
     assert settings["defaultDatasource"] == "Prometheus"
 
 
-KILLED = ("python -P -m slipstream.engine.loop", "/tensorrt_llm_bls/1/", "tritonserver --model-")
+KILLED = ("python -P -m slipstream.engine.process", "/tensorrt_llm_bls/1/", "tritonserver --model-")
 
 
 @pytest.mark.parametrize("victim", KILLED)

@@ -90,7 +90,7 @@ def test_a_warning_is_shown_without_its_clock(tmp_path: Path) -> None:
 
 def test_the_pattern_is_that_of_the_engines_log() -> None:
     """The engine's own format, so that a change there is noticed here."""
-    source = Path(__file__).parents[2] / "backend/slipstream/engine/loop.py"
+    source = Path(__file__).parents[2] / "backend/slipstream/engine/process.py"
     template = "%(asctime)s engine %(levelname)s %(message)s"
     assert template in source.read_text()
     record = logging.LogRecord("x", logging.INFO, "", 0, BANNER, (), None)

@@ -143,7 +143,7 @@ def test_more_than_loopback_only_if_asked_and_no_object_is_ever_unpickled(reposi
             serve.end(signal.SIGTERM)
         lines = [line.split(" ", 1) for line in events.read_text().splitlines()]
         after = events.read_text()[num_before:].splitlines()
-        assert any(kind == "begin" and "slipstream.engine.loop" in text for kind, text in lines)
+        assert any(kind == "begin" and "slipstream.engine.process" in text for kind, text in lines)
         assert [text for kind, text in lines if kind in ("pickle.find_class", "os.system")] == []
         assert [text for kind, text in lines if kind == "socket.connect"] == []
         assert [line for line in after if not is_import(line)] == []

@@ -200,7 +200,7 @@ def control(several: Path, serve: Serve, capsys, *options: str) -> list[dict]:
 
 
 def engines(serve: Serve) -> list[str]:
-    return [line for line in serve.processes() if "slipstream.engine.loop" in line]
+    return [line for line in serve.processes() if "slipstream.engine.process" in line]
 
 
 def is_served(client: Client, model: str) -> bool:

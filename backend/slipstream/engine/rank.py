@@ -2,8 +2,8 @@
 
     python -m slipstream.engine.rank --config FILE --ranks FD --rank R
 
-Exit codes are those of `engine/loop.py`: 2 if the rank cannot start, with one line on stderr; 1 if
-the ranks cannot go on together; 0 if rank 0 has ended.
+Exit codes are those of `engine/process.py`: 2 if the rank cannot start, with one line on stderr; 1
+if the ranks cannot go on together; 0 if rank 0 has ended.
 """
 
 import argparse

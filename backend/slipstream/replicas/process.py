@@ -1,6 +1,6 @@
 """Run the router's process, in the place of an engine's: `python -m slipstream.replicas.process`.
 
-Arguments and exit codes are those of `engine/loop.py`. Each replica has a supervisor of its own,
+Arguments and exit codes are those of `engine/process.py`. Each replica has a supervisor of its own,
 whose files are in the folder `replica-N` of this engine's. They outlive a router that dies: the
 next one finds them with their weights loaded. They end with the server, or once all models are
 unloaded.
@@ -20,7 +20,7 @@ from slipstream_runtime.ranks import RankMemory
 from slipstream import __version__, wire
 from slipstream.config import MAX_REPLICAS, EngineConfig
 from slipstream.engine.loop import EngineLoop
-from slipstream.engine.loop import main as run_loop
+from slipstream.engine.process import main as run_process
 from slipstream.errors import ConfigError, StartError
 from slipstream.launch import UNUSED
 from slipstream.replicas.placing import places
@@ -145,4 +145,4 @@ def _welcome(found: list[wire.Welcome]) -> wire.Welcome:
 
 
 if __name__ == "__main__":
-    sys.exit(run_loop(make=make))
+    sys.exit(run_process(make=make))
