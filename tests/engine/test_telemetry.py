@@ -282,7 +282,7 @@ def test_a_cancel_is_free_only_when_no_step_holds_its_blocks():
     for _ in range(4):
         client.step()
     noticed_ns = time.monotonic_ns() - 50 * MS
-    assert client.engine._flights, "nothing is in flight: the test shows nothing"
+    assert client.engine._steps, "nothing is in flight: the test shows nothing"
     client.engine.cancel(client.name, number, CancelCause.CLIENT, noticed_ns)
     assert client.engine.figures().samples["cancel_to_free_s"] == []
     client.drain()

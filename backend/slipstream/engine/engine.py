@@ -4,82 +4,40 @@ There are no sockets and no text here. The engine decides which tokens a bridge 
 turns them into text.
 """
 
-import contextlib
 import logging
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Protocol
 
 from slipstream_runtime.admission import Load
 
-from slipstream.core.batch import Batch, Sampled
 from slipstream.core.drafts import Speculation
 from slipstream.core.edits import EditContext
 from slipstream.core.processors import start_processors
 from slipstream.core.sequence import Request
 from slipstream.core.stop import Ending, RawBytes
-from slipstream.core.window import AttentionWindow
 from slipstream.engine.adapters import AdapterStore
 from slipstream.engine.answers import add_sequences, add_wanted, make_request, most_running
-from slipstream.engine.bisect import Bisection, is_of_device
 from slipstream.engine.deadlines import Deadlines, overdue
 from slipstream.engine.device_drafts import DeviceDrafts
 from slipstream.engine.gauges import Gauges
-from slipstream.engine.guides import Guides, MaskTaker
-from slipstream.engine.launch_lead import LaunchLead
+from slipstream.engine.guides import Guides
 from slipstream.engine.reports import RequestLog
 from slipstream.engine.request_checks import RequestBounds
 from slipstream.engine.request_ids import RequestIds
 from slipstream.engine.scheduler import Limits, Scheduler
+from slipstream.engine.steps import Runner, Steps
 from slipstream.engine.telemetry import Telemetry
 from slipstream.guide.interface import MakeCompiler
-from slipstream.kvcache.host import Mover
 from slipstream.wire import CancelCause, Figures, FinishReason, Rejected, Status, Submit, Tokens
 
 _log = logging.getLogger(__name__)
-
-_MAX_FAILED = 8  # requests that fail with no step between that succeeds: the device is broken
-
-
-class LaunchedStep(MaskTaker, Protocol):
-    """A step that the runner has started."""
-
-    def wait(self) -> Sampled:
-        """Wait for the step and return what it sampled. Steps are awaited in launch order."""
-
-
-class Runner(Protocol):
-    """The part that executes batches, one after another."""
-
-    num_blocks: int
-    block_size: int
-    vocab_size: int
-    max_model_len: int
-    window: AttentionWindow
-    transfers: Mover | None  # copies of blocks to host memory and back, if there is any
-    max_in_flight: int  # steps: 2, if one may be launched while the one before it runs; else 1
-    attention_doubles_at: int  # context at which a token costs twice as much; 0: none
-
-    def launch(self, batch: Batch) -> LaunchedStep:
-        """Start a step. A row's `source` is the number of a sample of the step launched before."""
-
-
-@dataclass(frozen=True, slots=True)
-class _StepInFlight:
-    """A step between launch and commit."""
-
-    batch: Batch
-    launched: LaunchedStep | None  # None: its launch failed
-    error: Exception | None
 
 
 class Engine:
     """All requests of one model that have not ended.
 
-    `fatal` is set when the device is beyond repair: the process must end then.
+    Steps are those of `steps.py`; what they sample comes back here, and out.
     """
 
     def __init__(
@@ -97,9 +55,7 @@ class Engine:
         edit_context: EditContext | None = None,
         adapters: AdapterStore | None = None,
     ) -> None:
-        self.fatal: Exception | None = None
         self.adapters = adapters or AdapterStore()
-        self.num_steps = 0
         self._runner = runner
         self._vocab = vocab
         self._model = model
@@ -130,16 +86,18 @@ class Engine:
             self._scheduler.guides = self._guides
             if speculation is not None and speculation.accepted is None:
                 self._guides.looks_ahead = True
+        self._steps = Steps(
+            self._scheduler,
+            runner,
+            self._telemetry,
+            clock,
+            fewer_tokens_help=limits.two_way is None,
+        )
         self._bounds = self._make_bounds(device_drafts is not None)
         self._deadlines = Deadlines()
         self._requests: dict[tuple[bytes, int], Request] = {}
         self._request_ids: RequestIds[Request] = RequestIds()
-        self._flights: deque[_StepInFlight] = deque()
         self._next_sequence_id = 0
-        self._failed: set[tuple[bytes, int]] = set()  # requests that failed since a step succeeded
-        self._bisection = Bisection()
-        self._launch_lead = LaunchLead(clock)
-        self._last_step = 0.0  # time.monotonic()
         self._num_received = self._num_received_tokens = 0  # refused ones included; their prompts
 
     def _make_bounds(self, drafts_on_device: bool) -> RequestBounds:
@@ -159,9 +117,19 @@ class Engine:
         )
 
     @property
+    def fatal(self) -> Exception | None:
+        """The error after which the device is beyond repair: the process must end then."""
+        return self._steps.fatal
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps so far, failed ones included."""
+        return self._steps.num_committed
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` would compute or send anything."""
-        return bool(self._requests or self._flights)
+        return bool(self._requests or self._steps)
 
     def has_request(self, bridge: bytes, request: int) -> bool:
         """Return whether that request of a bridge has not ended."""
@@ -187,7 +155,7 @@ class Engine:
         self._next_sequence_id += add_sequences(request, self._next_sequence_id, *parts)
         add_wanted(request, self._limits.logprobs_mode)
         if not self._requests:
-            self._last_step = time.monotonic()  # the idle time before does not count
+            self._steps.resume()
             self._telemetry.resume()
         request.num_unfinished = len(request.sequences)
         self._requests[key] = request
@@ -228,7 +196,7 @@ class Engine:
         request.cause = cause
         for sequence in request.sequences:
             self._scheduler.finish(sequence, ending)
-        last_step = self.num_steps + len(self._flights)  # which may still use its blocks
+        last_step = self.num_steps + len(self._steps)  # which may still use its blocks
         self._telemetry.request_cancelled(request, noticed_ns or time.monotonic_ns(), last_step)
         self._telemetry.blocks_freed(self.num_steps)
 
@@ -240,33 +208,21 @@ class Engine:
         return len(gone)
 
     def slack_ns(self) -> float:
-        """Return how long the next `step` can wait for requests, in ns; see `LaunchLead`."""
-        if len(self._flights) != 1 or self._scheduler.needs_results or self._bisection:
-            return 0.0
-        return self._launch_lead.slack_ns(self._scheduler.earliest_end_ns())
+        """Return how long the next `step` can wait for requests, in ns."""
+        return self._steps.slack_ns()
 
     def step(self) -> dict[bytes, list[Tokens]]:
         """Launch ahead, commit the oldest step; return the new tokens for each bridge."""
         self._end_overdue()
         if (guides := self._guides) is not None and guides.num_active:
             guides.poll()
-        self._launch_ahead()
+        self._steps.launch_ahead()
         if self.fatal is not None:
             return {}
-        had_flights = bool(self._flights)
-        if had_flights:
-            self._commit(self._flights.popleft())
-            # The next step must not build on one that was never launched.
-            if self._flights and self._flights[0].error is not None:
-                self._commit(self._flights.popleft())
-            self._last_step = time.monotonic()
-            self._telemetry.blocks_freed(self.num_steps)
-            # At once, as the device has waited for what was committed. But a group on trial is
-            # committed with its launch: no cancel comes between, which would blame another.
-            if not self._flights and self._scheduler.needs_results and not self._bisection:
-                self._launch_ahead()
+        if had_steps := bool(self._steps):
+            self._steps.commit_oldest()
         outputs = self._outputs()
-        if had_flights or outputs or self.adapters.room.wait():
+        if had_steps or outputs or self.adapters.room.wait():
             return outputs
         if guides is not None and guides.is_busy:
             guides.wait()
@@ -287,7 +243,7 @@ class Engine:
 
     def status(self, number: int = 0, bridges: Iterable[str] = ()) -> Status:
         """Return the answer to a `Ping`."""
-        age_s = time.monotonic() - self._last_step if self._requests else 0.0
+        age_s = self._steps.age_s() if self._requests else 0.0
         where = (number, self._model, self.num_steps, age_s, list(bridges))
         return self._gauges.status(*where, self._requests.values())
 
@@ -309,8 +265,8 @@ class Engine:
             assert num_sequences == 0, "sequences without a request"
             assert not self._request_ids, "an id of a request that has ended"
             # A launched step also holds the blocks that it copies.
-            assert self._flights or cache.num_unused == cache.num_blocks, "a leak"
-        assert cache.num_fenced == 0 or self._flights, "a fence without a step in flight"
+            assert self._steps or cache.num_unused == cache.num_blocks, "a leak"
+        assert cache.num_fenced == 0 or self._steps, "a fence without a step in flight"
         assert num_sequences <= sum(map(most_running, self._requests.values()))
 
     # --- one step ------------------------------------------------------------------------------
@@ -324,103 +280,6 @@ class Engine:
                 continue  # it ended; its number may be in use again
             ending = overdue(request, now_ns - deadline_ns)
             self._end_early(request, ending, CancelCause.DEADLINE, 0)
-
-    def _launch_ahead(self) -> None:
-        """Launch as many steps as the runner takes at a time.
-
-        After a failed launch no further step is launched, and a bisected group runs alone.
-        """
-        flights = self._flights
-        while len(flights) < self._runner.max_in_flight and not (flights and flights[-1].error):
-            only = self._bisection.current()
-            if only is not None and flights:
-                return
-            decided_ns = self._clock()
-            batch = self._schedule(only)
-            if self.fatal is not None or (batch is None and only is None):
-                return
-            if batch is None:
-                if self._guides is not None and self._guides.is_busy:
-                    return  # the group may wait for a mask, whose error comes by `poll`
-                continue  # preempted for others: the group's turn is over
-            try:
-                launched = self._runner.launch(batch)
-                flights.append(_StepInFlight(batch, launched, None))
-                self._launch_lead.launched(decided_ns)
-                if batch.has_masks and self._guides is not None and self._guides.num_active:
-                    self._guides.launched(batch, launched)
-            except Exception as error:
-                flights.append(_StepInFlight(batch, None, error))
-
-    def _schedule(self, only: tuple[frozenset[int], int] | None) -> Batch | None:
-        """Return the next batch; if all sequences wait for blocks from host memory, wait for some.
-
-        Sets `fatal` if a copy cannot be started or has failed.
-        """
-        scheduler = self._scheduler
-        try:
-            while (batch := scheduler.schedule(only)) is None:
-                if self._flights or not (scheduler.has_work and scheduler.cache.tier.is_moving):
-                    break
-                scheduler.cache.tier.wait()
-        except AssertionError:
-            raise
-        except Exception as error:
-            _log.error("blocks could not be copied", exc_info=error)
-            self.fatal = error
-            return None
-        return batch
-
-    def _commit(self, flight: _StepInFlight) -> None:
-        """Wait for a step and commit it; if it failed, undo it and find the sequence at fault."""
-        batch, error = flight.batch, flight.error
-        self.num_steps += 1
-        try:
-            if error is not None:
-                raise error
-            assert flight.launched is not None
-            wait_s = time.monotonic()
-            sampled = flight.launched.wait()
-            ended_s = time.monotonic()
-            num_samples = sum([row.samples for row in batch.rows])
-            if len(sampled.token_ids) != num_samples:
-                raise RuntimeError(f"{len(sampled.token_ids)} tokens for {num_samples} rows")
-        except Exception as caught:
-            self._recover(batch, caught)
-            return
-        self._failed.clear()
-        self._bisection.succeed()
-        owners = self._scheduler.commit(batch, sampled)
-        self._telemetry.step_finished(batch, owners, wait_s, ended_s)
-
-    def _recover(self, batch: Batch, error: Exception) -> None:
-        """Undo all steps in flight after a failed one, and find the sequence at fault.
-
-        If the device itself has failed, `fatal` is set and nothing is sent: all tokens sent so far
-        are right, and a client that sends its request again can be served by the next engine.
-        """
-        _log.error("a step of %d rows failed", len(batch.rows), exc_info=error)
-        if is_of_device(error):
-            self.fatal = error
-            return
-        for flight in self._flights:
-            with contextlib.suppress(Exception):  # it builds on what was never computed
-                if flight.launched is not None:
-                    flight.launched.wait()
-        self._flights.clear()
-        owners = self._scheduler.roll_back()
-        if not owners:
-            return
-        names = {kind.__name__ for kind in type(error).__mro__}
-        is_short_of_memory = "OutOfMemoryError" in names and self._limits.two_way is None
-        culprit = self._bisection.fail(owners, batch.num_tokens, is_short_of_memory)
-        if culprit is None:
-            return
-        reason = f"the step failed: {type(error).__name__}"
-        self._scheduler.finish(culprit, Ending(FinishReason.ERROR, error=reason))
-        self._failed.add((culprit.request.bridge, culprit.request.number))
-        if len(self._failed) >= _MAX_FAILED:
-            self.fatal = error
 
     def _outputs(self) -> dict[bytes, list[Tokens]]:
         outputs: dict[bytes, list[Tokens]] = {}

@@ -50,8 +50,13 @@ class Adapters(Protocol):
 class Served(Protocol):
     """Requests in, tokens out; see `engine/engine.py`."""
 
-    fatal: Exception | None
-    num_steps: int
+    @property
+    def fatal(self) -> Exception | None:
+        """The error after which the process must end."""
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps so far."""
 
     @property
     def adapters(self) -> Adapters:
