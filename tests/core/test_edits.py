@@ -38,7 +38,7 @@ def naive(sampling: SamplingParams, history: list[int], num_outputs: int) -> dic
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(token_ids, min_size=1, max_size=8),
+    st.lists(token_ids, max_size=8),  # none: all of the prompt is virtual
     st.lists(token_ids, max_size=12),
     st.lists(st.tuples(token_ids, weights), max_size=4),
     st.lists(st.lists(token_ids, min_size=1, max_size=3), max_size=4),

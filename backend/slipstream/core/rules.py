@@ -54,7 +54,7 @@ class Phrases:
             seen = self._before + seen
         return {
             word[-1]: -inf
-            for word in self._heads.get(seen[-1], ())
+            for word in (self._heads.get(seen[-1], ()) if seen else ())
             if tuple(seen[1 - len(word) :]) == word[:-1]
         }
 
