@@ -47,6 +47,17 @@ def test_a_cancel_ends_all_samples() -> None:
         assert client.streams[number, index].token_ids
 
 
+def test_the_first_error_ends_the_request() -> None:
+    client, runner = make()
+    number = client.submit([1, 2, 3], replace(SAMPLED, n=1, best_of=6))
+    sequences = client.engine._requests[client.name, number].sequences
+    runner.poisoned |= {sequence.id for sequence in sequences[2:]}
+    while client.engine.has_work:
+        client.step()
+    assert client.streams[number, 0].reason is FinishReason.ERROR
+    assert client.streams[number, 0].log_probs == []
+
+
 def test_best_of_below_n_is_refused() -> None:
     client, _ = make()
     with pytest.raises(ContractError, match="best_of is 2, below n, which is 6"):

@@ -27,15 +27,20 @@ class Choice:
         self._request = request
         self._has_log_probs = has_log_probs
         self._ended: list[Tokens] = []
+        self._has_failed = False
 
     def take(self, tokens: Tokens) -> list[Tokens]:
         """Take a sample that has ended; return what to send, by falling sum of log probs.
 
-        An error of any is sent at once: it ends the request.
+        The first error of any is sent at once: it ends the request, and nothing follows.
         """
         assert tokens.finished is not None
+        if self._has_failed:
+            return []
         if tokens.finished.reason is FinishReason.ERROR:
-            return [replace(tokens, index=0)]
+            self._has_failed = True
+            log_probs = tokens.log_probs if self._has_log_probs else []
+            return [replace(tokens, index=0, log_probs=log_probs)]
         self._ended.append(tokens)
         if len(self._ended) < len(self._request.sequences):
             return []
