@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import geometric_mean, median
 
 import torch
-from slipstream.kernels.gemm import cublaslt, search, tuning
+from slipstream.kernels.gemm import cublaslt, search, trials, tuning
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, MatmulPlan, Problem
 from slipstream.runner.idle_tuning import covering_rows
 
@@ -65,7 +65,7 @@ def kept_rows(rows: int) -> int:
     return min(count for count in covering_rows(ROWS[1]) if count >= rows)
 
 
-def run(pieces: search.Pieces, pause_s: float) -> tuple[search.Found, list[float]]:
+def run(pieces: trials.Pieces, pause_s: float) -> tuple[trials.Found, list[float]]:
     """Run a search; return what it found and the seconds of its pieces."""
     times: list[float] = []
     while True:
@@ -73,7 +73,7 @@ def run(pieces: search.Pieces, pause_s: float) -> tuple[search.Found, list[float
         try:
             next(pieces)
         except StopIteration as end:
-            found: search.Found = end.value
+            found: trials.Found = end.value
             return found, times
         finally:
             times.append(time.perf_counter() - begin)
@@ -81,7 +81,7 @@ def run(pieces: search.Pieces, pause_s: float) -> tuple[search.Found, list[float
 
 
 def compared(
-    operands: search.Operands, rows: int, algorithms: list[Algorithm]
+    operands: trials.Operands, rows: int, algorithms: list[Algorithm]
 ) -> tuple[list[float], bool]:
     """Return median seconds of each at so many rows, in turns, and whether all bits are equal."""
     problem = Problem(operands.shape(rows), torch.cuda.current_device())
@@ -119,7 +119,7 @@ def compared(
 
 def launched(
     plan: MatmulPlan,
-    operands: search.Operands,
+    operands: trials.Operands,
     x: torch.Tensor,
     out: torch.Tensor,
     stream: torch.cuda.Stream,
@@ -148,7 +148,7 @@ def lines(shapes: list[tuple[int, int, int]], seconds: float) -> Iterator[Line]:
     for rows, inputs, outputs in shapes:
         if time.perf_counter() - begin > seconds:
             return
-        operands = search.Operands.random(inputs, outputs, torch.bfloat16)
+        operands = trials.Operands.random(inputs, outputs, torch.bfloat16)
         measured = kept_rows(rows)
         idle, pieces = run(search.searched(operands, measured), PAUSE_S)
         tuned, again = run(search.searched(operands, rows), 0.0)

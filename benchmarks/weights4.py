@@ -36,7 +36,7 @@ from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.lookup import lookup
 from slipstream.kernels.gemm.op import E4M3, PLAIN, Around, Matrix, gemm, spec_of
 from slipstream.kernels.gemm.packing import BLOCK, TILE, CodeType, Groups, Packing
-from slipstream.kernels.gemm.search import describe
+from slipstream.kernels.gemm.tiles import describe
 from slipstream.kernels.gemm.unpacked_e4m3 import unpacked_e4m3
 from slipstream.kernels.runtime import jit
 from timing import DTYPE, ROTATION

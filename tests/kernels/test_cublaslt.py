@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 from fixtures.kernels.checking import Judge
-from slipstream.kernels.gemm import cublaslt, search, tuning
+from slipstream.kernels.gemm import cublaslt, search, tiles, trials, tuning
 from slipstream.kernels.gemm.cublaslt import matmul
 from slipstream.kernels.gemm.cublaslt_api import WORKSPACE, Algorithm, GemmShape
 from slipstream.kernels.runtime.op import KernelError
@@ -176,7 +176,7 @@ def test_strides(lt: type[FakeProblem]) -> None:
 
 def test_numbers_of_tiles() -> None:
     """Some of `cublasLtMatmulTile_t`."""
-    sizes = search.tile_sizes()
+    sizes = tiles.tile_sizes()
     known = {1: (8, 8), 24: (256, 128), 27: (96, 64), 46: (8, 768), 123: (64, 768), 134: (80, 64)}
     known |= {197: (168, 128), 311: (768, 64), 312: (64, 16), 393: (128, 8), 447: (128, 512)}
     known |= {513: (256, 256), 590: (576, 24), 630: (768, 80)}
@@ -204,11 +204,11 @@ def test_tiles_that_won_are_ranked_high() -> None:
         (28672, 512, (176, 128)),
     }
     for outputs, rows, tile in won:
-        ranked = search.ranked(search.tile_sizes().values(), rows, outputs, 132)
+        ranked = tiles.ranked(tiles.tile_sizes().values(), rows, outputs, 132)
         assert tile in ranked[: search._NUM_TILES], (outputs, rows, tile)
 
 
-class FakeTrial(search._Trial):
+class FakeTrial(trials.Trial):
     """Kernels whose seconds are known; `broken` ones compute something else, some do not start.
 
     Those that are `hot` take twice as long once they have run for 20 ms without another one.
@@ -287,7 +287,7 @@ def algorithm(number: int) -> Algorithm:
 
 @pytest.fixture
 def plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "MatmulPlan", lambda problem, algorithm: (problem, algorithm))
+    monkeypatch.setattr(trials, "MatmulPlan", lambda problem, algorithm: (problem, algorithm))
 
 
 @pytest.mark.usefixtures("plans")
@@ -350,9 +350,9 @@ def test_a_default_that_does_not_start() -> None:
 def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"tile": 312, "splits": 1, "cluster": 5, "custom": 2, "swizzle": 3}
     monkeypatch.setattr(Algorithm, "read", lambda self, name: values[name])
-    assert search.describe(GUESS) == "64x16 cluster 1x2 option 2 swizzle 3"
+    assert tiles.describe(GUESS) == "64x16 cluster 1x2 option 2 swizzle 3"
     values |= {"tile": 9999, "splits": 4, "cluster": 51}
-    assert search.describe(GUESS) == "tile 9999 cluster #51 option 2 swizzle 3 split 4"
+    assert tiles.describe(GUESS) == "tile 9999 cluster #51 option 2 swizzle 3 split 4"
 
 
 @pytest.mark.usefixtures("plans")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from fixtures.kernels.checking import Judge, poison, same_bits, short
-from slipstream.kernels.gemm import cublaslt, search, tuning
+from slipstream.kernels.gemm import cublaslt, search, tiles, trials, tuning
 from slipstream.kernels.gemm.cublaslt import matmul
 from slipstream.kernels.runtime.op import KernelError
 
@@ -177,7 +177,7 @@ def test_bits_do_not_depend_on_the_rows_beside(dtype: torch.dtype) -> None:
     judge.verdict()
 
 
-def save(operands: search.Operands, rows: int, algorithm: bytes) -> None:
+def save(operands: trials.Operands, rows: int, algorithm: bytes) -> None:
     product = tuning.Product.of(operands.shape(rows))
     choice = tuning.Choice(product, rows, algorithm.hex(), "", 1.0, 1.0)
     tuning.save(tuning.Machine.of(0), [choice])
@@ -192,7 +192,7 @@ def save(operands: search.Operands, rows: int, algorithm: bytes) -> None:
 def test_tuned(dtype: torch.dtype, adds: bool) -> None:
     """What the search finds is right, is what then runs, and repeats its bits."""
     judge = Judge(f"tuned {dtype}{' to add' if adds else ''}")
-    operands = search.Operands.random(4096, 2048, dtype, adds)
+    operands = trials.Operands.random(4096, 2048, dtype, adds)
     weight, rows_of_x, before = operands.weights[0], operands.x(128), operands.out(128)
 
     def product(n: int) -> torch.Tensor:
@@ -201,7 +201,7 @@ def test_tuned(dtype: torch.dtype, adds: bool) -> None:
     guessed = product(128)
     for rows in (16, 64, 128):
         found = search.search(operands, rows)
-        print(rows, search.describe(found.algorithm), found.seconds, found.default_seconds)
+        print(rows, tiles.describe(found.algorithm), found.seconds, found.default_seconds)
         assert found.seconds <= found.default_seconds
         save(operands, rows, found.algorithm.blob)
         for n in (rows - 5, rows):
@@ -219,7 +219,7 @@ def test_tuned(dtype: torch.dtype, adds: bool) -> None:
 
 
 def test_a_choice_that_cannot_run_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    operands = search.Operands.random(4096, 2048, torch.bfloat16)
+    operands = trials.Operands.random(4096, 2048, torch.bfloat16)
     x = operands.x(64)
     found = search.search(operands, 64)
     save(operands, 64, found.algorithm.changed(tile=9999))

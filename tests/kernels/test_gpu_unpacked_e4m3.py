@@ -10,7 +10,7 @@ from fixtures.kernels.checking import Judge, poison, random, same_bits, short
 from fixtures.kernels.packed_cases import Form, quantized
 from slipstream.kernels.elementwise import eight_bits
 from slipstream.kernels.elementwise.eight_bits import Unscaled
-from slipstream.kernels.gemm import cublaslt_groups, linear, search, tuning
+from slipstream.kernels.gemm import cublaslt_groups, linear, search, tiles, trials, tuning
 from slipstream.kernels.gemm.cublaslt_groups import matmul_by_groups
 from slipstream.kernels.gemm.op import E4M3, Around, Matrix
 from slipstream.kernels.gemm.unpacked_e4m3 import by_e4m3, unpacked_e4m3
@@ -194,9 +194,9 @@ def test_tuned(rows: int) -> None:
     guessed = by_e4m3(x, matrix.values, Around(groups=matrix.groups)).clone()
     guess = cublaslt_groups.plan_of(rows, *sizes, 0)
     assert guess is not None
-    operands = replace(search.Operands.random(*sizes, E4M3), x_scales=guess.shape.x_scales)
+    operands = replace(trials.Operands.random(*sizes, E4M3), x_scales=guess.shape.x_scales)
     found = search.search(operands, rows)
-    print(rows, search.describe(found.algorithm), found.seconds, found.default_seconds)
+    print(rows, tiles.describe(found.algorithm), found.seconds, found.default_seconds)
     product = tuning.Product.of(operands.shape(rows))
     choice = tuning.Choice(product, rows, found.algorithm.blob.hex(), "", 1.0, 1.0)
     tuning.save(tuning.Machine.of(0), [choice])

@@ -15,9 +15,9 @@ from fixtures.models.checkpoints import make_model, save
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from slipstream.config import EngineConfig
-from slipstream.kernels.gemm import cublaslt, search, tuning
+from slipstream.kernels.gemm import cublaslt, search, tiles, tuning
 from slipstream.kernels.gemm.cublaslt_api import Algorithm
-from slipstream.kernels.gemm.search import Found, Operands
+from slipstream.kernels.gemm.trials import Found, Operands
 from slipstream.kernels.gemm.tuning import Choice, Choices, Machine, Product
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import KNOWN
@@ -74,7 +74,7 @@ def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(search, "searched", made.search)
-    monkeypatch.setattr(search, "describe", lambda algorithm: "64x32 swizzle 1")
+    monkeypatch.setattr(tiles, "describe", lambda algorithm: "64x32 swizzle 1")
     monkeypatch.setattr(Machine, "of", staticmethod(lambda device: MACHINE))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(cublaslt, "discard_plans", made.discard)

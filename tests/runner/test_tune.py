@@ -17,7 +17,7 @@ from fixtures.models.checkpoints import FAMILIES, make_model, save
 from fixtures.quantize import tiny
 from slipstream.config import EngineConfig
 from slipstream.kernels.elementwise.eight_bits import PRODUCTS
-from slipstream.kernels.gemm import cublaslt_groups, search, tuning
+from slipstream.kernels.gemm import cublaslt_groups, search, tiles, trials, tuning
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape
 from slipstream.kernels.gemm.tuning import Choices, Machine, Product
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Target
@@ -132,8 +132,8 @@ def set_target(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU on which every kernel found takes as many microseconds as there are rows."""
 
-    def found(operands: FakeOperands, rows: int) -> search.Found:
-        return search.Found(Algorithm(bytes([rows % 256] * 64), 0), rows * 1e-6, 1.25 * rows * 1e-6)
+    def found(operands: FakeOperands, rows: int) -> trials.Found:
+        return trials.Found(Algorithm(bytes([rows % 256] * 64), 0), rows * 1e-6, 1.25 * rows * 1e-6)
 
     def on_a_gpu(config: EngineConfig) -> SimpleNamespace:
         plan = resolve(msgspec.structs.replace(config, device="cpu"))
@@ -149,9 +149,9 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tune, "resolve", on_a_gpu)
-    monkeypatch.setattr(search, "Operands", FakeOperands)
+    monkeypatch.setattr(trials, "Operands", FakeOperands)
     monkeypatch.setattr(search, "search", found)
-    monkeypatch.setattr(search, "describe", lambda algorithm: "64x32 swizzle 1")
+    monkeypatch.setattr(tiles, "describe", lambda algorithm: "64x32 swizzle 1")
     monkeypatch.setattr(Machine, "of", staticmethod(lambda device: MACHINE))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     set_target(monkeypatch, KNOWN["sm_80"])
@@ -303,10 +303,10 @@ def test_rows_of_graphs_and_full_steps_are_the_default(
 def test_what_was_found_before_an_interrupt_is_kept(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(operands: FakeOperands, rows: int) -> search.Found:
+    def interrupted(operands: FakeOperands, rows: int) -> trials.Found:
         if operands.sizes[1] == 1009:
             raise KeyboardInterrupt
-        return search.Found(Algorithm(bytes(64), 0), 1e-6, 1e-6)
+        return trials.Found(Algorithm(bytes(64), 0), 1e-6, 1e-6)
 
     monkeypatch.setattr(search, "search", interrupted)
     config = msgspec.json.encode(EngineConfig(checkpoint=str(checkpoint)))

@@ -25,7 +25,7 @@ from torch import Tensor
 from slipstream.kernels.gemm import cublaslt, search, tuning
 from slipstream.kernels.gemm.cublaslt_api import Problem
 from slipstream.kernels.gemm.op import ALIGNED
-from slipstream.kernels.gemm.search import Found, Operands
+from slipstream.kernels.gemm.trials import Found, Operands
 from slipstream.kernels.gemm.tuning import Choice, Choices, Machine, Product
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import Target, target_of

@@ -19,7 +19,7 @@ import torch
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError, StartError
-from slipstream.kernels.gemm import cublaslt_groups, search, tuning
+from slipstream.kernels.gemm import cublaslt_groups, search, tiles, trials, tuning
 from slipstream.kernels.gemm.cublaslt import DTYPES, rows_of
 from slipstream.kernels.gemm.linear import choose
 from slipstream.kernels.gemm.op import ALIGNED, E4M3, INT8
@@ -107,7 +107,7 @@ def _tune(matrix: Weight, rows: list[int], target: Target) -> Iterable[tuning.Ch
     if matrix.packing is not None:
         outputs = outputs_at_once(matrix.packing, not matrix.gate and not matrix.adds)
     sizes = (matrix.inputs, outputs)
-    operands = search.Operands.random(*sizes, matrix.dense_dtype, adds_in_product(matrix))
+    operands = trials.Operands.random(*sizes, matrix.dense_dtype, adds_in_product(matrix))
     for num_rows in rows:
         if matrix.packing is not None and _keeps_packed(matrix, num_rows, target):
             continue
@@ -122,18 +122,18 @@ def _tune_by_groups(matrix: Weight, rows: list[int], target: Target) -> Iterable
             continue
         plan = cublaslt_groups.plan_of(num_rows, *sizes, torch.cuda.current_device())
         assert plan is not None, "it was chosen"
-        operands = search.Operands.random(*sizes, E4M3)
+        operands = trials.Operands.random(*sizes, E4M3)
         operands = replace(operands, x_scales=plan.shape.x_scales)
         yield choice_of(operands, num_rows, search.search(operands, num_rows))
 
 
-def choice_of(operands: search.Operands, rows: int, found: search.Found) -> tuning.Choice:
+def choice_of(operands: trials.Operands, rows: int, found: trials.Found) -> tuning.Choice:
     """Return what is kept of a search."""
     return tuning.Choice(
         product=tuning.Product.of(operands.shape(rows)),
         rows=rows,
         algorithm=found.algorithm.blob.hex(),
-        kernel=search.describe(found.algorithm),
+        kernel=tiles.describe(found.algorithm),
         microseconds=round(found.seconds * 1e6, 3),
         default_microseconds=round(found.default_seconds * 1e6, 3),
     )
