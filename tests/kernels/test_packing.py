@@ -292,8 +292,11 @@ def test_e4m3_stays_packed_in_groups_on_any_gpu() -> None:
     assert form("sm_90a", torch.bfloat16, inputs=32_784, **meant) == packed
     assert form("sm_90a", torch.float16, **meant) == packed
     assert form("sm_80", torch.bfloat16, **meant) == packed
-    assert form("sm_90a", torch.bfloat16, by_row) == "e4m3 products, rows quantised by token"
-    assert form("sm_80", torch.bfloat16, by_row) == packed  # which has no such products
+    products = "e4m3 products, rows quantised by token"
+    for dtype in (torch.float16, torch.bfloat16):
+        assert form("sm_90a", dtype, by_row, **meant) == products
+        assert form("sm_80", dtype, by_row, **meant) == packed  # which has no such products
+        assert form("sm_90a", dtype, by_row) == packed  # as it asks for rows as they are
     assert form("sm_90a", torch.float32) == "dequantised"
     assert form("sm_90a", torch.bfloat16, Form(Kind.F8, 96)) == "dequantised"
     assert form("sm_90a", torch.bfloat16, Form(Kind.F8, 16)) == "dequantised"

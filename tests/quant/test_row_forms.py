@@ -1,4 +1,4 @@
-"""Weights for rows in int8: which files ask for such, and the forms that they have by GPU."""
+"""Rows in int8 and e4m3: which files ask for such, and the forms that weights have by GPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from fixtures.models.quantised import NAME, K, N, config_of, directory_of, tensors_of
+from slipstream.kernels.gemm.op import Matrix
+from slipstream.kernels.gemm.packing import dense
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Target
 from slipstream.models.axes import TensorNames
 from slipstream.models.weights import FileSource, ShapeSource
@@ -29,7 +31,8 @@ ROWS: dict[str, tuple[dict[str, Any] | None, str, str]] = {
     "in e4m3": (OF_TOKENS | {"type": "float"}, "", ""),
     "as they are": (None, "", ""),
 }
-INT8, PACKED = "int8 products, rows quantised by token", "kept packed, multiplied with 16-bit rows"
+INT8, E4M3 = (f"{each} products, rows quantised by token" for each in ("int8", "e4m3"))
+PACKED = "kept packed, multiplied with 16-bit rows"
 
 
 def read(directory: Path) -> tuple[QuantMatrix, FileSource]:
@@ -61,6 +64,62 @@ def test_rows_of_another_library_are_as_its_algorithm_says(tmp_path: Path) -> No
         found, source = read(directory_of(tmp_path, tensors, config))
         assert found.row_type == ("" if name == "W8A16" else "int8")
         assert any(note.startswith("input_scale: read and not used") for note in source._notes)
+
+
+E4M3_OF_TOKENS = OF_TOKENS | {"type": "float"}
+OF_MODELOPT = {"quant_method": "modelopt"}
+# What files of e4m3 by row say of rows, and whether these are rounded to e4m3.
+ROWS_OF_E4M3: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "by token": ("ct-float-rows", {"input_activations": E4M3_OF_TOKENS}, True),
+    "by tensor, static": (
+        "ct-float-tensor",
+        {"input_activations": E4M3_OF_TOKENS | {"strategy": "tensor", "dynamic": False}},
+        True,
+    ),
+    "weights alone": ("ct-float-rows", {"input_activations": None}, False),
+    "weights alone, by tensor": ("ct-float-tensor", {}, False),
+    "in int8": ("ct-float-rows", {"input_activations": OF_TOKENS}, False),
+    "in 4 bits": ("ct-float-rows", {"input_activations": E4M3_OF_TOKENS | {"num_bits": 4}}, False),
+    "modelopt": ("modelopt-fp8-rows", OF_MODELOPT | {"quant_algo": "FP8"}, True),
+    "modelopt, groups of weights": (
+        "modelopt-fp8-rows",
+        OF_MODELOPT | {"config_groups": {"group_0": {"weights": {"num_bits": 8}}}},
+        False,
+    ),
+    "modelopt, groups": (
+        "modelopt-fp8-rows",
+        OF_MODELOPT | {"config_groups": {"group_0": {"input_activations": E4M3_OF_TOKENS}}},
+        True,
+    ),
+    "hf": ("modelopt-fp8", {"quant_method": "fp8", "activation_scheme": "static"}, True),
+}
+
+
+@pytest.mark.parametrize("case", ROWS_OF_E4M3)
+def test_rows_beside_e4m3_are_rounded_where_a_file_says_so(case: str, tmp_path: Path) -> None:
+    """Else weights stay packed, and no kernel may round the rows that they meet."""
+    name, changes, rounds = ROWS_OF_E4M3[case]
+    config = changes
+    if name.startswith("ct-"):
+        config = config_of(name)
+        config["config_groups"]["group_0"].pop("input_activations")
+        config["config_groups"]["group_0"] |= changes
+    found, _ = read(directory_of(tmp_path, tensors_of(name)[0], config))
+    assert (found.row_type == "e4m3") is rounds
+    for target in (each for each in KNOWN.values() if each.device == "cuda"):
+        for dtype in (torch.bfloat16, torch.float16):
+            form = form_of(found, target, dtype)
+            assert form is not None
+            has_products = rounds and target.capability >= (8, 9)
+            assert form.name == (E4M3 if has_products else PACKED)
+            made = form.make(found)
+            assert isinstance(made, Matrix)
+            assert (made.groups is None) is has_products
+            assert made.takes_quantized is has_products
+            if made.groups is not None:
+                assert not made.groups.packing.takes_e4m3
+                assert torch.equal(dense(made.values, made.groups), dequantise(found))
+    assert form_of(found, CPU, torch.float32) is None  # dequantised
 
 
 @pytest.mark.parametrize("case", ["ct-int-rows", "ct-int-tensor", "ct-int-rows-zeros"])

@@ -46,7 +46,7 @@ def test_slipstream_reads_what_was_meant(name: str, tmp_path: Path) -> None:
             read = source.quantized(one, *meant.shape)
             assert read is not None
             assert torch.allclose(dequantise(read).float(), meant, rtol=1e-6, atol=1e-9)
-            assert read.row_type == {"w4a8": "e4m3", "int8-sq": "int8"}.get(name, "")
+            assert read.row_type == recipe.activations
 
 
 @pytest.mark.parametrize("name", tiny.FORMATS)

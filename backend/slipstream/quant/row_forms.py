@@ -37,7 +37,8 @@ def rounds(matrix: QuantMatrix) -> bool:
 
 def takes_e4m3(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool:
     """Return whether GEMMs take weights in e4m3 by row, with rows in e4m3."""
-    if matrix.kind is not Kind.F8 or target.device != "cuda" or dtype not in eight_bits.DTYPES:
+    asks = matrix.kind is Kind.F8 and matrix.row_type == "e4m3"
+    if not asks or target.device != "cuda" or dtype not in eight_bits.DTYPES:
         return False
     by_row = matrix.group >= matrix.inputs and matrix.is_symmetric and matrix.is_plain
     fits = rounds(matrix) and matrix.outputs % eight_bits.MULTIPLE == 0

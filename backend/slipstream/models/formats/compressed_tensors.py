@@ -71,7 +71,11 @@ class CompressedTensors(Format):
     rows = (
         Row("pack-quantized", "`weight_packed` i32, 2 to 8 bits, groups or rows, zeros", "W4, W8"),
         Row("int-quantized, naive-quantized", "`weight` i8", "W8"),
-        Row("float-quantized", "`weight` e4m3; tensor, rows, blocks", "F8"),
+        Row(
+            "float-quantized",
+            "`weight` e4m3; tensor, rows, blocks; rows too where there are `input_activations`",
+            "F8",
+        ),
         Row("nvfp4-pack-quantized", "`weight_packed` u8, e4m3 scales by 16", "F4"),
         Row("mxfp4-pack-quantized", "`weight_packed` u8, powers of two by 32", "F4"),
     )
@@ -189,17 +193,20 @@ class CompressedTensors(Format):
 def _rows_of(activations: Reader, weights: Reader) -> tuple[RowType, str]:
     """Return to what a group rounds its rows, and why those that it rounds to integers stay.
 
-    e4m3 has a scale for each row; beside weights in blocks, for each group of its inputs. int8 is
-    symmetric, by rows or by tensors: a scale for each row is at least as exact as one for all.
+    e4m3 has a scale for each row; beside weights in blocks, for each group of its inputs, and
+    beside e4m3 by outputs or tensors, any. int8 is symmetric, by rows or by tensors: a scale for
+    each row is at least as exact as one for all.
     """
     data = activations.data
     if not data:
         return "", ""
     bits, strategy = data.get("num_bits", 8), data.get("strategy") or "tensor"
     if data.get("type", "int") != "int":
-        strategies = ("token", "group") if weights.data.get("strategy") == "block" else ("token",)
-        is_taken = bits == 8 and strategy in strategies and data.get("dynamic") is True
-        return ("e4m3", "") if is_taken else ("", "")
+        own, is_float = weights.data.get("strategy"), weights.data.get("type") == "float"
+        strategies = ("token", "group") if own == "block" else ("token",)
+        is_taken = strategy in strategies and data.get("dynamic") is True
+        is_taken = is_taken or (is_float and own in (None, "tensor", "channel"))
+        return ("e4m3", "") if is_taken and bits == 8 else ("", "")
     has_zeros = not activations.flag("symmetric", default=True)
     if bits == 8 and strategy in ("token", "tensor") and not has_zeros:
         return "int8", ""
@@ -337,9 +344,7 @@ def _e4m3(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> Qua
     check_numbers(module, "weight", codes)
     scales, group = _scales(module, scheme, outputs, inputs)
     module.drop("weight_zero_point", "not used: the scheme is symmetric")
-    # By row they have GEMMs of their own.
-    row_type: RowType = "e4m3" if scheme.row_type == "e4m3" and group < inputs else ""
-    return QuantMatrix(Kind.F8, codes, scales, group, inputs, row_type=row_type)
+    return QuantMatrix(Kind.F8, codes, scales, group, inputs, row_type=scheme.row_type)
 
 
 def _e2m1(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> QuantMatrix:

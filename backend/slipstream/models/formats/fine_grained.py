@@ -6,7 +6,7 @@ from slipstream.models.formats.compressed_tensors import powers
 from slipstream.models.formats.format import Format, Row, is_part, listed
 from slipstream.models.formats.module import FLOATS, Module, check_numbers, num_groups, over_rows
 from slipstream.models.reader import Reader, words
-from slipstream.quant.matrix import Kind, QuantMatrix, RowType
+from slipstream.quant.matrix import Kind, QuantMatrix
 
 
 class FineGrained(Format):
@@ -20,10 +20,11 @@ class FineGrained(Format):
     rows = (
         Row(
             "blocks",
-            "`weight` e4m3, `weight_scale_inv` `[N/128, K/128]`, powers of two in a byte too",
+            "`weight` e4m3, rows too, `weight_scale_inv` `[N/128, K/128]`, powers of two in a byte "
+            "too",
             "F8",
         ),
-        Row("matrices", "`weight` e4m3, one `weight_scale` or one for each output", "F8"),
+        Row("matrices", "`weight` e4m3, rows too, one `weight_scale` or one for each output", "F8"),
     )
     keys = words(
         "fmt weight_block_size activation_scheme modules_to_not_convert ignored_layers scale_fmt "
@@ -75,13 +76,13 @@ class FineGrained(Format):
         part = "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale"
         if self._block is None:
             scales = _scales(module, part, (), (1,), (1, 1), (outputs, 1), (outputs,))
-            return QuantMatrix(Kind.F8, codes, over_rows(scales, outputs), inputs, inputs)
+            return QuantMatrix(
+                Kind.F8, codes, over_rows(scales, outputs), inputs, inputs, row_type="e4m3"
+            )
         rows, group = self._block
         shape = (num_groups(outputs, rows), num_groups(inputs, group))
         scales = over_rows(_scales(module, part, shape), outputs, rows)
-        # By row they have GEMMs of their own.
-        row_type: RowType = "e4m3" if group < inputs else ""
-        return QuantMatrix(Kind.F8, codes, scales, group, inputs, row_type=row_type)
+        return QuantMatrix(Kind.F8, codes, scales, group, inputs, row_type="e4m3")
 
 
 def _scales(module: Module, part: str, *shapes: tuple[int, ...]) -> Tensor:

@@ -31,8 +31,13 @@ ALGORITHMS = {
     "W4A8_MXFP4_FP8": "U8",
 }
 _INT4 = ("W4A16_AWQ", "INT4_AWQ", "W4A8_AWQ")
-# To what rows are rounded, where weights in e4m3 by row do not say it.
-_ROWS: dict[str, RowType] = {"W4A8_AWQ": "e4m3", "W8A8_SQ_PER_CHANNEL": "int8", "INT8_SQ": "int8"}
+_ROWS: dict[str, RowType] = {  # to what rows are rounded
+    "FP8": "e4m3",
+    "FP8_PER_CHANNEL_PER_TOKEN": "e4m3",
+    "W4A8_AWQ": "e4m3",
+    "W8A8_SQ_PER_CHANNEL": "int8",
+    "INT8_SQ": "int8",
+}
 _POWERS = ("U8", "F8_E8M0")
 _BLOCK = 128
 
@@ -43,7 +48,8 @@ class ModelOpt(Format):
     methods = ("modelopt", "modelopt_fp4")
     title = "ModelOpt"
     rows = (
-        Row("FP8, FP8_PER_CHANNEL_PER_TOKEN, FP8_PB_WO", "`weight` e4m3", "F8"),
+        Row("FP8, FP8_PER_CHANNEL_PER_TOKEN", "`weight` e4m3, rows too", "F8"),
+        Row("FP8_PB_WO", "`weight` e4m3", "F8"),
         Row("W8A8_SQ_PER_CHANNEL, W8A16", "`weight` i8, `pre_quant_scale`", "W8"),
         Row("W4A16_AWQ, W4A8_AWQ", "`weight` u8 `[N/2, K]`, `pre_quant_scale`", "W4"),
         Row("NVFP4, NVFP4_AWQ, W4A8_NVFP4_FP8", "`weight` u8 `[N, K/2]`, e4m3 scales", "F4"),
@@ -114,13 +120,23 @@ class ModelOpt(Format):
         is_other = has_scales and module.dtype("weight_scale") not in _scales_of(algorithm)
         if algorithm and is_4 and is_other:
             raise at.refusal("quant_algo", f"is not what the scales of {module.name} are")
+        row_type = _ROWS.get(algorithm, "") if algorithm else self._unnamed_rows(module)
         module.drop_activations()
         factors = None
         if module.has("pre_quant_scale"):
             factors = module.take("pre_quant_scale", FLOATS, (inputs,)).float()
         read = _fp4 if is_4 and not is_integer else _by_dtype
         matrix = read(module, at, self.config, outputs, inputs)
-        return replace(matrix, factors=factors, row_type=_ROWS.get(algorithm, ""))
+        return replace(matrix, factors=factors, row_type=row_type)
+
+    def _unnamed_rows(self, module: Module) -> RowType:
+        """Return to what rows are rounded where no algorithm is named: e4m3 beside e4m3, if groups
+        or tensors tell of scales for rows.
+        """
+        groups = self.config.child("config_groups")
+        says = any(groups.child(name).child("input_activations").data for name in groups.data)
+        is_e4m3 = module.dtype("weight") == "F8_E4M3" and (says or module.has("input_scale"))
+        return "e4m3" if is_e4m3 else ""
 
 
 def _scales_of(algorithm: str) -> tuple[str, ...]:
