@@ -81,7 +81,6 @@ def test_the_oracle_bans_what_the_mask_forbids(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 @pytest.mark.parametrize("size", [1, 7, 64, 129, 4096, 32000, 65537, 128256, 151936])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gpu_bans_the_same(size: int, dtype: torch.dtype) -> None:

@@ -6,10 +6,7 @@ from fixtures.kernels.checking import Judge, same_bits
 from slipstream.kernels.cache.copy_blocks import copy_blocks
 from slipstream.kernels.runtime.op import KernelError
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 # Caches of 61 blocks: parts of whole chunks of 16 KB, ones that end in the middle, smaller ones.
 SHAPES = [(3, 61, 8, 2, 32, 128), (2, 61, 3, 2, 64, 96), (40, 61, 2, 2, 8, 64), (1, 61, 1, 1, 8)]
 

@@ -19,10 +19,7 @@ from slipstream.kernels.elementwise.eight_bits import Quantized
 from slipstream.kernels.gemm.cublaslt import matmul
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 KINDS = (eight_bits.E4M3, eight_bits.INT8)
 KIND = pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -15,10 +15,7 @@ from slipstream.kernels.experts.spec import Gate, Routing, Score
 from slipstream.kernels.runtime import jit
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 ALL_ROWS = (SKINNY_ROWS, *TILE_ROWS)
 ROUTINGS = [

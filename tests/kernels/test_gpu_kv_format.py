@@ -20,10 +20,7 @@ from slipstream.kernels.elementwise import rope
 from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 from slipstream.kernels.runtime import jit
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 by_format = pytest.mark.parametrize("name", FORMATS)
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=short)
 

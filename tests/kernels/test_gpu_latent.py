@@ -7,10 +7,7 @@ from fixtures.kernels.latent_cases import LatentCase, expected, latent_call, row
 from slipstream.kernels.attention.latent import LatentCall, latent_attention
 from slipstream.kernels.attention.latent_rows import latent_rows
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 BOUNDS = {torch.float32: 2e-5, torch.float16: 0.004, torch.bfloat16: 0.02}
 LENGTHS = [0, 1, 31, 33, 128, 129, 1000, 4100]
 CASES = [

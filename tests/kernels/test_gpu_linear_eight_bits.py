@@ -14,10 +14,7 @@ from slipstream.kernels.gemm.sm90.skinny import takes as skinny_takes
 from slipstream.kernels.gemm.sm90.tall import takes as tall_takes
 from slipstream.kernels.gemm.sm90.tall import tall
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 KIND = pytest.mark.parametrize("kind", [E4M3, INT8], ids=["e4m3", "int8"])
 TALL_ROWS = {E4M3: (256, 193, 200, 231, 255), INT8: (1019, 256, 177, 200, 255, 510)}

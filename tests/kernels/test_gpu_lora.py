@@ -22,10 +22,7 @@ from slipstream.kernels.lora import terms as lora
 from slipstream.quant.matrix import Kind
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 EPSILON = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 DTYPES = list(EPSILON)
 

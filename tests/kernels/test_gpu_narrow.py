@@ -9,10 +9,7 @@ from slipstream.kernels.sampling.narrow import narrow
 from slipstream.kernels.sampling.sample import EDIT_WORDS, ROW
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 VOCABULARIES = (1, 5, 17, 1009, 4096, 128256, 151936)
 ASKS: list[dict[str, float]] = [

@@ -7,10 +7,7 @@ import torch
 from fixtures.kernels.expert_terms import Mixed, Widths
 from slipstream.kernels.lora.pairs import group_pairs
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 DTYPES = (torch.float16, torch.bfloat16)
 RANKS = ((16, 16, 16), (3, 0, 40), (0, 300, 5), (0, 0, 0))
 WIDTHS = Widths(128, 8, 2048, 768)

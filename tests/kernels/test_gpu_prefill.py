@@ -12,10 +12,7 @@ from fixtures.kernels.attention_cases import (
 from fixtures.kernels.checking import DTYPES, Judge, poison, same_bits, short
 from slipstream.kernels.attention.prefill import prefill_attention
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 CHUNKS = [1, 5, 0, 64, 65, 100, 17, 128, 1, 33, 3]
 CHUNK_LENGTHS = [1, 5, 50, 64, 65, 300, 2049, 1000, 777, 33, 259]

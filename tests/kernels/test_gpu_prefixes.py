@@ -16,10 +16,7 @@ from slipstream.kernels.attention.decode import decode_attention, plan_decode
 from slipstream.kernels.attention.decode_prefixes import Work, find_prefixes, num_words
 from slipstream.kernels.elementwise.rope import rope_and_cache
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 SIZES = (1, 5, 33, 64, 7, 90, 31, 32, 256, 2, 17, 300)
 # Pieces are whole blocks of every size up to 256.

@@ -9,10 +9,7 @@ from slipstream.kernels.sampling.sample import EDIT, MAX_COUNT, ROW, count_token
 from slipstream.runner.sampling_rows import history_arrays
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 VOCABULARIES = (1, 2, 5, 17, 1009, 4096, 32000, 128256, 151936)
 # (temperature, top_k, top_p, min_p)

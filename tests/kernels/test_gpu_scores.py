@@ -28,10 +28,7 @@ from slipstream.kernels.cache.kv_format import FORMATS
 from slipstream.kernels.elementwise.rope import rope_and_cache
 from slipstream.kernels.runtime import jit
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 LENGTHS = [0, 1, 2, 7, 31, 33, 0, 77, 256, 257, 1000, 0, 64, 1100, 5000]
 CHUNKS = [1, 5, 0, 64, 65, 100, 17, 128, 1, 33, 3]
 CHUNK_LENGTHS = [1, 5, 50, 64, 65, 300, 2049, 1000, 777, 33, 259]

@@ -17,10 +17,7 @@ from slipstream.kernels.attention.sinks import Sinks, sink_attention
 from slipstream.kernels.elementwise.rope import rope_and_cache
 from slipstream.kernels.runtime import jit
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 HALVES = (torch.float16, torch.bfloat16)
 CONFIGURATIONS = [case for case in configurations() if not jit.has_large_heads(case[1])]
 LENGTHS = [0, 1, 2, 7, 31, 33, 0, 77, 256, 257, 1000, 0, 64, 1100, 0]

@@ -5,10 +5,7 @@ import torch
 from fixtures.kernels.checking import Judge, same_bits
 from slipstream.kernels.staging.stage import start_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_begin_step() -> None:

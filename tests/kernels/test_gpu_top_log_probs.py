@@ -9,10 +9,7 @@ from slipstream.core.batch import TopMode
 from slipstream.core.edits import EDIT
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 VOCABULARIES = (1, 3, 61, 1009, 4096, 32000, 128256, 151936)
 

@@ -6,10 +6,7 @@ from fixtures.kernels.checking import Judge, same_bits
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.staging.upload import Upload
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 ROOM = 1 << 20
 
 

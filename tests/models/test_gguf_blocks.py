@@ -77,7 +77,6 @@ def test_what_was_added_is_taken_off_in_fp32(tmp_path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_a_gpu_makes_the_same_values(kind: str) -> None:
     rng, form = np.random.default_rng(5), QUANTISED[kind]

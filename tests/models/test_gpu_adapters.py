@@ -15,10 +15,7 @@ from fixtures.models.checkpoints import (
 )
 from slipstream.runner.adapter_pages import LEAST_PAGE, PageCopies
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 SIZES = {"hidden_size": 256, "intermediate_size": 560}
 TOLERANCES = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.3}
 

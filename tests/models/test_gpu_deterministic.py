@@ -3,16 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
 from fixtures.models.checkpoints import Asker, make_model, make_runner, random_prompts, save
 from slipstream.engine.scheduler import Limits
 from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.sampling import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 NUM_REQUESTS, NUM_OUTPUTS = 40, 10
 LENGTHS = [1 + 37 * i % 300 for i in range(NUM_REQUESTS)]  # of prompts
 LONG = [3000, 1400, 7, 2111]

@@ -14,10 +14,7 @@ from fixtures.models.checkpoints import (
 )
 from transformers import AutoModelForCausalLM
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 SIZES = {"intermediate_size": 192, "hidden_size": 256}
 # Every row has all experts: in 16 bits some would have others than transformers'.
 ALL = {"num_experts_per_tok": 6}

@@ -25,10 +25,7 @@ from fixtures.models.gpu_sizes import OWN, SIZES
 from fixtures.models.remote_drawn import REMOTE
 from slipstream.models.hf import read_config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 BOUND = 0.05
 # A row may have other experts than in fp32, where two scores are near.
 BOUND_OF_EXPERTS = 0.3

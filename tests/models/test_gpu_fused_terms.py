@@ -21,10 +21,7 @@ from fixtures.models.fused_adapters import (
 )
 from slipstream.runner.model_runner import ModelRunner
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 SIZES = {"hidden_size": 256, "intermediate_size": 192, "moe_intermediate_size": 96}
 # Every row has all experts: in 16 bits some would have others than transformers'.
 ALL = {"num_experts": 6, "num_experts_per_tok": 6}

@@ -5,7 +5,6 @@ that stay packed give their logits, within the rounding of 16 bits.
 from pathlib import Path
 
 import pytest
-import torch
 from fixtures.models.checkpoints import (
     Driver,
     Generation,
@@ -16,10 +15,7 @@ from fixtures.models.checkpoints import (
 )
 from fixtures.models.gguf_files import SIZES, unpacked, write_gguf
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 KINDS = [("llama", "Q4_0"), ("qwen3", "Q8_0"), ("gemma3", "Q4_1"), ("llama", "F16")]

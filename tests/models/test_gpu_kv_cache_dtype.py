@@ -13,10 +13,7 @@ from slipstream.kernels.cache.kv_format import FORMATS
 from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.sampling import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 by_format = pytest.mark.parametrize("name", FORMATS)
 VOCABULARY = 1009
 ON_GPU = {"device": "cuda", "block_size": 16}

@@ -36,10 +36,7 @@ from slipstream.layers.packed_rows import PackedRows
 from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.sampling import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 VOCABULARY, HIDDEN = 128_256, 4096
 PLAIN = [each for each in (*FORMS, *FLOATS, *RECORDS) if not (each.has_order or each.has_factors)]
 BF16 = torch.bfloat16

@@ -21,10 +21,7 @@ from fixtures.models.parity import EXPERTS, GEMMA, GRID, LENGTHS, engine_greedy
 from slipstream.engine.scheduler import Limits
 from transformers import AutoModelForCausalLM
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 # Mixtures have a test of their own: in 16 bits some rows choose other experts.
 NAMES = [name for name in GRID if name not in ("one layer, tiny vocabulary", *EXPERTS)]
 # Normalised heads are not padded, and those of 32 have no kernels.

@@ -18,10 +18,7 @@ from fixtures.quantize import tiny
 from slipstream.engine.scheduler import Limits
 from slipstream.runner.model_runner import ModelRunner
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 SIZES = {"hidden_size": 256, "intermediate_size": 560}
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True},

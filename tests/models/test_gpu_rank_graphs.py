@@ -3,16 +3,12 @@
 from pathlib import Path
 
 import pytest
-import torch
 from fixtures.models.adapters import draw_pairs, targets_of, write_adapter
 from fixtures.models.checkpoints import Driver, Generation, make_model, random_prompts, save
 from fixtures.models.one_gpu import OneGpu
 from slipstream.runner.ranks import Leader
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 SETTINGS = {
     "device": "cuda",
     "dtype": "float16",

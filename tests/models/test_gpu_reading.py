@@ -7,10 +7,7 @@ import torch
 from slipstream.models import reading
 from slipstream.models.reading import Region, TensorReader
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("wanted", [torch.bfloat16, torch.float16, torch.float32])

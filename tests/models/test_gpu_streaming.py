@@ -20,10 +20,7 @@ from slipstream.engine.scheduler import Limits
 from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.sampling import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 TOLERANCES = {"float32": 1e-4, "float16": 5e-4, "bfloat16": 4e-3}
 LENGTHS, NUM_OUTPUTS = [150, 1, 7, 90], [60, 150, 40, 30]
 

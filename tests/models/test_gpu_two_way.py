@@ -16,10 +16,7 @@ from slipstream.wire import Submit
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 # Of logits' deviation, in root mean square, which rounding costs models of this size.
 BOUNDS = {"bfloat16": 0.05, "float16": 0.01, "float32": 1e-3}
 

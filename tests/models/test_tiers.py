@@ -110,7 +110,6 @@ def test_trees_of_turns(checkpoint: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 @pytest.mark.parametrize("dtype", ["auto", *FORMATS])
 def test_trees_of_turns_on_a_gpu(checkpoint: Path, dtype: str) -> None:
     assert sum(talk(checkpoint, seed, dtype, device="cuda") for seed in range(6)) > 0

@@ -4,16 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from fixtures.quantize import tiny
 from safetensors.torch import load_file
 from slipstream_client.cli import main
 from slipstream_quantize.recipe import RECIPES
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 TEXT = "".join(f"{i} bottles of ink stand on the wall, {i * i} of them full.\n" for i in range(99))
 SIZES = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 

@@ -3,15 +3,11 @@
 from pathlib import Path
 
 import pytest
-import torch
 from fixtures.models.checkpoints import Generation, make_model, make_runner, random_prompts, save
 from fixtures.models.drafters import SpeculatingDriver, save_eagle3, save_medusa
 from slipstream_contract.sampling import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def run(directory: Path, num_drafts: int, **overrides: object) -> tuple[list, SpeculatingDriver]:

@@ -28,10 +28,7 @@ from slipstream.runner.step_arrays import Layout, StepShape
 from slipstream.wire import FinishReason
 from slipstream_contract.sampling import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 MAX_ROWS, MAX_LEN, BLOCK_SIZE = 20, 9000, 16
 BORDERS = [1, 15, 16, 17, 255, 256, 257, 512, 513, 768, 769, 1024, 1500, 4097, 8192, 8193, 9000]

@@ -19,10 +19,7 @@ from slipstream.runner.plan import resolve
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 WIDE = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

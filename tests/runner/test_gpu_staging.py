@@ -5,10 +5,7 @@ import pytest
 import torch
 from slipstream.runner.staging import Staging
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("reserved", [64, 1 << 16])  # too small, and enough for half of them

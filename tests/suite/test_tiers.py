@@ -100,6 +100,28 @@ def test_files_of_gpu_tests_are_not_read(pytester: pytest.Pytester) -> None:
     assert run(pytester, "--tier", "quick")[0] == {"test_plain"}
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_gpu_tests_are_skipped_where_there_is_no_gpu(
+    has_gpu: bool, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        @pytest.fixture
+        def memory():
+            print("allocated")
+
+        @pytest.mark.gpu
+        def test_on_a_gpu(memory): pass
+        """
+    )
+    monkeypatch.setattr(tiers, "_has_gpu", lambda: has_gpu)
+    _, output = run(pytester)
+    assert ("allocated" in output) == has_gpu
+    assert ("SKIPPED" in output) != has_gpu
+
+
 def test_a_server_that_crashes_by_itself_is_counted(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
