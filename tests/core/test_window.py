@@ -22,7 +22,9 @@ def windows(draw: st.DrawFn, num_ahead: int) -> AttentionWindow:
     size = draw(st.integers(2, 12))
     has_gaps = draw(st.booleans())
     num_sinks = draw(st.integers(0, size - 2)) if has_gaps else 0
-    return AttentionWindow(size, num_sinks, num_ahead, has_gaps, *draw(tables(has_gaps)))
+    is_chunked = not has_gaps and draw(st.booleans())
+    some = draw(tables(has_gaps))
+    return AttentionWindow(size, num_sinks, num_ahead, has_gaps, *some, is_chunked)
 
 
 @st.composite
@@ -54,7 +56,8 @@ def test_what_a_window_shows_is_found_again(
     """Turns of few conversations, beside each other, in a pool so small that they evict."""
     num_tokens = data.draw(st.integers(1, 12))
     size = data.draw(st.integers(2, 8))
-    window = AttentionWindow(size, 0, max_in_flight * num_tokens, False, *data.draw(tables()))
+    some, is_chunked = data.draw(tables()), data.draw(st.booleans())
+    window = AttentionWindow(size, 0, max_in_flight * num_tokens, False, *some, is_chunked)
     num_blocks = window.blocks_for(-(-48 // block_size), block_size, 1) + num_spare
     runner = CountingRunner(num_blocks, block_size, 48, max_in_flight, window)
     client = Client(Engine(Limits(3, num_tokens), runner, Words()))

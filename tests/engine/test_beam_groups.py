@@ -182,7 +182,10 @@ def test_a_step_that_fails_once_changes_nothing() -> None:
     check_beams(client, number, [1, 2, 3], sampling)
 
 
-@pytest.mark.parametrize("window", [AttentionWindow(), AttentionWindow(6)])
+CHUNKS = AttentionWindow(6, is_chunked=True)
+
+
+@pytest.mark.parametrize("window", [AttentionWindow(), AttentionWindow(6), CHUNKS])
 def test_preempted_groups_go_on_with_the_same_beams(window: AttentionWindow) -> None:
     client, _ = make(window=window, num_blocks=100)
     asked = {client.submit([i, 2, 3], s): ([i, 2, 3], s) for i, s in enumerate([of_width(3)] * 2)}

@@ -21,6 +21,7 @@ from slipstream.kernels.attention.table import FEATURES, Feature, pairs, spec_of
 from slipstream.kernels.runtime import jit, tensor_map
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.layers.attention import AttentionInputs, StepRows
+from slipstream.layers.chunked import ChunkView
 from slipstream.layers.dims import RopeConfig
 from slipstream.layers.streaming import Streaming
 
@@ -60,6 +61,8 @@ def attend(spec: AttentionSpec, window: int) -> None:
     if spec.streams:
         inputs = Streaming(RopeConfig(), backend, torch.device("cpu")).inputs(cache, rows)
     else:
+        if spec.is_chunked:
+            rows, window = ChunkView.of(rows, window, spec.block_size)(rows), 0
         inputs = AttentionInputs.of(backend, cache, rows, window)
     q = torch.zeros(n, spec.num_heads, spec.head_size, dtype=spec.dtype)
     k = torch.zeros(n, spec.num_kv_heads, spec.head_size, dtype=spec.dtype)

@@ -91,7 +91,8 @@ class Tiers(Machine):
         num_tables = num_tables if window_size else 1
         num_full = num_tables // 2
         num_ahead = max_in_flight * num_tokens
-        window = AttentionWindow(window_size, 0, num_ahead, False, num_tables, num_full)
+        is_chunked = bool(window_size) and rng.random() < 0.4
+        window = AttentionWindow(window_size, 0, num_ahead, False, num_tables, num_full, is_chunked)
         super().begin(
             block_size=block_size,
             num_blocks=num_blocks,
@@ -168,7 +169,9 @@ class Tree:
         num_tables = rng.choice([1, 2, 3]) if size else 1
         num_blocks = num_tables * -(-longest // block_size) + rng.randrange(8)
         sizes = (num_blocks, block_size, longest, rng.choice([1, 2]))
-        window = AttentionWindow(size, 0, 2 * max_tokens, False, num_tables, num_tables // 2)
+        tables = num_tables, num_tables // 2
+        is_chunked = bool(size) and rng.random() < 0.4
+        window = AttentionWindow(size, 0, 2 * max_tokens, False, *tables, is_chunked)
         self.runner = Runner(num_slots, *sizes, window=window)
         self.mover = self.runner.transfers
         limits = Limits(rng.choice([1, 3, 8]), max_tokens, 1000, 1 << 20)

@@ -20,6 +20,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.cache.kv_format import row_size
 from slipstream.kernels.runtime.registry import Target
 from slipstream.layers.attention import AttentionInputs, StepRows
+from slipstream.layers.chunked import ChunkView
 from slipstream.layers.residual import Residual
 from slipstream.models.decoder import build
 from slipstream.models.fileless import SizeSource
@@ -82,6 +83,13 @@ def planned(
         return str(error)
 
 
+def seen(plan: Plan, rows: StepRows, window: int) -> tuple[StepRows, int]:
+    """Return the rows that a layer of this window sees, which are made once a step, and its own."""
+    if window and plan.window.is_chunked:
+        return ChunkView.of(rows, window, BLOCK_SIZE)(rows), 0
+    return rows, window
+
+
 def notes_of(plan: Plan, scheme: str, steps: list[tuple[int, int]]) -> list[list[str]]:
     """Launch all blocks of steps, and return the names of what each launched."""
     dims, dtype = plan.model.dims, plan.dtype
@@ -92,13 +100,14 @@ def notes_of(plan: Plan, scheme: str, steps: list[tuple[int, int]]) -> list[list
     cache = empty(8, dims.num_kv_heads, 2, BLOCK_SIZE, width, dtype=kept)
     found = []
     for decodes, chunk in steps:
+        count, n = decodes + (chunk > 0), decodes + chunk
+        every, starts = empty(n, dtype=torch.int64), empty(1 + (chunk > 0))
+        rows = StepRows(every, every, empty(count, 16), starts, empty(count), decodes, chunk)
+        layers = [seen(plan, rows, window) for window in plan.model.windows]
         with recorded() as notes:
-            count, n = decodes + (chunk > 0), decodes + chunk
-            every, starts = empty(n, dtype=torch.int64), empty(1 + (chunk > 0))
-            rows = StepRows(every, every, empty(count, 16), starts, empty(count), decodes, chunk)
             residual = Residual(empty(n, dims.hidden_size, dtype=dtype))
-            for block, window in zip(model.blocks, plan.model.windows, strict=True):
-                block(residual, AttentionInputs.of(plan.attention, cache, rows, window), cache)
+            for block, given in zip(model.blocks, layers, strict=True):
+                block(residual, AttentionInputs.of(plan.attention, cache, *given), cache)
         found.append([name for name, _ in notes])
     return found
 

@@ -1,4 +1,6 @@
-"""Layers that see a window beside layers that see everything: each kind holds what it needs."""
+"""Layers that see a window, or their chunk, beside layers that see everything: each kind holds what
+it needs.
+"""
 
 import random
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.errors import ContractError
 from slipstream_contract.sampling import SamplingParams
 
-WINDOW, BLOCK = 20, 8
+WINDOW, CHUNK, BLOCK = 20, 24, 8
 LOCAL, FULL = "sliding_attention", "full_attention"
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "vocab_size": 307}
 GEMMA = {
@@ -24,6 +26,18 @@ GEMMA = {
     "layer_types": [LOCAL, LOCAL, FULL, LOCAL],
     "max_position_embeddings": 1024,
 }
+LLAMA4 = {
+    **SIZES,
+    "num_hidden_layers": 4,
+    "attention_chunk_size": CHUNK,
+    "no_rope_layers": [1, 1, 0, 1],
+    "max_position_embeddings": 1024,
+    "intermediate_size_mlp": 64,
+    "num_local_experts": 3,
+    "interleave_moe_layer_step": 2,
+    "floor_scale": 90,
+}
+FAMILIES = {"gemma3": GEMMA, "llama4": LLAMA4}
 
 
 class Watched:
@@ -54,9 +68,9 @@ def asker_of(runner: ModelRunner, limits: Limits) -> tuple[Asker, Watched]:
     return asker, watched
 
 
-@pytest.fixture(scope="module")
-def model() -> torch.nn.Module:
-    return make_model("gemma3", **GEMMA)
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> torch.nn.Module:
+    return make_model(request.param, **FAMILIES[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +103,7 @@ def test_local_blocks_stay_constant_while_the_others_grow(
     assert max(full) == -(-(400 + 249) // BLOCK)
     assert all(max(held) <= runner.window.max_local_blocks(BLOCK) for held in local)
     decodes = local[-240:]
-    assert max(map(max, decodes)) <= -(-(WINDOW - 1) // BLOCK) + 1
+    assert max(map(max, decodes)) <= -(-(runner.window.size - 1) // BLOCK) + 1
     with pytest.raises(ContractError, match=r"it needs 113 blocks, the KV cache has 108 \(216 tok"):
         asker.submit(prompt * 2, SamplingParams(max_tokens=1))
 

@@ -10,6 +10,10 @@ class AttentionWindow(NamedTuple):
     itself. `size` 0 means full attention. Blocks are counted within the sequence, from 0. A
     sequence has `num_tables` tables (see `groups.py`); the tables in `full` keep every token,
     whatever the window.
+
+    If it `is_chunked`, a token of local tables sees only those of its own attention chunk, which
+    are the tokens whose position divided by `size` is the same: some of the last `size` ones. No
+    row of a step crosses a border of chunks, so all its tokens see the same ones before it.
     """
 
     size: int = 0
@@ -18,6 +22,11 @@ class AttentionWindow(NamedTuple):
     has_gaps: bool = False  # entries outside are removed from tables; else never read again
     num_tables: int = 1
     num_full: int = 0  # the first of them; all if there is no window
+    is_chunked: bool = False
+
+    def up_to_border(self, start: int) -> int | None:
+        """Return the most tokens of a row that begins at position `start`; None: any number."""
+        return self.size - start % self.size if self.is_chunked else None
 
     @property
     def full(self) -> range:
@@ -28,6 +37,11 @@ class AttentionWindow(NamedTuple):
     def local(self) -> range:
         """The tables that drop what has left the window."""
         return range(self.full.stop, self.num_tables)
+
+    def crosses(self, count: int, num_cached: int) -> bool:
+        """Return whether the last `count` of so many tokens of a sequence lie in several chunks."""
+        most = self.up_to_border(num_cached - count)
+        return most is not None and count > most
 
     def outside(self, num_tokens: int, block_size: int) -> range:
         """Return the blocks of local tables that no token sees once `num_tokens` are computed."""

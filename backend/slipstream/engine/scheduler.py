@@ -242,7 +242,7 @@ class Scheduler:
             decodes = together(decodes, running)
         num_long = sum(self._prefill_budget.is_long(s.num_tokens) for s in prefills)
         parts = (max_tokens - len(decodes), decodes, num_long, self._prefill_budget)
-        draft = StepDraft(*parts, cuts_prompts=self._cuts_prompts)
+        draft = StepDraft(*parts, cuts_prompts=self._cuts_prompts, window=self.cache.window)
         for sequence in prefills:
             draft.offer(sequence)
         if only is None and num_preemptions == self._running.num_preemptions:

@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from slipstream.core.sequence import Sequence
+from slipstream.core.window import AttentionWindow
 from slipstream.engine.prefill_budget import PrefillBudget
 
 STRETCH = 4
+_NO_WINDOW = AttentionWindow()
 
 
 @dataclass(slots=True, order=True)
@@ -47,6 +49,7 @@ class StepDraft:
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
     long_budget: int | None = None  # of long prompts; None: not taken from `PrefillBudget` yet
     cuts_prompts: bool = True  # False: a prompt is computed whole
+    window: AttentionWindow = _NO_WINDOW  # whose borders no chunk crosses
     _claims: list[_Claim] = field(default_factory=list)  # in their order
     _num_claimed: int = 0
     _found_room: int | None = None  # None: no prompt has asked yet
@@ -90,6 +93,8 @@ class StepDraft:
         """Let a prompt claim as many tokens as the budgets allow."""
         num_left = sequence.num_tokens - sequence.num_scheduled
         num_tokens = min(num_left, self.budget, sequence.cache.capacity - sequence.num_scheduled)
+        if (most := self.window.up_to_border(sequence.num_scheduled)) is not None:
+            num_tokens = min(num_tokens, most)
         if num_tokens <= 0:
             return
         is_long = num_left > 1 and self.prefill_budget.is_long(sequence.num_tokens)

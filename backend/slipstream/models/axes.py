@@ -123,6 +123,7 @@ class Axes:
     last_norm: whether a norm stands before the head.
     head_bias, logit_scale, logit_cap: of logits; 0: no cap.
     experts: a mixture of experts in the place of MLPs, but for those of `dense_layers`.
+    chunked: whether layers with a window see chunks of so many tokens, each its own, in its place.
     two_way: tokens by which prompts say which of theirs see each other; None: none do.
     """
 
@@ -159,6 +160,7 @@ class Axes:
     logit_cap: float = 0.0
     experts: ExpertsConfig | None = None
     dense_layers: frozenset[int] = frozenset()
+    chunked: bool = False
     two_way: TwoWay | None = None
 
 

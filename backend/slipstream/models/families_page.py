@@ -91,6 +91,8 @@ def _attention(axes: Axes) -> str:
         parts.append(f"q and k normalised: {axes.qk_norms.value}{late}")
     if axes.query_growth is not None:
         parts.append("q grow with the position")
+    if axes.chunked:
+        parts.append("some layers see chunks")
     if axes.latent is not None:
         parts.append("latent")
     if axes.score_cap:

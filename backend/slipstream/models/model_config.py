@@ -1,7 +1,7 @@
 """A checkpoint's configuration after reading. No torch."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from slipstream.layers.dims import Dims, RopeConfig
@@ -20,7 +20,8 @@ class ModelConfig:
     axes: Axes
     tensors: TensorNames
     ropes: tuple[RopeConfig, ...]  # of each layer
-    windows: tuple[int, ...]  # tokens that a query of each layer sees, with its own; 0: all
+    # Tokens that a query of each layer sees at most, with its own; 0: all.
+    windows: tuple[int, ...]
     max_positions: int
     ties_embeddings: bool
     dtype: str | None  # as config.json says, if it does
@@ -50,6 +51,16 @@ class ModelConfig:
     def all_windows(self) -> tuple[int, ...]:
         """Windows of the layers of all stages."""
         return (self.whole or self).windows
+
+    def of_length(self, max_tokens: int) -> "ModelConfig":
+        """Return the model for sequences of so many tokens.
+
+        Where a chunk of attention holds them all, layers that see their chunk see everything.
+        """
+        if not self.axes.chunked or max_tokens > max(self.windows):
+            return self
+        axes = replace(self.axes, chunked=False)
+        return replace(self, axes=axes, windows=(0,) * len(self.windows))
 
     @property
     def rope(self) -> RopeConfig:

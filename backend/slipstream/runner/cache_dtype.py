@@ -63,6 +63,7 @@ def attention_spec(
         head_size=d.head_size,
         block_size=config.block_size,
         windows=tuple(sorted(set(model.windows))),
+        is_chunked=model.axes.chunked,
         stream_window=config.attention_window or 0,
         num_sinks=config.sink_tokens,
         deterministic=config.deterministic,

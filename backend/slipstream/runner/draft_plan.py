@@ -107,11 +107,16 @@ def _attention(
 
 
 def plan_drafts(
-    config: EngineConfig, target: ModelConfig, attention: AttentionBackend, groups: LayerGroups
+    config: EngineConfig,
+    target: ModelConfig,
+    attention: AttentionBackend,
+    groups: LayerGroups,
+    max_tokens: int,
 ) -> DraftPlan | None:
     """Check the drafter that the configuration names for this target; None: none on the device.
 
-    Raises `ConfigError` (field, value, limit) or `CheckpointError` (file, key, value).
+    `max_tokens` is the length of the longest sequence. Raises `ConfigError` (field, value, limit)
+    or `CheckpointError` (file, key, value).
     """
     name = config.speculation
     _check_synthetic(config)
@@ -136,7 +141,12 @@ def plan_drafts(
             name, directory, count, eagle3=eagle3, attention=own, state_bytes=state_bytes
         )
     check_same_tokens(Path(config.checkpoint), directory)
-    model = model_on(attention.spec.device, read_config(directory))
+    model = model_on(attention.spec.device, read_config(directory)).of_length(max_tokens)
+    if model.axes.chunked:
+        raise ConfigError(
+            f"draft_checkpoint: {model.architecture} sees chunks of {max(model.windows)} tokens, "
+            f"which drafters do not have: max_model_len = {max_tokens} is above that"
+        )
     vocab_size = target.dims.vocab_size
     if model.dims.vocab_size != vocab_size and not (directory / "tokenizer.json").is_file():
         raise ConfigError(

@@ -69,9 +69,9 @@ def layout_of(plan: Plan) -> Layout:
     if plan.model.axes.two_way is not None:
         return Layout(has_chunks=False)
     if not plan.config.deterministic:
-        return Layout()
+        return Layout(window=plan.window)
     has_chunks = plan.attention.keeps_bits_in_chunks
-    return Layout(multiple=ROWS, has_decodes=False, has_chunks=has_chunks)
+    return Layout(ROWS, has_decodes=False, has_chunks=has_chunks, window=plan.window)
 
 
 class Buckets:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.layers.attention import AttentionInputs, StepRows
+from slipstream.layers.chunked import ChunkView
 from slipstream.layers.streaming import Streaming
 from slipstream.layers.two_way import TwoWays
 from slipstream.runner.plan import Plan
@@ -25,6 +26,7 @@ class LayerInputs:
         self._layers = [(each[0], w) for each, w in zip(places, windows, strict=True)]
         self._kinds = sorted(set(self._layers))
         self._attention = plan.attention
+        self._chunk = plan.window.size if plan.window.is_chunked else 0
         self.num_tables = plan.window.num_tables  # of a row
         size = self.num_tables * most_rows, plan.table_blocks
         self._tables = torch.zeros(size, dtype=torch.int32, device=plan.device)
@@ -51,14 +53,19 @@ class LayerInputs:
         """Return the inputs of each layer; `cache` is that of any.
 
         A plan without a window says what is shared in its table; others are of lengths alone, and
-        serve all tables of the window.
+        serve all tables of the window. Layers that see chunks have full attention over a view.
         """
         if self._maker is not None:
             return [self._maker.inputs(cache, self.rows(shape, inputs, 0))] * len(self)
         made: dict[tuple[int, int], AttentionInputs] = {}
         of_window: dict[int, AttentionInputs] = {}
+        view: ChunkView | None = None  # of all tables
         for table, window in self._kinds:
             rows = self.rows(shape, inputs, table)
+            if window and self._chunk:
+                view = view or ChunkView.of(rows, self._chunk, self._attention.spec.block_size)
+                made[table, window] = AttentionInputs.of(self._attention, cache, view(rows), 0)
+                continue
             if window in of_window:
                 made[table, window] = of_window[window].with_table(rows.slots, rows.block_tables)
                 continue

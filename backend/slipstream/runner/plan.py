@@ -124,7 +124,8 @@ class Plan:
             return AttentionWindow(size, num_sinks, num_ahead, has_gaps=True)
         windows, groups = self.model.all_windows, self.groups
         size = max(windows) if groups.num_tables > 1 or min(windows) else 0
-        return AttentionWindow(size, 0, num_ahead, False, groups.num_tables, groups.num_full)
+        tables = groups.num_tables, groups.num_full
+        return AttentionWindow(size, 0, num_ahead, False, *tables, self.model.axes.chunked)
 
     @property
     def table_blocks(self) -> int:
@@ -339,6 +340,7 @@ def settle(
     check_positions(config, model)
     note_positions(model, max_model_len)
     max_tokens = max_model_len if config.attention_window is None else ENDLESS
+    model = model.of_length(max_tokens)
     stage, num_stages = rank // config.tensor_parallel, config.pipeline_parallel
     part = staged(model, stage, num_stages, max_tokens, bounds)
     model, groups = part.model, part.groups
@@ -359,7 +361,7 @@ def settle(
         groups=groups,
         num_threads=_num_threads(config, model),
         has_tokenizer=(checkpoint / "tokenizer.json").is_file(),
-        drafts=plan_drafts(config, model, attention, groups),
+        drafts=plan_drafts(config, model, attention, groups, max_tokens),
         rank=rank,
     )
     _check_cache(plan)

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.core.batch import Batch, Row
+from slipstream.core.window import AttentionWindow
 from slipstream.kernels.sampling.constrain import MASK_TAG
 from slipstream.kernels.sampling.sample import EDIT_WORDS, ROW_WORDS
 from slipstream.runner.sampling_rows import NUMBER, RESULT, fill_rows, move_rows, pack_row
@@ -128,6 +129,7 @@ class Layout(NamedTuple):
     multiple: int = 1  # tokens and samples are filled up to a multiple of it
     has_decodes: bool = True  # False: a decode is a chunk of one token
     has_chunks: bool = True  # False: a chunk is as many rows of one token
+    window: AttentionWindow = AttentionWindow()  # whose borders no chunk crosses
 
     def up(self, count: int) -> int:
         """Round up to the multiple."""
@@ -149,6 +151,7 @@ class Layout(NamedTuple):
             return StepShape(*sizes, has_drafts)
         chunks = zip(rows[num_decodes:], counts[num_decodes:], strict=True)
         contexts = tuple([(count, row.start + count - row.gap) for row, count in chunks])
+        assert not any(self.window.crosses(*each) for each in contexts), "the scheduler cuts there"
         longest = max(counts[num_decodes:])
         sizes = (self.up(num_tokens), len(rows), num_decodes, num_samples, longest)
         return StepShape(*sizes, has_drafts, contexts)

@@ -360,12 +360,17 @@ def _no_layout(spec: AttentionSpec) -> str | None:
             f"attention_window = {spec.stream_window}: {spec.model} has windows of its own in "
             "config.json"
         )
+    if spec.is_chunked and (chunk := max(spec.windows)) % spec.block_size:
+        return (
+            f"block_size = {spec.block_size} does not divide attention chunks of {chunk} tokens "
+            f"({spec.model}, attention_chunk_size)"
+        )
     return None
 
 
 def _no_rotation(spec: AttentionSpec, case: rules.Case) -> str | None:
     """Return why decodes are not rotated by their attention kernel, or None."""
-    if spec.form == PREFIX:
+    if spec.form == PREFIX or spec.is_chunked:
         return "a row's length is not the position of its token"
     return rules.no_rotation(case)
 

@@ -31,6 +31,7 @@ class AttentionSpec:
     head_size: int
     block_size: int  # tokens
     windows: tuple[int, ...] = (0,)  # of the layers, each once: tokens that a query sees; 0: all
+    is_chunked: bool = False  # a window is of the chunk that a query is in; see layers/chunked.py
     stream_window: int = 0  # `attention_window`; 0: no sequence streams
     num_sinks: int = 0
     deterministic: bool = False  # a sequence's bits do not depend on others
@@ -56,7 +57,10 @@ class AttentionSpec:
         return tuple(name for name, is_made in made.items() if is_made)
 
     def case(self, window: int = 0) -> Case:
-        """Return what chooses the kernels of layers with this window."""
-        has_window = window > 0 or self.streams
+        """Return what chooses the kernels of layers with this window.
+
+        Layers that see chunks have the kernels of full attention.
+        """
+        has_window = (window > 0 and not self.is_chunked) or self.streams
         what = (self.dtype, self.cache_dtype, self.head_size, has_window, self.streams)
         return Case(*what, (*self.changes, PLAIN)[0])

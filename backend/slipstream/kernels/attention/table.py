@@ -53,6 +53,11 @@ FEATURES = (
     Feature("windows", "the model: `sliding_window`", {"windows": (1024,)}),
     Feature("windows in some layers", "the model: `layer_types`", {"windows": (0, 1024)}),
     Feature(
+        "attention chunks",
+        "the model: `attention_chunk_size`",
+        {"windows": (1024,), "is_chunked": True},
+    ),
+    Feature(
         "endless sequences",
         "`attention_window`, `sink_tokens`",
         {"stream_window": 1024, "num_sinks": 4},

@@ -1,46 +1,47 @@
 """Llama 4 (Meta, 2025), its text model: one expert of a row and a shared one, some layers still.
 
-Layers that rotate see only their chunk of a sequence, so sequences end with the first chunk.
+Layers that rotate see only their chunk of a sequence.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from slipstream.layers.dims import RopeConfig
 from slipstream.models.axes import Axes, Growth, QkNorms, TensorNames
 from slipstream.models.experts import KEYS, read_experts, read_routing
 from slipstream.models.families.smollm3 import still
 from slipstream.models.family import family
 from slipstream.models.reader import Reader
-from slipstream.models.ropes import read_rope
 from slipstream.models.wrapped import Whole, wraps
 
 INNER, OF_EXPERT = "intermediate_size", "moe_intermediate_size"
-POSITIONS = "max_position_embeddings"
+WINDOW = "sliding_window"
 NAMES = {"mlp": "feed_forward", "mlp.gate": "feed_forward.router"}
 TURNED = {
     "experts.gate_up_proj": ("experts.{}.gate_proj.weight", "experts.{}.up_proj.weight"),
     "experts.down_proj": ("experts.{}.down_proj.weight",),
 }
 KINDS = ("chunked_attention", "full_attention")
+PARTS = ("vision_model.", "multi_modal_projector.")
+
+
+def unturned(config: Reader, num_layers: int) -> frozenset[int]:
+    """Return the layers that do not rotate; of `no_rope_layers`, [] is the default, too."""
+    if config.get("no_rope_layers") != []:
+        return still(config, num_layers)
+    every = config.whole("no_rope_layer_interval")
+    return frozenset(range(every - 1, num_layers, every))
 
 
 def derived(config: Reader) -> Mapping[str, object]:
-    """Return sizes by the names of other families; sequences end where a layer's chunk does."""
-    count, most = config.whole("num_hidden_layers"), config.whole(POSITIONS)
-    kinds, end = config.names_of("layer_types", count, KINDS), most
-    if kinds is None or KINDS[0] in kinds:
-        end = min(most, config.whole("attention_chunk_size"))
-    # The first files say [] for the default.
-    found: dict[str, object] = {} if config.get("no_rope_layers") else {"no_rope_layers": None}
-    found |= {"layer_types": None, POSITIONS: end, "num_positions": most}
+    """Return sizes by the names of other families, and chunks of attention as windows."""
     sizes = {INNER: config.whole("intermediate_size_mlp"), OF_EXPERT: config.whole(INNER)}
-    return found | sizes
-
-
-def read_ropes(config: Reader, most: int, head_size: int) -> tuple[RopeConfig, RopeConfig]:
-    """Read the rotation, of the context that the file has."""
-    return read_rope(config, config.whole("num_positions"), head_size)
+    if config.has(WINDOW):
+        raise config.refusal(WINDOW, "is not implemented; attention_chunk_size is")
+    count = config.whole("num_hidden_layers")
+    kinds, full = config.names_of("layer_types", count, KINDS), unturned(config, count)
+    kinds = kinds or [KINDS[i in full] for i in range(count)]
+    chunk = {WINDOW: config.whole("attention_chunk_size")} if KINDS[0] in kinds else {}
+    return sizes | chunk | {"layer_types": [kind.replace("chunked", "sliding") for kind in kinds]}
 
 
 def names(config: Reader) -> TensorNames:
@@ -69,9 +70,7 @@ def growth(config: Reader) -> Growth | None:
     keys=f"{KEYS} attention_bias attention_chunk_size attn_scale attn_temperature_tuning "
     "floor_scale interleave_moe_layer_step intermediate_size_mlp moe_layers no_rope_layers "
     "no_rope_layer_interval router_jitter_noise use_qk_norm",
-    has_windows=False,
-    read_ropes=read_ropes,
-    still=still,
+    still=unturned,
     derived=derived,
     tensors=names,
 )
@@ -89,10 +88,10 @@ def llama4(config: Reader) -> Axes:
         out_bias=bias,
         experts=replace(read_experts(config, routing, OF_EXPERT, OF_EXPERT), scales_inputs=True),
         dense_layers=dense_layers(config),
+        chunked=config.has(WINDOW),
     )
 
 
-PARTS = ("vision_model.", "multi_modal_projector.")
 wraps(
     "Llama4ForConditionalGeneration",
     Whole("llama4", {"llama4_text": "Llama4ForCausalLM"}, others=PARTS),
