@@ -5,12 +5,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import torch
-from fixtures.bridge.texts import CHECKPOINT, TEXT
+from fixtures.bridge.beams import beams_of_transformers
+from fixtures.bridge.texts import TEXT
 from fixtures.features.house import House
 from slipstream_contract.stream_state import StreamState, unpack_beams
 from slipstream_postprocessing.detokenize import detokenize
-from transformers import AutoModelForCausalLM
 
 PROMPT, LENGTH, WIDTH = "def read(self, path):\n    ", 10, 4
 IDS = TEXT.encode(PROMPT)
@@ -26,24 +25,7 @@ def house(tmp_path_factory) -> Iterator[House]:
 
 @pytest.fixture(scope="module")
 def theirs() -> tuple[list[list[int]], list[float]]:
-    """The beams of transformers, and their sums of log probs."""
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
-    made = model.generate(
-        torch.tensor([IDS]),
-        num_beams=WIDTH,
-        num_return_sequences=WIDTH,
-        max_new_tokens=LENGTH,
-        length_penalty=0.0,
-        early_stopping=True,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-        eos_token_id=list(TEXT.end_ids),
-    )
-    rows = [row[len(IDS) :] for row in made.sequences.tolist()]
-    ends = [[i for i, each in enumerate(row) if each in TEXT.end_ids] for row in rows]
-    rows = [row[: end[0]] if end else row for row, end in zip(rows, ends, strict=True)]
-    return rows, made.sequences_scores.tolist()
+    return beams_of_transformers(IDS, WIDTH, LENGTH)
 
 
 OLD = {"text_input": PROMPT, "max_tokens": LENGTH, "beam_width": WIDTH}

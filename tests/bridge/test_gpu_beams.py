@@ -1,10 +1,9 @@
 """Beam searches on a GPU: those of the same engine on a CPU, within what fp32 may differ."""
 
 import pytest
-import torch
-from fixtures.bridge.texts import CHECKPOINT, TEXT
+from fixtures.bridge.beams import beams_of_transformers
+from fixtures.bridge.texts import TEXT
 from fixtures.features.house import House
-from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.gpu
 
@@ -14,19 +13,7 @@ IDS = TEXT.encode(PROMPT)
 
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_beams_on_a_gpu_are_those_of_transformers(tmp_path, width: int) -> None:
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
-    made = model.generate(
-        torch.tensor([IDS]),
-        num_beams=width,
-        num_return_sequences=width,
-        max_new_tokens=LENGTH,
-        length_penalty=0.0,
-        early_stopping=True,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-        eos_token_id=list(TEXT.end_ids),
-    )
+    _, sums = beams_of_transformers(IDS, width, LENGTH)
     house = House(tmp_path)
     asked = {"text_input": PROMPT, "max_tokens": LENGTH, "beam_width": width}
     try:
@@ -36,4 +23,4 @@ def test_beams_on_a_gpu_are_those_of_transformers(tmp_path, width: int) -> None:
         house.close()
     assert got["cum_log_probs"].shape == (1, width)
     # Near ties may change places; the sums say whether the search is the same.
-    assert got["cum_log_probs"][0] == pytest.approx(made.sequences_scores.tolist(), abs=2e-2)
+    assert got["cum_log_probs"][0] == pytest.approx(sums, abs=2e-2)

@@ -6,7 +6,6 @@ import weakref
 import pytest
 from fixtures.bridge.streams import (
     PERF,
-    Desk,
     Recorder,
     check_overdue,
     finished,
@@ -17,13 +16,6 @@ from fixtures.bridge.streams import (
 )
 from slipstream import wire
 from slipstream_contract.errors import Code, ContractError
-
-
-@pytest.fixture
-def desk():
-    desk = Desk()
-    yield desk
-    desk.senders.close()
 
 
 def test_streams_of_many_calls_are_in_order_and_each_has_one_end(desk):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from fixtures.engine.client import Client
+from fixtures.models.configs import SMALL_LLAMA
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
@@ -32,21 +33,7 @@ ASKED = {
 
 
 def runner(folder: Path, kv_cache_tokens: int) -> ModelRunner:
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-    }
+    config = SMALL_LLAMA | {"vocab_size": VOCAB_SIZE}
     (folder / "config.json").write_text(json.dumps(config))
     plan = resolve(
         EngineConfig(

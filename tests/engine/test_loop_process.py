@@ -11,6 +11,7 @@ from socket import gethostname
 import pytest
 import zmq
 from fixtures.engine.listening import RouterView
+from fixtures.models.configs import SMALL_LLAMA
 from fixtures.ports import held_port
 from slipstream import __version__, wire
 from slipstream_contract.ids import pack
@@ -21,22 +22,7 @@ LONG = SamplingParams(max_tokens=30, temperature=0.0)
 
 def checkpoint(folder: Path) -> Path:
     """A directory of a Llama so small that random weights will do; without a tokenizer."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 101,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-5,
-        "hidden_act": "silu",
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(SMALL_LLAMA))
     return folder
 
 

@@ -1,21 +1,11 @@
 """Every field's bad values, through schema and engine: refused by the field's name, and alone."""
 
-from collections.abc import Iterator
-
 import pytest
 from fixtures.features import answers
 from fixtures.features.bad import Bad, bad_bodies
 from fixtures.features.house import House
 from fixtures.features.table import MODELS, body_of, has
 from slipstream_contract.errors import Code, ContractError
-
-
-@pytest.fixture(scope="module")
-def house(tmp_path_factory) -> Iterator[House]:
-    house = House(tmp_path_factory.mktemp("house"))
-    yield house
-    house.engine.check_integrity()
-    house.close()
 
 
 @pytest.mark.parametrize("model", MODELS[1:])

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,6 @@ from fixtures.tiers import quick_of
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "speculation.md"
 WARM = ("warm", "seed")
 WRONG = 7  # a token that no answer here has
-
-
-@pytest.fixture(scope="module")
-def house(tmp_path_factory) -> Iterator[House]:
-    house = House(tmp_path_factory.mktemp("house"))
-    yield house
-    house.engine.check_integrity()
-    house.close()
 
 
 def ask(house: House, names: tuple[str, ...], **more: Any) -> tuple[list[int], dict[str, Any]]:

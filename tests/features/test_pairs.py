@@ -28,14 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 IN_PROCESS = MODELS[1:]  # the ensemble's steps are one wiring's here; a real server has them
 
 
-@pytest.fixture(scope="module")
-def house(tmp_path_factory) -> Iterator[House]:
-    house = House(tmp_path_factory.mktemp("house"))
-    yield house
-    house.engine.check_integrity()
-    house.close()
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_every_pair_that_may_meet_does(model: str) -> None:
     names = [feature.name for feature in FEATURES if has(model, feature.name)]

@@ -14,13 +14,6 @@ CASES, RANK_CASES = ALL[::4], ALL[1::4]
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory) -> Iterator[House]:
-    house = House(tmp_path_factory.mktemp("house"))
-    yield house
-    house.close()
-
-
-@pytest.fixture(scope="module")
 def staged(tmp_path_factory) -> Iterator[House]:
     with staged_house(tmp_path_factory.mktemp("staged")) as house:
         yield house

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,15 +38,6 @@ match sys.argv[2]:
             time.sleep(0.1)
             vitals.finish()
 """
-
-
-@pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
-    started: list[subprocess.Popen[bytes]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.wait()
 
 
 def begin(processes: list[subprocess.Popen[bytes]], path: Path, kind: str) -> Stillness:

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 from slipstream_runtime.threads import ThreadWatch
@@ -21,15 +20,6 @@ print(flush=True)
 import time; time.sleep(600)
 """,
 }
-
-
-@pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
-    started: list[subprocess.Popen[bytes]] = []
-    yield started
-    for process in started:
-        process.kill()
-        process.wait()
 
 
 @pytest.mark.parametrize(

@@ -215,21 +215,10 @@ def test_what_cannot_be_printed(
     assert error.count("\n") == 1
 
 
-def test_the_command_runs_in_the_engines_python(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script, heard = tmp_path / "python", tmp_path / "heard"
-    script.write_text(
-        f"#!{sys.executable}\n"
-        "import json, sys\n"
-        f"json.dump([sys.argv[1:], json.load(sys.stdin)], open({str(heard)!r}, 'w'))\n"
-        "sys.exit(3)\n"
-    )
-    script.chmod(0o755)
-    monkeypatch.setenv("SLIPSTREAM_PYTHON", str(script))
+def test_the_command_runs_in_the_engines_python(checkpoint: Path, noting_python: Path) -> None:
     line = ("--architecture", "sm_90a", "--rows", "8", "64", "--quantization", "fp8")
     assert kernels.run(parse("--checkpoint", str(checkpoint), *line)) == 3
-    arguments, config = json.loads(heard.read_text())
+    arguments, config = json.loads(noting_python.read_text())
     asked = ["--architecture", "sm_90a", "--rows", "8", "64"]
     assert arguments == ["-P", "-m", "slipstream.runner.kernels", *asked]
     assert (config["checkpoint"], config["quantization"]) == (str(checkpoint), "fp8")

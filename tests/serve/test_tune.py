@@ -2,28 +2,12 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from slipstream_client.cli import OneLineParser
 from slipstream_compose.compose import ComposeError
 from slipstream_serve import tune
-
-
-@pytest.fixture
-def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An interpreter that writes down what it is given; where it does."""
-    script, heard = tmp_path / "python", tmp_path / "heard"
-    script.write_text(
-        f"#!{sys.executable}\n"
-        "import json, sys\n"
-        f"json.dump([sys.argv[1:], json.load(sys.stdin)], open({str(heard)!r}, 'w'))\n"
-        "sys.exit(3)\n"
-    )
-    script.chmod(0o755)
-    monkeypatch.setenv("SLIPSTREAM_PYTHON", str(script))
-    return heard
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -39,19 +23,21 @@ def repository(folder: Path, engine: object) -> Path:
     return folder
 
 
-def test_of_a_repository(python: Path, tmp_path: Path) -> None:
+def test_of_a_repository(noting_python: Path, tmp_path: Path) -> None:
     root = repository(tmp_path / "models", {"checkpoint": "here", "dtype": "float16"})
     assert tune.run(parse("--model-repository", str(root))) == 3
-    arguments, config = json.loads(python.read_text())
+    arguments, config = json.loads(noting_python.read_text())
     assert arguments == ["-P", "-m", "slipstream.runner.tune"]
     assert config["checkpoint"] == str(root / "tensorrt_llm" / "1" / "here")
     assert config["dtype"] == "float16"
 
 
-def test_of_a_checkpoint(python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_checkpoint(
+    noting_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     tune.run(parse("--checkpoint", "mine", "--rows", "8", "64"))
-    arguments, config = json.loads(python.read_text())
+    arguments, config = json.loads(noting_python.read_text())
     assert arguments[3:] == ["--rows", "8", "64"]
     assert config["checkpoint"] == str(tmp_path / "mine")
 
@@ -74,7 +60,7 @@ def test_usage(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_of_one_of_several_deployments(python: Path, tmp_path: Path) -> None:
+def test_of_one_of_several_deployments(noting_python: Path, tmp_path: Path) -> None:
     for name, dtype in (("", "float16"), ("chat_", "bfloat16")):
         folder = tmp_path / f"{name}tensorrt_llm"
         (folder / "1").mkdir(parents=True)
@@ -84,4 +70,4 @@ def test_of_one_of_several_deployments(python: Path, tmp_path: Path) -> None:
     with pytest.raises(ComposeError, match="choose one of chat, ensemble by --name"):
         tune.run(parse("--model-repository", str(tmp_path)))
     tune.run(parse("--model-repository", str(tmp_path), "--name", "chat"))
-    assert json.loads(python.read_text())[1]["dtype"] == "bfloat16"
+    assert json.loads(noting_python.read_text())[1]["dtype"] == "bfloat16"
