@@ -4,11 +4,10 @@ What it cannot read as a call is text exactly as written. Once a call's name is 
 what then does not belong to it is text.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from slipstream_gateway.answer import Delta
-from slipstream_gateway.parsing.deltas import Deltas, Surfaces
+from slipstream_gateway.parsing.deltas import Surfaces
 from slipstream_gateway.parsing.format import (
     Calls,
     Envelope,
@@ -17,7 +16,8 @@ from slipstream_gateway.parsing.format import (
     Reasoning,
     Tags,
 )
-from slipstream_gateway.parsing.reader import Reader, Step, Stops
+from slipstream_gateway.parsing.reader import Step, Stops
+from slipstream_gateway.parsing.stepped import SteppedParser
 from slipstream_gateway.parsing.styles import Body, envelopes, headed, pythonic, tagged
 
 
@@ -46,7 +46,7 @@ class Plan:
         return calls.section_open, calls.open, calls.close, calls.section_close
 
 
-class AnswerParser:
+class AnswerParser(SteppedParser):
     """Reads one answer; see `slipstream_gateway.answer.Parser`."""
 
     def __init__(self, plan: Plan, tools: Mapping[str, Any], is_thinking: bool) -> None:
@@ -57,29 +57,15 @@ class AnswerParser:
             tools: name -> JSON schema of the arguments.
             is_thinking: whether the prompt opened the reasoning.
         """
+        make_id = None if plan.calls is None else plan.calls.make_id
+        super().__init__(plan.surfaces, make_id or (lambda name, index: ""))
         self._plan = plan
         self._tools = tools
-        self._reader = Reader()
-        make_id = None if plan.calls is None else plan.calls.make_id
-        self._out = Deltas(make_id or (lambda name, index: ""))
         self._is_thinking = is_thinking and plan.reasoning is not None
         self._sink = self._out.reasoning if self._is_thinking else self._out.text
         self._sink.skips_newlines = self._is_thinking
         self._awaited: set[str] = set()  # closings of calls that have started
         self._steps = self._run()
-
-    def feed(self, token_ids: Sequence[int], texts: Sequence[str]) -> list[Delta]:
-        """Return what the new tokens add."""
-        read = self._plan.surfaces.read
-        self._reader.feed("".join(map(read, token_ids, texts)))
-        next(self._steps, None)
-        return self._out.take()
-
-    def finish(self) -> list[Delta]:
-        """Return what was held back, at the end of the answer."""
-        self._reader.is_over = True
-        next(self._steps, None)
-        return self._out.take()
 
     def _run(self) -> Step[None]:
         reader, plan = self._reader, self._plan
@@ -120,7 +106,7 @@ class AnswerParser:
             yield from self._call(stop, None)
         elif calls is not None and stop == calls.section_open:
             reader.skip(len(stop))
-            self._sink.hold(self._plan.surfaces.written(stop))
+            self._sink.hold(self._surfaces.written(stop))
         else:
             reader.skip(len(stop))
             if stop in self._awaited:
@@ -132,7 +118,7 @@ class AnswerParser:
     def _open_reasoning(self, stop: str) -> None:
         """Start to think, where the marker means that: before all text, or as a special token."""
         self._reader.skip(len(stop))
-        if not self._sink.is_empty and self._plan.surfaces.written(stop) == stop:
+        if not self._sink.is_empty and self._surfaces.written(stop) == stop:
             self._sink.write(stop)
             return
         self._sink.drop()
@@ -158,7 +144,7 @@ class AnswerParser:
                 yield from pythonic(reader, body, writer)
         rest = reader.recorded()
         if rest:
-            self._sink.write(self._plan.surfaces.written(rest))
+            self._sink.write(self._surfaces.written(rest))
 
 
 class CallWriter:

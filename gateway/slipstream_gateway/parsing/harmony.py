@@ -1,13 +1,13 @@
 """Read answers in channels: messages with headers, as gpt-oss writes them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from slipstream_gateway.answer import Delta
-from slipstream_gateway.parsing.deltas import Deltas, Surfaces
+from slipstream_gateway.parsing.deltas import Surfaces
 from slipstream_gateway.parsing.format import Channels, random_id
-from slipstream_gateway.parsing.reader import Reader, Step, Stops
+from slipstream_gateway.parsing.reader import Step, Stops
 from slipstream_gateway.parsing.scan import json_value
+from slipstream_gateway.parsing.stepped import SteppedParser
 
 MAX_HEADER = 1024
 """Characters of a header: a longer one is text."""
@@ -28,29 +28,15 @@ class ChannelPlan:
         self.channel_name = re.compile(rf"{re.escape(own.channel)}\s*(\w+)")
 
 
-class ChannelParser:
+class ChannelParser(SteppedParser):
     """Reads one answer; see `slipstream_gateway.answer.Parser`."""
 
     def __init__(self, plan: ChannelPlan, prompt: str) -> None:
         """Stand behind a rendered prompt, which ends in a header or in a message."""
+        super().__init__(plan.surfaces, random_id)
         self._plan = plan
-        self._reader = Reader()
-        self._out = Deltas(random_id)
         start = prompt.rpartition(plan.written.start)[2] if plan.written.start in prompt else ""
         self._steps = self._run(start)
-
-    def feed(self, token_ids: Sequence[int], texts: Sequence[str]) -> list[Delta]:
-        """Return what the new tokens add."""
-        read = self._plan.surfaces.read
-        self._reader.feed("".join(map(read, token_ids, texts)))
-        next(self._steps, None)
-        return self._out.take()
-
-    def finish(self) -> list[Delta]:
-        """Return what was held back, at the end of the answer."""
-        self._reader.is_over = True
-        next(self._steps, None)
-        return self._out.take()
 
     def _run(self, start: str) -> Step[None]:
         """Read messages; `start` is what the prompt has of the first one."""
