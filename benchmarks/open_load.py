@@ -1,28 +1,33 @@
 """First tokens and times between tokens under open load, of a real engine.
 
-    open_load.py ours OUT [--shape S] [--loads 0.5 0.7 0.9] [--peak R]
+    open_load.py ours OUT [--shape S] [--loads 0.5 0.7 0.9] [--peak R | --at-most R]
     open_load.py vllm OUT --checkpoint DIR --max-num-batched-tokens N ...
     open_load.py compare OLD NEW [--shapes ...] [--seconds 540]
 
 Requests come when they are due (`traces.py`), whatever has been answered; temperature 0.8, top_p
 0.95. `--peak` is the rate of which `--loads` are shares; without it, what the engine answers of
-requests that come at once. OUT gets JSON. `compare` runs two trees in turns on one machine, as long
-as the seconds allow, and prints the ratios of the medians.
+requests that come at once, or the rate of `--at-most` if that is less. OUT gets JSON after every
+trace, one of each load before the next seed; the same command goes on where it was cut off.
+`compare` runs two trees in turns on one machine, as long as the seconds allow, and prints the
+ratios of the medians.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from report import commit
 from shapes import SHAPES
 from traces import FIGURES, Answers, Trace, at_once, trace
 
@@ -164,21 +169,64 @@ def shortened(load: Trace, divisor: int) -> Trace:
     return replace(load, arrivals=arrivals)
 
 
-def measure(target: OpenTarget, args: argparse.Namespace) -> dict[str, Any]:
-    """Run the peak, if it is not given, and every load and seed."""
+class Record:
+    """What one engine reached, in a file that is written after each figure.
+
+    Attributes:
+        data: `engine`, `shape` and the like; `peak`, where it was measured; `rate`, of which loads
+            are shares, in requests a second; `loads`: by share, the figures of each seed.
+
+    Raises SystemExit where the file has figures of another run.
+    """
+
+    def __init__(self, path: Path, facts: Mapping[str, object]) -> None:
+        self._path = path
+        self.data: dict[str, Any] = dict(facts) | {"loads": {}}
+        if path.is_file():
+            self.data = json.loads(path.read_text())
+            if not facts.items() <= self.data.items():
+                raise SystemExit(f"{path} has figures of another run; name a new file")
+
+    def put(self, **values: object) -> None:
+        """Keep values."""
+        self.data |= values
+        self._path.write_text(json.dumps(self.data, indent=1) + "\n")
+
+    def set_rate(self, rate: float) -> None:
+        """Keep the rate; raises SystemExit where there are figures at another."""
+        if self.data["loads"] and self.data["rate"] != rate:
+            raise SystemExit(f"{self._path} has figures of another rate; name a new file")
+        self.put(rate=rate)
+
+    def has(self, load: float, seed: int) -> bool:
+        """Return whether there are figures of a trace."""
+        return any(row["seed"] == seed for row in self.data["loads"].get(f"{load:g}", ()))
+
+    def add(self, load: float, seed: int, figures: Mapping[str, float]) -> None:
+        """Keep the figures of a trace."""
+        self.data["loads"].setdefault(f"{load:g}", []).append({"seed": seed, **figures})
+        self.put()
+
+
+def measure(target: OpenTarget, args: argparse.Namespace, record: Record) -> None:
+    """Run the peak, if it is not known, and every load and seed that the record lacks."""
     whole = shortened(at_once(count=args.count), args.shorten)
     run(target, replace(whole, arrivals=whole.arrivals[: max(4, args.count // 4)]))
-    peak = args.peak or run(target, whole).peak
-    found: dict[str, Any] = {"peak": peak, "loads": {}}
-    print(f"peak {peak:.2f} requests/s", flush=True)
-    for load in args.loads:
-        rows = []
-        for seed in args.seeds:
-            each = shortened(trace("poisson", load * peak, seed, args.count), args.shorten)
-            rows.append(run(target, each).figures())
-            print(f"open-{100 * load:.0f} seed {seed} {rows[-1]}", flush=True)
-        found["loads"][f"{load:g}"] = rows
-    return found
+    rate = args.peak
+    if rate is None:
+        if "peak" not in record.data:
+            record.put(peak=run(target, whole).peak)
+        rate = min(record.data["peak"], args.at_most)
+    record.set_rate(rate)
+    print(f"{record.data['engine']}: loads are shares of {rate:.2f} requests/s", flush=True)
+    for seed in args.seeds:
+        for load in args.loads:
+            if record.has(load, seed):
+                continue
+            each = shortened(trace("poisson", load * rate, seed, args.count), args.shorten)
+            figures = run(target, each).figures()
+            record.add(load, seed, figures)
+            print(f"open-{100 * load:.0f} seed {seed} {figures}", flush=True)
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -187,13 +235,16 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def side(args: argparse.Namespace) -> int:
-    """Measure one engine."""
+    """Measure one engine; what the file has of it is not measured again."""
+    budget = args.max_num_batched_tokens
+    facts = {"engine": args.action, "shape": args.shape, "budget": budget}
+    facts |= {"count": args.count, "shorten": args.shorten, "commit": commit()}
+    record = Record(args.output, facts)
     if args.action == "ours":
-        target: OpenTarget = OursTarget(args.shape, args.max_num_batched_tokens)
+        target: OpenTarget = OursTarget(args.shape, budget)
     else:
-        target = PeerTarget(args.checkpoint, args.max_num_batched_tokens)
-    found = {"engine": args.action, "shape": args.shape, "budget": args.max_num_batched_tokens}
-    args.output.write_text(json.dumps(found | measure(target, args), indent=1) + "\n")
+        target = PeerTarget(args.checkpoint, budget)
+    measure(target, args, record)
     return 0
 
 
@@ -229,15 +280,15 @@ def compare(args: argparse.Namespace) -> int:
             for name in ("old", "new") if turn % 2 == 0 else ("new", "old"):
                 print(f"== {shape}, {name}, turn {turn + 1}", flush=True)
                 result = child(trees[name], shape, peaks.get(shape), args)
-                if result:
-                    peaks.setdefault(shape, result["peak"])
+                if "rate" in result:
+                    peaks.setdefault(shape, result["rate"])
                     found[shape][name].append(result)
             longest = max(longest, time.monotonic() - since)
     is_whole = True
     print(f"{'new over old':28}" + "".join(f"{name:>13}" for name in FIGURES))
     for shape, sides in found.items():
         for load in map("{:g}".format, args.loads):
-            rows = {n: [r for one in s for r in one["loads"][load]] for n, s in sides.items()}
+            rows = {n: [r for o in s for r in o["loads"].get(load, ())] for n, s in sides.items()}
             if not all(rows.values()):
                 is_whole = False
                 continue
@@ -271,7 +322,9 @@ def parse() -> argparse.Namespace:
             continue
         action.add_argument("output", type=Path)
         action.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
-        action.add_argument("--peak", type=float, help="requests a second")
+        rate = action.add_mutually_exclusive_group()
+        rate.add_argument("--peak", type=float, help="requests a second, of which loads are shares")
+        rate.add_argument("--at-most", type=float, default=math.inf, help="of them, if it has more")
         action.add_argument("--max-num-batched-tokens", type=int, default=2048)
         if name == "vllm":
             action.add_argument("--checkpoint", type=Path, required=True)

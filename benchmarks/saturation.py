@@ -12,7 +12,7 @@ requests always wait behind them. Tokens are counted once every sequence of the 
 for `--seconds` at least, prompts of new requests included.
 
 Sequences, tokens of a step and types are those of `slipstream compose --profile throughput`, unless
-given. OUT gets JSON.
+given. OUT gets JSON after each row; the same command goes on where it was cut off.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from report import commit
 from shapes import SHAPES, write_config
 from slipstream import wire
 from slipstream.config import EngineConfig
@@ -180,6 +181,19 @@ def options_of(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return found | {name: value for name, value in given.items() if value is not None}
 
 
+def begun(output: Path, facts: Mapping[str, object]) -> dict[str, Any]:
+    """Return the facts of a run with the rows that OUT has of it, none if it is not there.
+
+    Raises SystemExit where OUT is of another run.
+    """
+    if not output.is_file():
+        return dict(facts) | {"rows": {}}
+    found: dict[str, Any] = json.loads(output.read_text())
+    if not facts.items() <= found.items():
+        raise SystemExit(f"{output} has rows of another run; name a new file")
+    return found
+
+
 def show(result: Mapping[str, Any]) -> str:
     """Return the table of a result, published figures beside it."""
     card = next((card for card in CARDS if card in result["gpu"]), None)
@@ -212,14 +226,19 @@ def main() -> int:
     engine = build(args.shape, "auto", step_tokens, **options)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     kept = options | {"max_num_batched_tokens": step_tokens}
-    result: dict[str, Any] = {"shape": args.shape, "gpu": gpu, "options": kept, "rows": {}}
+    facts = {"shape": args.shape, "gpu": gpu, "commit": commit(), "options": kept}
+    result = begun(args.output, facts)
     block_size = int(engine.figures().gauges["block_size"])
     cache_tokens = engine.status().kv_blocks_total * block_size
     for name in args.rows:
+        if name in result["rows"]:
+            print(name, "is there already", flush=True)
+            continue
         row = ROWS[name]
         most = options.get("max_num_seqs", 256)
         fit = sequences_that_fit(row, cache_tokens, most, step_tokens)
         ages = ages_of(row, fit, step_tokens)
+        print(name, f"starts {fit:,} sequences", flush=True)
         result["rows"][name] = measure(engine, row, ages, args.seconds)
         args.output.write_text(json.dumps(result, indent=1) + "\n")  # what is there stays
         print(name, result["rows"][name], flush=True)

@@ -6,8 +6,10 @@
     step.py merge OURS PEER          the table            (... and put together here)
 
 With `--keep TABLE` the newest table keeps that one's rows that were not measured beside a peer now.
+`--plan` prints how long the rows take, and measures nothing (`--plan beside`: vLLM's, too).
 
-Every engine runs in processes of its own, one a precision. The table goes to
+Every engine runs in processes of its own, one a precision. Each figure is written to a folder as
+soon as it is there; a run that was cut off goes on with that folder as `--parts`. The table goes to
 `benchmarks/results/<date>-<commit>-<card>.json` and to `step-<card>.json` beside it, where the card
 is one of `limits.CARDS`; its last line is the same as one JSON object. Without a GPU: one line,
 exit code 2.
@@ -20,22 +22,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import open_rows
+import plan
 import saturation
 import start
 from limits import card
 from make_checkpoint import make, usual_place
+from plan import SATURATION, SWEEP
 from report import NEWEST, RESULTS, commit, keep, merge, show
-from rows import BUDGET, ROWS, SHAPE, Row
+from rows import BUDGET, MAX_SEQUENCES, ROWS, SHAPE, Row
 from shapes import write_config
 from side import Side
 
 HERE = Path(__file__).parent
-SATURATION = "saturation-"
 
 
 def has_gpu() -> bool:
@@ -62,14 +64,15 @@ def can_import_peer(environment: dict[str, str]) -> bool:
     )
 
 
-def call(script: str, arguments: list[str], environment: dict[str, str]) -> None:
-    """Run a script of this folder; what it wrote until a failure stays."""
+def call(script: str, arguments: list[str], environment: dict[str, str]) -> bool:
+    """Run a script of this folder, and return whether it ended well; what it wrote stays."""
     environment = environment | {"SLIPSTREAM_BENCH_BEGAN": str(time.time())}
     result = subprocess.run(
         [sys.executable, str(HERE / script), *arguments], env=environment, check=False
     )
     if result.returncode != 0:
         print(f"{script} {' '.join(arguments)} ended with {result.returncode}", flush=True)
+    return result.returncode == 0
 
 
 def precisions(rows: list[Row]) -> list[tuple[list[str], list[str]]]:
@@ -82,16 +85,29 @@ def precisions(rows: list[Row]) -> list[tuple[list[str], list[str]]]:
     return groups
 
 
-def tune(shape: str, budget: int, quantizations: Iterable[str]) -> None:
-    """Measure matrix kernels for these quantisations, as `slipstream tune` does."""
+def tunings(args: argparse.Namespace) -> dict[str, tuple[int, int]]:
+    """Return tokens of a step and sequences for each quantisation that the rows run in."""
+    is_full = any(name.startswith(SATURATION) for name in args.rows)
+    found = {}
+    if any(not name.startswith(("fp8-", SATURATION)) for name in args.rows):
+        found["none"] = (args.max_num_batched_tokens, MAX_SEQUENCES)
+    if is_full or any(name.startswith("fp8-") for name in args.rows):
+        full = (8192, 1024)  # of `--profile throughput`
+        found["fp8"] = full if is_full else (args.max_num_batched_tokens, MAX_SEQUENCES)
+    return found
+
+
+def tune(args: argparse.Namespace) -> None:
+    """Measure matrix kernels for the rows, as `slipstream tune` does."""
     with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
-        write_config(shape, Path(folder))
-        for quantization in quantizations:
+        write_config(args.shape, Path(folder))
+        for quantization, (budget, sequences) in tunings(args).items():
             config = {
                 "checkpoint": folder,
                 "load_format": "random",
                 "quantization": quantization,
                 "max_num_batched_tokens": budget,
+                "max_num_seqs": sequences,
             }
             command = [sys.executable, "-m", "slipstream.runner.tune"]
             result = subprocess.run(
@@ -100,16 +116,33 @@ def tune(shape: str, budget: int, quantizations: Iterable[str]) -> None:
             print("\n".join(result.stdout.splitlines()[-1:]), flush=True)
 
 
+def missing(output: Path, rows: list[Row], repeat: int) -> list[Row]:
+    """Return the rows of which a file lacks repetitions. Raises SystemExit: another commit's."""
+    if not output.is_file():
+        return rows
+    data = json.loads(output.read_text())
+    if data["commit"] != commit():
+        raise SystemExit(f"{output} has figures of {data['commit']}, this is {commit()}")
+    kept = data["rows"]
+    left = [row for row in rows if len(kept.get(row.name, ())) < _repetitions(row, repeat)]
+    print(f"{output}: {len(rows) - len(left)} of {len(rows)} rows are there", flush=True)
+    return left
+
+
+def _repetitions(row: Row, repeat: int) -> int:
+    return max(1, int(repeat * row.runs_a_repetition)) if row.runs_a_repetition > 1 else repeat
+
+
 def run_ours(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
-    """All of our rows."""
+    """Measure those of our rows that the file lacks."""
+    rows = missing(output, rows, args.repeat)
+    if not rows:
+        return
     if ROWS["start"] in rows:
         make(args.shape, args.checkpoint)
         figures = start.measure(args.checkpoint, args.repeat)
         uncached = figures["uncached"]
         Side(output, "slipstream").add("start", figures["cached"], start_uncached=uncached)
-    if args.tune:
-        wanted = sorted({"fp8" if row.is_fp8 else "none" for row in rows})
-        tune(args.shape, args.max_num_batched_tokens, wanted)
     budget = str(args.max_num_batched_tokens)
     common = ["--repeat", str(args.repeat), "--shape", args.shape]
     common += ["--max-num-batched-tokens", budget]
@@ -118,7 +151,8 @@ def run_ours(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
 
 
 def run_peer(output: Path, rows: list[Row], args: argparse.Namespace) -> None:
-    """All of vLLM's rows; its start is that of its one bf16 process."""
+    """Measure those of vLLM's rows that the file lacks; its start is that of its bf16 process."""
+    rows = missing(output, rows, args.repeat)
     environment = peer_environment(args.peer_path)
     make(args.shape, args.checkpoint)
     common = ["--checkpoint", str(args.checkpoint), "--repeat", str(args.repeat)]
@@ -159,15 +193,17 @@ def run_open(args: argparse.Namespace) -> bool:
     if has_peer:
         make(args.shape, args.checkpoint)
     checkpoint = args.checkpoint if has_peer else None
-    result = open_rows.measure(names, args.shape, os.environ, checkpoint, environment)
-    if not result:
-        return False
+    sides = open_rows.Sides(names, args.shape, args.parts, os.environ, checkpoint, environment)
     args.results.mkdir(parents=True, exist_ok=True)
     path = args.results / f"{time.strftime('%Y-%m-%d')}-{commit()}-{args.shape}-open.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(open_rows.show(result))
+
+    def keep(table: dict[str, Any]) -> None:
+        path.write_text(json.dumps(table, indent=1) + "\n")
+        print(open_rows.show(table), flush=True)
+
+    result = open_rows.measure(sides, keep)
     print(json.dumps(result))
-    return True
+    return bool(result)
 
 
 def run_saturation(args: argparse.Namespace) -> bool:
@@ -181,8 +217,19 @@ def run_saturation(args: argparse.Namespace) -> bool:
     args.results.mkdir(parents=True, exist_ok=True)
     stem = f"{time.strftime('%Y-%m-%d')}-{commit()}-{args.shape}-saturation"
     output = args.results / f"{stem}.json"
-    call("saturation.py", [str(output), "--shape", args.shape, "--rows", *names], dict(os.environ))
-    return output.is_file()
+    options = ["--shape", args.shape, "--rows", *names]
+    return call("saturation.py", [str(output), *options], dict(os.environ))
+
+
+def run_sweep(args: argparse.Namespace) -> bool:
+    """Time steps of every number of rows, if that is named; its files are its own.
+
+    Returns False if it failed.
+    """
+    if SWEEP not in args.rows:
+        return True
+    output = args.results / f"{time.strftime('%Y-%m-%d')}-{commit()}-{args.shape}-sweep.json"
+    return call("sweep.py", [str(output), "--shape", args.shape], dict(os.environ))
 
 
 def parse() -> argparse.Namespace:
@@ -194,7 +241,7 @@ def parse() -> argparse.Namespace:
         "action", nargs="?", default="all", choices=["all", "ours", "peer", "merge"]
     )
     parser.add_argument("files", nargs="*", type=Path, help="OUT, or OURS PEER")
-    apart = [*open_rows.LOADS, *(SATURATION + name for name in saturation.ROWS)]
+    apart = [SWEEP, *open_rows.LOADS, *(SATURATION + name for name in saturation.ROWS)]
     names = [*ROWS, *apart, SATURATION.rstrip("-")]
     parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=names)
     parser.add_argument("--repeat", type=int, default=3)
@@ -204,14 +251,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="made if need be; default: one a shape")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where the table is kept")
     parser.add_argument("--keep", type=Path, help="an earlier table, for rows not measured now")
+    parser.add_argument("--parts", type=Path, help="of figures as they come; goes on with them")
+    parser.add_argument(
+        "--plan",
+        nargs="?",
+        const="here",
+        choices=("here", "alone", "beside"),
+        help="print how long the rows take; beside vLLM as it is found here, or as this says",
+    )
     parser.add_argument("--peer-path", help="where the peer's packages lie, if not on the path")
     args = parser.parse_args()
     args.checkpoint = args.checkpoint or usual_place(args.shape)
+    args.parts = args.parts or HERE / "out" / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{commit()}"
     if SATURATION.rstrip("-") in args.rows:  # all of them
         args.rows = [row for row in args.rows if not row.startswith("saturation")]
         args.rows += [SATURATION + name for name in saturation.ROWS]
     if args.action != "all" and set(args.rows) & set(apart):
-        parser.error("open and saturation rows are measured by `all`")
+        parser.error("open and saturation rows and the sweep are measured by `all`")
     expected = {"all": (0,), "ours": (1,), "peer": (1,), "merge": (1, 2)}[args.action]
     if len(args.files) not in expected:
         parser.error(f"{args.action} takes {expected[-1]} files")
@@ -226,11 +282,21 @@ def main() -> int:
     if args.action == "merge":
         finish(*[*args.files, None][:2], args.results, args.keep)
         return 0
+    if args.plan:
+        has_peer = args.plan == "beside"
+        if args.plan == "here":
+            has_peer = can_import_peer(peer_environment(args.peer_path))
+        print(plan.show(plan.jobs(args.rows, args.repeat, has_peer, args.tune)))
+        return 0
     if not has_gpu():
         print("bench-gpu: torch sees no GPU on this machine", file=sys.stderr)
         return 2
     rows = [ROWS[name] for name in args.rows if name in ROWS]
-    if not (run_open(args) and run_saturation(args)):
+    print(f"figures as they come: {args.parts} (--parts goes on there)", flush=True)
+    if args.tune and args.action != "peer":
+        tune(args)
+    apart = [each(args) for each in (run_open, run_saturation, run_sweep)]
+    if not all(apart):
         return 1
     if not rows:
         return 0
@@ -239,12 +305,11 @@ def main() -> int:
     elif args.action == "peer":
         run_peer(args.files[0], rows, args)
     else:
-        with tempfile.TemporaryDirectory(prefix="slipstream-bench-") as folder:
-            ours, peer = Path(folder) / "ours.json", Path(folder) / "peer.json"
-            run_ours(ours, rows, args)
-            if can_import_peer(peer_environment(args.peer_path)):
-                run_peer(peer, rows, args)
-            finish(ours, peer, args.results, args.keep)
+        ours, peer = args.parts / "ours.json", args.parts / "peer.json"
+        run_ours(ours, rows, args)
+        if can_import_peer(peer_environment(args.peer_path)):
+            run_peer(peer, rows, args)
+        finish(ours, peer, args.results, args.keep)
     return 0
 
 

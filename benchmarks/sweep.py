@@ -4,13 +4,15 @@
 
 Prompts are found in the cache, so that rows alone are timed. The limit is that of `limits.py`. What
 is shown of each number of rows: the median time of a step, its share of the limit, and that share
-over the mean of its eight neighbours' (the goal: 0.85 at least, anywhere).
+over the mean of its eight neighbours' (the goal: 0.85 at least, anywhere). OUT.json is written
+after each number.
 """
 
 import argparse
 import json
 import statistics
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import ceilings
@@ -30,16 +32,16 @@ NEIGHBOURS = 4  # to each side
 LEAST = 0.85  # of the mean of the neighbours' shares
 
 
-def measure(target: driving.Target, rows: list[int], num_tokens: int) -> dict[int, float]:
-    """Return ms a step by rows, from the most to the fewest: so the load is steady."""
-    whole = workloads.decode(max(rows), num_tokens, PROMPT)
+def measure(
+    target: driving.Target, rows: list[int], num_tokens: int, prompt: int = PROMPT
+) -> Iterator[tuple[int, float]]:
+    """Yield rows and ms a step, from the most to the fewest: so the load is steady."""
+    whole = workloads.decode(max(rows), num_tokens, prompt)
     driving.run(target, whole)
-    found = {}
     for count in sorted(rows, reverse=True):
         part = workloads.Workload(whole.name, whole.prompts[:count], num_tokens)
         gaps = driving.run(target, part).gaps_ms
-        found[count] = round(statistics.median(gaps[1:]), 4)
-    return found
+        yield count, round(statistics.median(gaps[1:]), 4)
 
 
 def shares(found: dict[int, float], model: limits.Model, num_tokens: int) -> dict[int, float]:
@@ -72,6 +74,13 @@ def picture(title: str, share: dict[int, float]) -> str:
     return plot(title, x_axis, y_axis, [Line("decode", "#1f6fb4", points)])
 
 
+def write(output: Path, result: Mapping[str, object]) -> None:
+    """Write what there is to OUT.json."""
+    path = output.with_suffix(".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -85,15 +94,19 @@ def main() -> int:
     engine = build(args.shape, "auto", BUDGET, kv_cache_reuse=True, max_num_seqs=most)
     gpu = torch.cuda.get_device_name()
     rates = limits.rates_of(gpu, ceilings.measure() if limits.card(gpu) is None else {})
-    found = measure(EngineTarget(engine), args.rows, args.tokens)
-    share = shares(found, limits.Model(SHAPES[args.shape], rates), args.tokens)
+    model, found = limits.Model(SHAPES[args.shape], rates), dict[int, float]()
+    facts = {"shape": args.shape, "gpu": gpu, "commit": commit()}
+    for rows, ms in measure(EngineTarget(engine), args.rows, args.tokens):
+        found[rows] = ms
+        share = shares(found, model, args.tokens)
+        print(f"{rows:5} {ms:9.3f} ms {share[rows]:6.1%}", flush=True)
+        write(args.output, facts | {"ms": found, "share": share})
+    print("with each share over the mean of its neighbours':")
     ratio = beside(share)
     for rows in sorted(found):
         print(f"{rows:5} {found[rows]:9.3f} ms {share[rows]:6.1%} {ratio.get(rows, 1.0):6.3f}")
     low = [rows for rows, value in ratio.items() if value < LEAST]
     print(f"lowest beside its neighbours: {min(ratio.values(), default=1.0):.3f}; below: {low}")
-    result = {"shape": args.shape, "gpu": gpu, "commit": commit(), "ms": found, "share": share}
-    args.output.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
     args.output.with_suffix(".svg").write_text(picture(f"{args.shape}, {gpu}", share))
     return 0
 
