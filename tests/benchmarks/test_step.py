@@ -1,6 +1,5 @@
 """The GPU table's arithmetic: limits that can be worked out by hand, ratios, plots, a real run."""
 
-import argparse
 import json
 import subprocess
 import sys
@@ -25,12 +24,6 @@ NAMES = (
     "figures",
     "engine",
     "saturation",
-    "traces",
-    "open_load",
-    "open_rows",
-    "plan",
-    "sweep",
-    "step",
 )
 ROWS = [
     "decode-bs1",
@@ -410,62 +403,6 @@ def test_ages_are_even_when_the_last_sequence_has_started(bench, name: str) -> N
     ]
     assert max(quarters) <= 0.4 * count
     assert min(quarters) >= 0.12 * count
-
-
-def test_saturation_goes_on_with_what_is_there(bench, tmp_path: Path) -> None:
-    path, facts = tmp_path / "full.json", {"gpu": "x", "options": {"max_num_seqs": 8}}
-    begun = bench.saturation.begun
-    assert begun(path, facts) == facts | {"rows": {}}
-    path.write_text(json.dumps(facts | {"rows": {"128-128": {"output_tok_s": 1.0}}}))
-    assert list(begun(path, facts)["rows"]) == ["128-128"]
-    with pytest.raises(SystemExit, match="another run"):
-        begun(path, facts | {"gpu": "y"})
-
-
-def test_rows_that_a_file_has_are_not_measured_again(bench, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(bench.step, "commit", lambda: "abc")
-    rows = [bench.rows.ROWS[name] for name in ("decode-bs1", "decode-bs200", "ttft")]
-    path = tmp_path / "ours.json"
-    assert bench.step.missing(path, rows, 3) == rows
-    path.write_text(json.dumps(side({"decode-bs1": [3.5] * 3, "ttft": [5.0] * 8})))
-    assert bench.step.missing(path, rows, 3) == rows[1:]  # a first token has nine repetitions
-    monkeypatch.setattr(bench.step, "commit", lambda: "def")
-    with pytest.raises(SystemExit, match="has figures of abc"):
-        bench.step.missing(path, rows, 3)
-
-
-def test_a_sweep_gives_each_number_of_rows_as_it_ends(bench) -> None:
-    engine = bench.engine.build("tiny", "auto", 128, max_num_seqs=3, device="cpu")
-    target = bench.engine.EngineTarget(engine)
-    steps = bench.sweep.measure(target, [1, 3, 2], 4, prompt=9)
-    assert next(steps)[0] == 3
-    assert [rows for rows, ms in steps if ms > 0] == [2, 1]
-
-
-@pytest.mark.parametrize("is_beside", [False, True])
-def test_a_plan_has_every_row_and_is_near_what_was_measured(bench, is_beside: bool) -> None:
-    names = [*bench.rows.ROWS, *bench.open_rows.LOADS, "sweep"]
-    names += [f"saturation-{name}" for name in bench.saturation.ROWS]
-    jobs = bench.plan.jobs(names, 3, is_beside, tunes=True)
-    assert set(names) - {"sweep"} <= {job.name for job in jobs}
-    assert "sweep" in {job.process for job in jobs}
-    assert all(job.seconds > 0 for job in jobs)
-    seconds = {job.name: job.seconds for job in jobs if job.process in ("ours, bf16", "saturation")}
-    assert seconds["mixed-512"] == pytest.approx(3.2 * 512 * 256 / 9786, rel=0.01)
-    assert seconds["decode-bs128"] < seconds["decode-bs200"] < 2 * seconds["decode-bs128"]
-    assert seconds["saturation-1000-1000"] == pytest.approx(25 + 8, rel=0.15)  # measured
-    few, all_of_them = (bench.plan.show(found) for found in (jobs[:1], jobs))
-    assert float(few.split()[-5]) < float(all_of_them.split()[-5])
-
-
-def test_tuning_covers_the_precisions_of_the_rows(bench) -> None:
-    def tunings(*rows: str) -> dict[str, tuple[int, int]]:
-        return bench.step.tunings(argparse.Namespace(rows=rows, max_num_batched_tokens=4096))
-
-    assert tunings("open-70") == tunings("sweep") == {"none": (4096, 256)}
-    assert tunings("saturation-128-128") == {"fp8": (8192, 1024)}
-    both = tunings("decode-bs1", "fp8-decode-bs1", "saturation-128-128")
-    assert both == {"none": (4096, 256), "fp8": (8192, 1024)}
 
 
 @pytest.mark.rest

@@ -1,12 +1,10 @@
 """The simulated open load: recorded steps are met, nothing is lost, the stand-in keeps rules."""
 
-import argparse
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from fixtures.benchmarks import Instant
 from fixtures.scripts import scripts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -132,28 +130,6 @@ def test_a_piece_of_the_recorded_hour_comes_at_the_rate(bench):
     assert {each.due_s for each in bench.tails.closed_of("recorded").arrivals} == {0.0}
 
 
-class Instant:
-    """An engine that gives every request a token at once, by `run`'s own clock."""
-
-    def __init__(self):
-        self.left = {}
-
-    @property
-    def is_busy(self):
-        return bool(self.left)
-
-    def submit(self, number, prompt, max_tokens):
-        assert prompt
-        self.left[number] = max_tokens
-
-    def advance(self, within_s):
-        numbers = list(self.left)
-        for number in numbers:
-            self.left[number] -= 1
-        self.left = {number: left for number, left in self.left.items() if left}
-        return [(number, 1) for number in numbers]
-
-
 def test_an_open_load_is_offered_when_it_is_due(bench):
     load = bench.open_load.shortened(bench.traces.trace("poisson", 200.0, 1, 20), 50)
     answers = bench.open_load.run(Instant(), load)
@@ -175,79 +151,6 @@ def test_ratios_are_over_the_best_setting(bench):
     assert bench.open_rows.show(result).count("open-50") == 4
     assert "slipstream   1" in bench.open_rows.show(result)
     assert bench.open_rows.ratios({"slipstream": ours}) == {}
-
-
-def open_run(bench, path, **given):
-    """Measure an engine that answers at once, as `open_load.py ours` does."""
-    options = {"count": 4, "shorten": 40, "peak": None, "at_most": 1e9, "loads": [0.5, 0.7]}
-    args = argparse.Namespace(**(options | {"seeds": [11, 12]} | given))
-    record = bench.open_load.Record(path, {"engine": "ours", "count": args.count})
-    bench.open_load.measure(Instant(), args, record)
-    return json.loads(path.read_text())
-
-
-def test_an_open_load_is_kept_by_traces_and_goes_on(bench, tmp_path, monkeypatch):
-    """Every load has a trace before any has two, and what is there is not run again."""
-    path, run = tmp_path / "open.json", bench.open_load.run
-    numbers = iter(range(100))
-
-    def cut_off(target, load):
-        if next(numbers) == 5:  # a warm-up, the peak and three traces before it
-            raise KeyboardInterrupt
-        return run(target, load)
-
-    monkeypatch.setattr(bench.open_load, "run", cut_off)
-    with pytest.raises(KeyboardInterrupt):
-        open_run(bench, path, at_most=2000.0)
-    begun = json.loads(path.read_text())
-    assert [len(rows) for rows in begun["loads"].values()] == [2, 1]
-    assert begun["rate"] == min(begun["peak"], 2000.0)
-    whole = open_run(bench, path, at_most=2000.0)
-    assert whole["peak"] == begun["peak"]
-    assert whole["loads"]["0.7"][0] == begun["loads"]["0.7"][0]
-    seeds = [[row["seed"] for row in rows] for rows in whole["loads"].values()]
-    assert seeds == [[11, 12], [11, 12]]
-    with pytest.raises(SystemExit, match="another rate"):
-        open_run(bench, path, peak=1.0)
-    with pytest.raises(SystemExit, match="another run"):
-        open_run(bench, path, count=5)
-
-
-def test_open_rows_are_kept_after_each_side(bench, tmp_path, monkeypatch):
-    """A setting of the peer that fails leaves what all others have; then it alone is run."""
-    failing, started = {"4096"}, []
-
-    def process(command, **_):
-        def given(name):
-            return command[command.index(name) + 1] if name in command else None
-
-        path, budget = Path(command[3]), given("--max-num-batched-tokens") or "2048"
-        started.append(path.stem)
-        if budget in failing:
-            return subprocess.CompletedProcess(command, 1)
-        data = json.loads(path.read_text()) if path.is_file() else {"peak": float(budget)}
-        rate = float(given("--peak") or min(data["peak"], float(given("--at-most") or 1e9)))
-        loads = command[command.index("--loads") + 1 :]
-        row = dict.fromkeys(bench.traces.FIGURES, float(budget))
-        data |= {"rate": rate, "loads": {load: [row] * 3 for load in loads}}
-        path.write_text(json.dumps(data))
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(bench.open_rows.subprocess, "run", process)
-    sides = bench.open_rows.Sides(["open-70"], "x", tmp_path, {}, tmp_path, {})
-    kept = []
-    result = bench.open_rows.measure(sides, kept.append)
-    row = result["rows"]["open-70"]
-    assert result["peak"] == 2048.0  # the slower one's
-    assert list(row) == ["slipstream", "vllm 2048", "vllm 8192", "ratios"]
-    assert len(kept) == 4
-    assert list(kept[0]["rows"]["open-70"]) == ["vllm 8192", "ratios"]
-    names = ["slipstream", "vllm-8192", "slipstream", "vllm-4096", "vllm-2048"]
-    assert started == [f"open-x-{name}" for name in names]
-    failing.clear()
-    result = bench.open_rows.measure(sides, kept.append)
-    assert started[5:] == ["open-x-vllm-4096"]
-    assert len(result["rows"]["open-70"]) == 5
 
 
 @pytest.mark.rest
