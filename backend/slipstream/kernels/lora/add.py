@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 ROWS = 128  # of a GEMM whose rows must not depend on each other
+_INPUTS = 16  # it has a multiple of: else a library may sum by the alignment of a row
 
 
 def add(
@@ -35,7 +36,9 @@ def times(x: Tensor, w: Tensor, is_fixed: bool) -> Tensor:
     x, w, count = x.float(), w.float(), len(x)
     if not is_fixed:
         return functional.linear(x, w)
-    x = torch.cat([x, x.new_zeros(-count % ROWS, x.shape[1])])
+    more = -x.shape[1] % _INPUTS
+    x = functional.pad(x, (0, more, 0, -count % ROWS))
+    w = functional.pad(w, (0, more))
     return torch.cat([functional.linear(each, w) for each in torch.split(x, ROWS)])[:count]
 
 
