@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,16 @@ from slipstream_quantize.job import Job
 from slipstream_quantize.make import recipe_of
 from slipstream_quantize.measure import num_bytes
 from slipstream_quantize.opened import Opened
-from slipstream_quantize.recipe import LENGTH, Recipe
+from slipstream_quantize.recipe import LENGTH, ROWS_AUTO, ROWS_NONE, Recipe
+from slipstream_quantize.rows16 import rows16_of
 from slipstream_quantize.text import default_texts, pieces, tokenizer_of
 
 RESULT = ROOT / "benchmarks/results/accuracy.json"
 BASE, PLAIN = "16 bits", "int4-plain"  # the model as it is; ranges that hold all weights
 AT_LOAD = "w8a8"  # int8-sq without its scales, as `--quantization w8a8` rounds
-ROWS = (BASE, "int8", AT_LOAD, "int8-sq", "fp8", "fp8-gptq", "fp8-block", PLAIN, "int4", "awq")
-ROWS = (*ROWS, "gptq", "awq-gptq", "w4a8", "nvfp4")
+ROWS16 = "-rows16"  # behind a scheme: with `--rows16 auto`
+ROWS = (BASE, "int8", AT_LOAD, "int8-sq", "fp8", "fp8-gptq", f"fp8-gptq{ROWS16}", "fp8-block")
+ROWS = (*ROWS, PLAIN, "int4", "awq", "gptq", "awq-gptq", "w4a8", "nvfp4")
 CACHES = ("auto", "fp8", "int8", "int4")
 ALL = ("default", "smollm2", "gemma")
 
@@ -65,7 +67,7 @@ def recipe_for(opened: Opened, row: str) -> Recipe:
         return replace(recipe_of(opened, "int4", None, False), clips=False)
     if row == AT_LOAD:
         return replace(recipe_of(opened, "int8", None, False), activations="int8")
-    return recipe_of(opened, row, None, False)
+    return recipe_of(opened, row.removesuffix(ROWS16), None, False)
 
 
 class Bench:
@@ -116,8 +118,11 @@ class Bench:
             if recipe.needs_text:
                 most, length = self.args.samples, min(LENGTH, opened.plan.max_model_len)
                 text = pieces(self.tokenizer, default_texts(False), length, most, "the text")
-            Job(opened, recipe, text).run()
-            about = {
+            asked = [ROWS_AUTO if row.endswith(ROWS16) else ROWS_NONE]
+            rows16 = rows16_of(opened, row, recipe, asked, text)
+            Job(opened, recipe, text, rows16=rows16.names).run()
+            about = {"rows16": asdict(rows16)} if rows16.names else {}
+            about |= {
                 "group": recipe.group,
                 "calibration_tokens": 0 if text is None else text.numel(),
             }

@@ -9,7 +9,7 @@ BEGIN, END = "<!-- table: make accuracy -->", "<!-- end of the table of accuracy
 GOALS = {"int8": 0.001, "fp8": 0.003}  # of bits a byte, at most so much more
 BEST, PLAIN = "awq-gptq", "int4-plain"
 HALF, HALF_OF = 0.5, "awq-gptq, half of plain rounding"  # to 4 bits
-TITLES = {PLAIN: "int4, ranges that hold all"}
+TITLES = {PLAIN: "int4, ranges that hold all", "fp8-gptq-rows16": "fp8-gptq, `--rows16 auto`"}
 CACHES = {"auto": "", "fp8": "fp8", "int8": "int8", "int4": "int4"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slipstream.errors import ConfigError
 
-from slipstream_quantize.recipe import LENGTH, RECIPES, SAMPLES, SUMMARIES
+from slipstream_quantize.recipe import LENGTH, RECIPES, ROWS_AUTO, ROWS_NONE, SAMPLES, SUMMARIES
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -45,6 +45,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="NAME",
         help="linear layers that stay as they are: names, parts of names (down_proj, layers.0), or "
         "re:REGEX for the beginning of a name, as in llm-compressor; head and routers always stay",
+    )
+    parser.add_argument(
+        "--rows16",
+        nargs="+",
+        default=[ROWS_NONE],
+        metavar="NAME",
+        help="linear layers whose rows stay in 16 bits beside weights in e4m3 (fp8, fp8-gptq): "
+        "auto, those in which rounding costs most on the calibration text; none (default); or "
+        "names as for --ignore",
     )
     _add_texts(parser)
     parser.add_argument(
@@ -90,9 +99,10 @@ def run(args: argparse.Namespace) -> int:
 
     if args.no_measure and args.measure:
         raise ConfigError("--measure and --no-measure exclude each other")
-    if args.calibration and not RECIPES[args.scheme].needs_text:
+    needs_text = RECIPES[args.scheme].needs_text or args.rows16 == [ROWS_AUTO]
+    if args.calibration and not needs_text:
         raise ConfigError(f"--calibration: --scheme {args.scheme} needs no text")
-    if (args.samples or args.sample_length) and not RECIPES[args.scheme].needs_text:
+    if (args.samples or args.sample_length) and not needs_text:
         raise ConfigError(f"--samples and --sample-length: --scheme {args.scheme} needs no text")
     for line in make(args):
         print(line)

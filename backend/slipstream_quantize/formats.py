@@ -70,13 +70,20 @@ def tensors_of(q: Tensor, fitted: Fitted, recipe: Recipe, dtype: torch.dtype) ->
     }
 
 
-def config_of(recipe: Recipe, ignored: list[str], has_cache_scales: bool) -> dict[str, Any]:
+def config_of(
+    recipe: Recipe,
+    ignored: list[str],
+    has_cache_scales: bool,
+    rows: tuple[list[str], list[str]] = ([], []),
+) -> dict[str, Any]:
     """Return `quantization_config`.
 
     Args:
         recipe: what all matrices of blocks are.
         ignored: modules whose weights stay as they are.
         has_cache_scales: whether scales of an fp8 cache are among the tensors.
+        rows: modules whose rows are rounded, and those whose rows stay in 16 bits. Where there are
+            both, groups have whole names: vLLM takes a class of modules before a name in it.
     """
     if recipe.format == "fp8":
         return {
@@ -86,18 +93,24 @@ def config_of(recipe: Recipe, ignored: list[str], has_cache_scales: bool) -> dic
             "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": ignored,
         }
-    group = {
-        "targets": ["Linear"],
-        "weights": _weights(recipe),
-        "input_activations": _activations(recipe),
-        "output_activations": None,
-        "format": recipe.format,
+    rounded, kept = rows
+    how = [(rounded if kept else ["Linear"], _activations(recipe))] if rounded or not kept else []
+    how += [(kept if rounded else ["Linear"], None)] if kept else []
+    groups = {
+        f"group_{i}": {
+            "targets": targets,
+            "weights": _weights(recipe),
+            "input_activations": activations,
+            "output_activations": None,
+            "format": recipe.format,
+        }
+        for i, (targets, activations) in enumerate(how)
     }
     return {
         "quant_method": "compressed-tensors",
         "format": recipe.format,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": groups,
         "ignore": ignored,
         "kv_cache_scheme": _CACHE if has_cache_scales else None,
     }

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class Report:
     Attributes:
         errors: of each layer, squared error of outputs over their square; without a text, of its
             weights.
+        rows16: as `rows16.Rows16`, where rows stay in 16 bits.
     """
 
     scheme: str
@@ -37,6 +39,7 @@ class Report:
     errors: dict[str, float] = field(default_factory=dict)
     smoothed: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
+    rows16: dict[str, Any] = field(default_factory=dict)
     bytes_before: int = 0
     bytes_after: int = 0
     seconds: float = 0.0
@@ -56,10 +59,16 @@ class Job:
         recipe: what is made.
         text: token ids `[s, length]` to calibrate with, if the recipe needs them.
         writer: gets the tensors of each block; None: nothing is written.
+        rows16: matrices whose rows are not rounded, by the names under which they are written.
     """
 
     def __init__(
-        self, opened: Opened, recipe: Recipe, text: Tensor | None, writer: Writer | None = None
+        self,
+        opened: Opened,
+        recipe: Recipe,
+        text: Tensor | None,
+        writer: Writer | None = None,
+        rows16: Sequence[str] = (),
     ) -> None:
         assert text is not None or not recipe.needs_text, "activations decide"
         self._opened = opened
@@ -68,6 +77,7 @@ class Job:
         check_layout(opened.names, matrices, recipe)
         self._grid = Grid(recipe, opened.dtype)
         self._writer = writer
+        self._rows16 = frozenset(rows16)
         self._running = Running(opened, text) if text is not None and recipe.needs_text else None
         self._rounding = ROUNDINGS.get(recipe.activations)
         if recipe.format == "fp8":
@@ -146,7 +156,8 @@ class Job:
             q = self._grid.round(weight, fitted)
         rounded = self._grid.values(q, fitted)
         probe.values.copy_(rounded)
-        probe.rounding = self._rounding
+        stays = self._opened.names.stored(probe.names[0]) in self._rows16
+        probe.rounding = None if stays else self._rounding
         parts = zip(
             probe.names,
             *(torch.split(x, probe.sizes) for x in (weight, rounded, q, fitted.scale, fitted.zero)),
@@ -209,7 +220,10 @@ def write(opened: Opened, directory: Path, recipe: Recipe, report: Report, write
     config["dtype"] = str(opened.dtype).removeprefix("torch.")
     kept = [*opened.unquantised, *opened.ignored]
     fp8_cache = opened.plan.model.fp8_cache
-    config["quantization_config"] = config_of(recipe, kept, fp8_cache)
+    rows16 = report.rows16.get("names", [])
+    every = dict.fromkeys(name for group in opened.groups for name in group)
+    rounded = [name for name in every if name not in {*rows16}]
+    config["quantization_config"] = config_of(recipe, kept, fp8_cache, (rounded, rows16))
     source = opened.source
     report.bytes_before = sum(x.numel() for x in source.tensors.values()) * opened.dtype.itemsize
     report.bytes_after = writer.num_bytes

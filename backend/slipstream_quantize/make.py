@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from slipstream.errors import ConfigError
@@ -14,7 +15,17 @@ from torch import Tensor
 from slipstream_quantize.job import Clock, Job, Report, write
 from slipstream_quantize.measure import bits_per_byte
 from slipstream_quantize.opened import Opened
-from slipstream_quantize.recipe import LENGTH, MEASURED, SAMPLES, Recipe, settled
+from slipstream_quantize.recipe import (
+    LENGTH,
+    MEASURED,
+    RECIPES,
+    ROW_TEXT,
+    ROWS_AUTO,
+    SAMPLES,
+    Recipe,
+    settled,
+)
+from slipstream_quantize.rows16 import rows16_of
 from slipstream_quantize.text import check_ids, default_texts, pieces, read_texts, tokenizer_of
 
 _WORST = 5  # layers that the report names
@@ -31,10 +42,12 @@ def make(args: argparse.Namespace) -> list[str]:
             writer.check_space(least_bytes(opened, recipe))
             report = Report(args.scheme, asdict(recipe), ignored=opened.ignored)
             text = _calibration(args, opened, directory, recipe, report)
+            rows16 = rows16_of(opened, args.scheme, recipe, args.rows16, text)
+            report.rows16 = asdict(rows16) if rows16.names or rows16.costs else {}
             measured = _measured(args, opened, directory, report)
             if measured is not None:
                 report.bits_per_byte_before = measured_bits(opened, directory, measured)
-            job = Job(opened, recipe, text, writer)
+            job = Job(opened, recipe, text, writer, rows16.names)
             job.run()
             report.errors, report.smoothed = job.errors, job.smoothed
             if measured is not None:
@@ -75,12 +88,13 @@ def measured_bits(opened: Opened, directory: Path, measured: Tensor) -> float:
 def _calibration(
     args: argparse.Namespace, opened: Opened, directory: Path, recipe: Recipe, report: Report
 ) -> Tensor | None:
-    if not recipe.needs_text:
+    if not recipe.needs_text and args.rows16 != [ROWS_AUTO]:
         return None
     texts = read_texts(args.calibration) if args.calibration else default_texts(False)
     report.calibration = str(args.calibration or "texts that come with Python")
     length = args.sample_length or min(LENGTH, opened.plan.max_model_len)
-    most = args.samples or SAMPLES[opened.plan.device.type]
+    kind = opened.plan.device.type
+    most = args.samples or (SAMPLES[kind] if recipe.needs_text else ROW_TEXT[kind][0])
     found = _pieces(opened, directory, texts, length, most, report.calibration)
     report.calibration_tokens = found.numel()
     return found
@@ -105,6 +119,19 @@ def _pieces(
     return found
 
 
+def _of_rows(found: dict[str, Any]) -> Iterator[str]:
+    """Write whose rows stay in 16 bits, and what that costs and saves."""
+    yield (
+        f"rows of {len(found['names'])} matrices, {found['share']:.1%} of the weights, stay in 16 "
+        "bits (--rows16): no byte more, but a GPU multiplies these in 16 bits, which takes longer"
+    )
+    if found["cost"] is not None:
+        yield (
+            f"rows in e4m3 cost {found['cost']:.2%} of the text's bits where all are rounded, "
+            f"{found['left']:.2%} as chosen (by KL, without what weights cost)"
+        )
+
+
 def lines_of(report: Report, output: Path) -> Iterator[str]:
     """Write a report for a terminal."""
     size = f"{report.bytes_before / 1e6:,.1f} MB -> {report.bytes_after / 1e6:,.1f} MB"
@@ -113,7 +140,9 @@ def lines_of(report: Report, output: Path) -> Iterator[str]:
         yield f"calibrated with {report.calibration_tokens:,} tokens of {report.calibration}"
     if report.ignored:
         yield f"{len(report.ignored)} matrices stay as they are (--ignore)"
-    kind = "outputs" if report.calibration else "weights"
+    if report.rows16:
+        yield from _of_rows(report.rows16)
+    kind = "outputs" if RECIPES[report.scheme].needs_text else "weights"
     mean = sum(report.errors.values()) / len(report.errors)
     yield f"squared error of {kind}, in parts of their square: {mean:.2e} in the mean; most:"
     worst = sorted(report.errors.items(), key=lambda item: -item[1])[:_WORST]

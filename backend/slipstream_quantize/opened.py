@@ -105,6 +105,7 @@ class Opened:
         source: its tensors and numbers by the decoder's names.
         names: under which tensors are written.
         blocks: the layers of each that are to be quantised.
+        units: of each block those layers again, by GEMM or mixture.
         ignored: names under which the other matrices of blocks are written, as they are.
 
     Args:
@@ -147,8 +148,14 @@ class Opened:
         weights.finish()
         self.names = _written(plan.model, list(self.source.tensors), directory)
         blocks = [self._places(block) for block in self.decoder.blocks]
-        self.ignored = ignored(ignore, self._groups(blocks), list(self.unquantised))
+        self.units = [
+            list(self._units_of(block, places))
+            for block, places in zip(self.decoder.blocks, blocks, strict=True)
+        ]
+        self.ignored = ignored(ignore, self.groups, list(self.unquantised))
         self.blocks = [self._left(places) for places in blocks]
+        kept = {id(probe) for probe in self.probes}
+        self.units = [[unit for unit in units if id(unit[0]) in kept] for units in self.units]
         self._round_others()
 
     @property
@@ -178,17 +185,28 @@ class Opened:
     def _stored(self, probe: Probe) -> list[str]:
         return [self.names.stored(name) for name in probe.names]
 
-    def _groups(self, blocks: Sequence[Sequence[ProbedLayer]]) -> Iterator[list[str]]:
-        """Yield the names of the matrices of each GEMM, of vLLM's if it has them together, and of
-        each mixture.
-        """
-        for block, places in zip(self.decoder.blocks, blocks, strict=True):
-            own = [_joined(block.attention)]
-            if isinstance(block.mlp, ProbedExperts):
-                own.append([probe for pair in block.mlp.pairs for probe in pair])
-            own += [[p.probe] for p in places if not any(p.probe in probes for probes in own)]
-            for probes in own:
-                yield [name for probe in probes for name in self._stored(probe)]
+    @property
+    def groups(self) -> list[list[str]]:
+        """The names under which the matrices of each of `units` are written."""
+        every = [unit for units in self.units for unit in units]
+        return [
+            list(dict.fromkeys(name for probe in unit for name in self._stored(probe)))
+            for unit in every
+        ]
+
+    def _units_of(self, block: AnyBlock, places: Sequence[ProbedLayer]) -> Iterator[list[Probe]]:
+        """Yield the layers of each GEMM, of vLLM's if it has them together, and of each mixture."""
+        own = [_joined(block.attention)]
+        if isinstance(block.mlp, ProbedExperts):
+            own.append([probe for pair in block.mlp.pairs for probe in pair])
+        own += [[p.probe] for p in places if not any(p.probe in probes for probes in own)]
+        yield from filter(None, own)
+
+    def num_weights(self, names: Sequence[str]) -> int:
+        """Return how many weights the layers of some matrices have, by the names of `groups`."""
+        taken = {*names}
+        own = (probe for probe in self.probes if taken & {*self._stored(probe)})
+        return sum(probe.values.numel() for probe in own)
 
     def _left(self, places: Sequence[ProbedLayer]) -> list[ProbedLayer]:
         """Return the layers that are not ignored; no scales move into one that is."""

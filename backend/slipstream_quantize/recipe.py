@@ -11,6 +11,8 @@ NVFP4_GROUP = 16
 LENGTH = 512  # tokens of a piece of text
 SAMPLES = {"cpu": 32, "cuda": 256}  # pieces to calibrate with
 MEASURED = 16  # pieces to measure on
+ROW_TEXT = {"cpu": (2, 256), "cuda": (8, LENGTH)}  # pieces and tokens by which rows are chosen
+ROWS_NONE, ROWS_AUTO = "none", "auto"  # of --rows16
 
 
 @dataclass(frozen=True, slots=True)
