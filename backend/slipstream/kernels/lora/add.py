@@ -38,7 +38,7 @@ def times(x: Tensor, w: Tensor, is_fixed: bool) -> Tensor:
         return functional.linear(x, w)
     more = -x.shape[1] % _INPUTS
     x = functional.pad(x, (0, more, 0, -count % ROWS))
-    w = functional.pad(w, (0, more))
+    w = functional.pad(w, (0, more)) if more else w
     return torch.cat([functional.linear(each, w) for each in torch.split(x, ROWS)])[:count]
 
 
