@@ -33,13 +33,13 @@ from slipstream.engine.adapter_room import AdapterRoom, waits_for
 from slipstream.engine.admission import Admission
 from slipstream.engine.beam_group import Beam
 from slipstream.engine.device_drafts import DeviceDrafts
-from slipstream.engine.guides import Append, Guides, error_of
+from slipstream.engine.guides import Append, Guides, Result, error_of
 from slipstream.engine.prefill_budget import PrefillBudget
 from slipstream.engine.running_set import MAX_PREEMPTIONS, RunningSet
 from slipstream.engine.step_draft import StepDraft
 from slipstream.engine.step_shares import StepShares, split
 from slipstream.engine.telemetry import Telemetry
-from slipstream.engine.verification import Result, Verification, outcome_of
+from slipstream.engine.verification import Verification, outcome_of
 from slipstream.engine.waiting import WaitingQueue
 from slipstream.kvcache.cache import Copies, KVCache
 from slipstream.kvcache.host import Mover

@@ -12,11 +12,11 @@ from slipstream.core.sequence import Sequence, SequenceStatus
 from slipstream.drafting.asked import AskedDrafts
 from slipstream.drafting.counts import DraftCounts
 from slipstream.engine.beam_group import Beam
+from slipstream.engine.guides import Result
 from slipstream.engine.telemetry import Telemetry
 from slipstream.kvcache.cache import KVCache
 
-Result = tuple[Sequence | None, int, float, int]  # and a token, its log prob, its outcome
-Append = Callable[[Iterable[Result], int], None]
+AppendAll = Callable[[Iterable[Result], int], None]
 
 
 class Verification:
@@ -84,7 +84,7 @@ class Verification:
         batch: Batch,
         sampled: Sampled,
         now: int,
-        append: Append,
+        append: AppendAll,
     ) -> None:
         """Apply the rows of sequences for as long as the drafts in them are right.
 
