@@ -19,6 +19,8 @@ from slipstream_contract.tensors import LLMAPI
 from slipstream_serve.triton import ServeError
 
 _PROBE_TEXT = "a"
+_TOKEN_S = 120.0  # to wait for the answer of a probe
+_PIECE_S = 60.0  # to wait for the next piece of a stream
 
 
 def text_model(models: Iterable[str]) -> str | None:
@@ -55,7 +57,7 @@ def _post(url: str, body: dict[str, Any], timeout_s: float) -> Any:
         raise ServeError(f"{url}: {error}") from None
 
 
-def first_token(http: str, models: Iterable[str], timeout_s: float = 120.0) -> None:
+def first_token(http: str, models: Iterable[str]) -> None:
     """Generate one token in each deployment of these models; there may be none.
 
     Raises ServeError with the server's message if that fails.
@@ -63,30 +65,28 @@ def first_token(http: str, models: Iterable[str], timeout_s: float = 120.0) -> N
     for roles in by_deployment(models).values():
         model = text_model_of(roles)
         if model is not None:
-            _generate(http, model, _body(model, _PROBE_TEXT, 1, stream=False), timeout_s)
+            _generate(http, model, _body(model, _PROBE_TEXT, 1, stream=False))
         elif ENGINE in roles:
             body = {"input_ids": [0], "input_lengths": 1, "request_output_len": 1}
-            _generate(http, roles[ENGINE], body, timeout_s)
+            _generate(http, roles[ENGINE], body)
 
 
-def _generate(http: str, model: str, body: dict[str, Any], timeout_s: float) -> None:
+def _generate(http: str, model: str, body: dict[str, Any]) -> None:
     body[PROBE] = Probe.TOKEN
-    with _post(f"{http}/v2/models/{model}/generate", body, timeout_s) as reply:
+    with _post(f"{http}/v2/models/{model}/generate", body, _TOKEN_S) as reply:
         answer = json.loads(reply.read())
     if "error" in answer:  # a decoupled model sends errors with status 200
         raise ServeError(f"{model}: {str(answer['error']).splitlines()[0]}")
 
 
-def stream_text(
-    http: str, model: str, prompt: str, max_tokens: int, timeout_s: float = 60.0
-) -> Iterator[str]:
+def stream_text(http: str, model: str, prompt: str, max_tokens: int) -> Iterator[str]:
     """Yield the pieces of text of one completion, as the server sends them (server-sent events).
 
     Raises ServeError, also if the answer ends too early.
     """
     body = _body(model, prompt, max_tokens, stream=True) | whole.mark_of(model)
     is_whole = False
-    with _post(f"{http}/v2/models/{model}/generate_stream", body, timeout_s) as reply:
+    with _post(f"{http}/v2/models/{model}/generate_stream", body, _PIECE_S) as reply:
         for line in reply:
             if not line.startswith(b"data:"):
                 continue

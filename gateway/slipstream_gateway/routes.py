@@ -33,9 +33,9 @@ _MAX_IDS = 1 << 20
 _PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def json_response(value: object, status: int = 200) -> Response:
-    """Return a response with a JSON body."""
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+def json_response(value: object) -> Response:
+    """Return a response of status 200 with a JSON body."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:

@@ -21,6 +21,7 @@ from slipstream.core.guided import Guided
 from slipstream.core.sequence import Sequence
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.scheduler import Limits
+from slipstream.guide import workers
 from slipstream.guide.interface import GuideError
 from slipstream_contract.errors import ContractError
 from slipstream_contract.log_probs import LogProbs
@@ -262,9 +263,9 @@ def test_a_refused_guide_is_refused_and_remembered():
     assert engine.compiler.num_compiled == 1
 
 
-def test_a_guide_that_takes_too_long_names_the_bound():
+def test_a_guide_that_takes_too_long_names_the_bound(monkeypatch):
     engine = toy(guides={"x": 0.3})
-    engine.engine._guides.workers._max_compile_s = 0.1
+    monkeypatch.setattr(workers, "MAX_COMPILE_S", 0.1)
     number = engine.submit([1], guide("regex", "x"))
     engine.drain()
     assert engine.rejected[number].message.endswith("it took more than 0.1 s to compile")

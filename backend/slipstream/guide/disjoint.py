@@ -10,6 +10,7 @@ from typing import Any
 TYPES = ("null", "boolean", "object", "array", "number", "integer", "string")
 _MAX_DEPTH = 8  # of references, `allOf` and properties within properties
 _MAX_PARTS = 64  # of one schema
+_MAX_COMPARISONS = 2000
 
 _Schema = dict[str, Any]
 
@@ -17,13 +18,13 @@ _Schema = dict[str, Any]
 class Budget:
     """Number of comparisons that are left; a schema that needs more is not looked at further."""
 
-    def __init__(self, size: int = 2000) -> None:
-        self._size = size
+    def __init__(self) -> None:
+        self._num_left = _MAX_COMPARISONS
 
     def take(self) -> bool:
         """Return whether one more comparison is allowed."""
-        self._size -= 1
-        return self._size >= 0
+        self._num_left -= 1
+        return self._num_left >= 0
 
 
 def are_disjoint(a: Any, b: Any, root: Any, budget: Budget, depth: int = 0) -> bool:

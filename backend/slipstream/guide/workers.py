@@ -43,9 +43,7 @@ _FAST_S = 0.0005  # a mask alone, or what each adds to those made together
 class Templates:
     """The guides used last, compiled, or why they are not."""
 
-    def __init__(self, most: int = MAX_TEMPLATES, most_bytes: int = MAX_TEMPLATE_BYTES) -> None:
-        self._most = most
-        self._most_bytes = most_bytes
+    def __init__(self) -> None:
         self._kept: OrderedDict[Guide, tuple[Template | GuideError, int]] = OrderedDict()
         self.num_bytes = 0
 
@@ -67,7 +65,7 @@ class Templates:
         before = self._kept.pop(guide, None)
         self.num_bytes += size - (0 if before is None else before[1])
         self._kept[guide] = made, size
-        while len(self._kept) > self._most or self.num_bytes > self._most_bytes:
+        while len(self._kept) > MAX_TEMPLATES or self.num_bytes > MAX_TEMPLATE_BYTES:
             _, (_, size) = self._kept.popitem(last=False)
             self.num_bytes -= size
 
@@ -95,11 +93,10 @@ class Fill:
 class Workers:
     """Threads beside the engine's. All methods are called by the engine's thread alone."""
 
-    def __init__(self, make: MakeCompiler, max_compile_s: float = MAX_COMPILE_S) -> None:
+    def __init__(self, make: MakeCompiler) -> None:
         """Start to set up the tokenizer; requests may come before that is done."""
         self.num_jobs = 0  # that have not been reported
         self.templates = Templates()
-        self._max_compile_s = max_compile_s
         self._make = make
         self._compiler: GuideCompiler | None = None
         self._failure: GuideError | None = None
@@ -202,8 +199,8 @@ class Workers:
             return
         now = time.monotonic()
         for job in [job for job in self._compiles.values() if job.started_s]:
-            if now - job.started_s > self._max_compile_s:
-                limit = f"it took more than {self._max_compile_s:g} s to compile"
+            if now - job.started_s > MAX_COMPILE_S:
+                limit = f"it took more than {MAX_COMPILE_S:g} s to compile"
                 self._compiled(job, GuideError(limit))
 
     # --- reports, in the engine's thread -------------------------------------------------------
