@@ -1,6 +1,6 @@
 """Bounds of what a request may ask for, and checks of them.
 
-What depends on a model, its engine checks itself. `limits_page` lists all bounds.
+What depends on a model, its engine checks itself. `limits_page.py` lists all bounds.
 """
 
 import math

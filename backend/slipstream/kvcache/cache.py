@@ -1,7 +1,7 @@
 """Give running sequences their tables of blocks, and let them share what is already computed.
 
 The scheduler reaches the cache by this module only. A running sequence holds the blocks of its
-tables (`Sequence.tables`, one for each layer group, see `core/groups.py`); others hold none.
+tables (`CacheState.tables`, one for each layer group, see `core/groups.py`); others hold none.
 
     match                find the blocks that hold the first tokens of a sequence
     admit                give a sequence tables: the blocks of its match, and new ones
@@ -186,11 +186,11 @@ class KVCache:
     def _blocks_needed(
         self, match: PrefixMatch, num_tokens: int
     ) -> tuple[list[int], int, list[int]]:
-        """Return the matched blocks on the device, how many others are needed, and these by table.
+        """Return the matched blocks on the device, how many others are needed, and how many more
+        each table needs beyond the match.
 
-        The last value is the number of blocks that each table needs beyond the match.
-
-        Local tables also get room for tokens in flight, as far as the cache has it.
+        What is matched in host memory is needed on the device, too, but is no table's more. Local
+        tables also get room for tokens in flight, as far as the cache has it.
         """
         num_full, num_local = self._num_full, self._num_local
         found = self._live_blocks(match)

@@ -41,7 +41,7 @@ _PIECE = 8  # inputs that a kernel copies at a time
 class Packed(NamedTuple):
     """Weights as torch's GEMMs on a CPU take them."""
 
-    form: str  # a name of `MULTIPLY`
+    form: str  # int8 or int4
     codes: Tensor
     scales: Tensor
     group: int

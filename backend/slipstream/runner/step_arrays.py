@@ -216,7 +216,7 @@ class Slots:
 def gap_of(batch: Batch, shape: StepShape) -> tuple[int, int]:
     """Return the padding between decodes and chunks: the row, and how many rows of a token each.
 
-    None where the decodes are chunks, or the shape has nothing but decodes.
+    There are none where the decodes are chunks, or the shape has nothing but decodes.
     """
     if shape.num_rows == shape.num_decodes:
         return len(batch.rows), 0

@@ -234,7 +234,8 @@ def ask_values(
     Args:
         tops: where likeliest tokens go, from `first` on.
         batch: the step.
-        logits: `[n, vocab]`, those of the samples at `places`.
+        logits: `[n, vocab]`.
+        places: which of them are those of the samples, in order.
         given: how they are sampled, the counts of penalties, and the samples.
         first: place of the first sample.
         beside: where whole logits go; None: no row wants any.
