@@ -10,7 +10,7 @@ from slipstream_serve.server import repository_root
 
 LONGEST_QUOTE = 64  # characters of a value in an error; see `clip` of the contract
 _APART = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm")  # a series of responses a sequence
-_NEVER = ("Traceback", 'File "', "INTERNAL:", "could not be begun", "failed to process", ".py")
+_NEVER = ("Traceback", 'File "', "INTERNAL:", "could not be started", "failed to process", ".py")
 _CODES = ("INVALID_ARGUMENT: ", "NOT_FOUND: ")  # of all that the server itself does not refuse
 _ANSWERED, _REFUSED, _NO_JSON = "200", "400", "500"  # of HTTP: see docs/clients.md
 _NO_STEP = "generate expects model to produce exactly 1 response"  # so says tritonserver

@@ -63,7 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "slipstream"
     load_format: Annotated[
-        str, _field("safetensors, or random: weights drawn at start, for benchmarks")
+        str, _field("safetensors, or random: weights sampled at start, for benchmarks")
     ] = "safetensors"
     kv_cache_dtype: Annotated[
         str,
@@ -91,7 +91,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_host_bytes: Annotated[
         int,
         _field(
-            "host memory, page-locked, to which blocks of the KV cache move instead of being lost; "
+            "host memory, page-locked, to which blocks of the KV cache move when they are evicted; "
             "needs the reuse of the cache, and no attention window"
         ),
     ] = 0
@@ -192,7 +192,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     gpu_hour_price: Annotated[
         float,
         _field(
-            "of an hour of one GPU, in any currency: metrics then tell the cost of requests", "none"
+            "of an hour of one GPU, in any currency: metrics then report the cost of requests",
+            "none",
         ),
     ] = 0.0
     request_log: Annotated[

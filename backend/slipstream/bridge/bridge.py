@@ -180,8 +180,8 @@ class Bridge:
         except ContractError as caught:
             error = caught.with_traceback(None)  # which would refer to this frame, and back
         except Exception:
-            _log.exception("a request could not be begun")
-            error = ContractError("the request could not be begun", Code.INTERNAL)
+            _log.exception("a request could not be started")
+            error = ContractError("the request could not be started", Code.INTERNAL)
         self.calls.tally(reply).count_refusal(error)
         reply.fail(error)
 

@@ -107,7 +107,7 @@ class Publisher:
                 is_whole = True
                 self._turn()
             except Exception:
-                _log.exception("events of the KV cache")
+                _log.exception("events of the KV cache could not be published")
                 is_whole = False
                 self._number += 1
                 time.sleep(1)

@@ -156,7 +156,7 @@ class EngineLoop:
             try:
                 self._apply(bridge, message)
             except Exception:  # one message must not end the engine for all
-                _log.exception("a %s message", type(message).__name__)
+                _log.exception("a %s message could not be applied", type(message).__name__)
                 self._drop("it could not be applied")
 
     def _publish_load(self) -> None:

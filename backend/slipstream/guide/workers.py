@@ -120,7 +120,7 @@ class Workers:
         except GuideError as error:
             self._failure = error
         except Exception as error:
-            _log.exception("no guided output")
+            _log.exception("the tokenizer of guides could not be set up: guided output is refused")
             self._failure = GuideError(f"the tokenizer cannot be used: {type(error).__name__}")
         for number in range(_NUM_COMPILERS):
             self._start(f"guide-compiler-{number}", self._compile_all)
@@ -242,7 +242,8 @@ class Workers:
         except GuideError as error:
             return error
         except Exception as error:  # of a library, about a text from outside
-            _log.warning("a guide of %d characters", len(guide.text), exc_info=True)
+            size = len(guide.text)
+            _log.warning("a guide of %d characters could not be compiled", size, exc_info=True)
             return GuideError(f"it cannot be compiled: {type(error).__name__}")
 
     def _fill_all(self) -> None:
@@ -251,7 +252,7 @@ class Workers:
             try:
                 error = self._fill_alone(fill)
             except Exception as caught:
-                _log.exception("a mask")
+                _log.exception("a mask could not be made")
                 error = f"its mask cannot be made: {type(caught).__name__}"
             self._finish(self._filled, fill, error)
 
