@@ -20,7 +20,7 @@ from transformers import DynamicCache
 TOLERANCE = 1e-4
 VOCABULARY = 1009
 # Rotations in halves, side by side and of a part of a head; none; matrices in one, turned or not;
-# heads without kernels of their size; scaled rotations; windows.
+# heads without kernels of their size; scaled rotations; windows; chunks of attention.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "gpt2": {},
@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {},
     "opt": {},
     "stablelm": {},
+    "llama4": {"use_qk_norm": False, "attention_chunk_size": 16},
 }
 
 
@@ -95,7 +96,7 @@ def check_beside_other_rows(
 def test_keys_stand_before_a_prompt_beside_other_rows(
     family: str, chunk: int, tmp_path: Path
 ) -> None:
-    model = make_model(family)
+    model = make_model(family, **FAMILIES[family])
     runner = make_runner(save(model, tmp_path / "base"))
     check_beside_other_rows(runner, model, chunk, tmp_path)
 
@@ -106,7 +107,7 @@ def test_keys_stand_before_a_prompt_beside_other_rows(
 def test_each_rank_brings_the_keys_of_its_own_heads(case: tuple[str, int], tmp_path: Path) -> None:
     """More ranks than heads of keys have some of them twice."""
     family, size = case
-    model = make_model(family)
+    model = make_model(family, **FAMILIES[family])
     with ranks_of(save(model, tmp_path / "base"), size) as leader:
         check_beside_other_rows(leader, model, 7, tmp_path)
 
@@ -119,7 +120,7 @@ def test_each_stage_brings_the_keys_of_its_own_layers(
     case: tuple[str, int, int], tmp_path: Path
 ) -> None:
     family, num_stages, size = case
-    model = make_model(family)
+    model = make_model(family, **FAMILIES[family])
     with ranks_of(save(model, tmp_path / "base"), size, num_stages) as leader:
         check_beside_other_rows(leader, model, 7, tmp_path)
 
@@ -145,7 +146,7 @@ def test_what_is_no_prefix_of_the_model_is_refused_by_name(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v2"])
 def test_keys_that_cannot_be_brought_are_refused(family: str, tmp_path: Path) -> None:
-    runner = make_runner(save(make_model(family), tmp_path / "base"))
+    runner = make_runner(save(make_model(family, **FAMILIES[family]), tmp_path / "base"))
     directory = write_prefix(tmp_path / "prefix", torch.randn(3, 512), 2)
     with pytest.raises(CheckpointError, match="prefix tuning is not implemented: keys"):
         runner.adapters.read(str(directory))
