@@ -23,7 +23,8 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.request_checks import RequestBounds
 from slipstream.engine.scheduler import Limits
 from slipstream.kvcache.cache import KVCache
-from slipstream.runner.step_arrays import Slots, StepBuilder
+from slipstream.runner.slots import Slots
+from slipstream.runner.step_builder import StepBuilder
 from slipstream.wire import Submit
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams

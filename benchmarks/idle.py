@@ -16,7 +16,7 @@ import workloads
 from engine import build
 from slipstream import wire
 from slipstream.engine.engine import Engine
-from slipstream.runner.step_arrays import StepShape
+from slipstream.runner.step_shape import StepShape
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
 

@@ -20,7 +20,7 @@ from slipstream.core.batch import Batch, Row
 from slipstream.kernels.gemm import linear
 from slipstream.layers.attention import Attention
 from slipstream.runner.model_runner import ModelRunner
-from slipstream.runner.step_arrays import StepShape
+from slipstream.runner.step_shape import StepShape
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.sampling import SamplingParams
 from timing import need_gpu

@@ -17,7 +17,7 @@ from slipstream.kernels.lora import terms as lora
 from slipstream.kernels.lora.add import times
 from slipstream.kernels.runtime import jit
 from slipstream.runner.adapter_tables import most_groups, tabulate
-from slipstream.runner.step_arrays import StepShape
+from slipstream.runner.step_shape import StepShape
 
 
 @given(shapes(40), st.data())

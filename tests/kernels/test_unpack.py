@@ -26,7 +26,7 @@ from slipstream.kernels.cache.unpack import (
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.layers.attention import AttentionInputs, StepRows
-from slipstream.runner.step_arrays import Layout
+from slipstream.runner.step_shape import Layout
 from slipstream_contract.sampling import SamplingParams
 from torch import Tensor
 

@@ -25,7 +25,7 @@ from fixtures.models.parity import check_against
 from safetensors.torch import load_file
 from slipstream.kernels.cpu.native import library
 from slipstream.runner.model_runner import ModelRunner
-from slipstream.runner.step_arrays import StepShape
+from slipstream.runner.step_shape import StepShape
 
 PEFT = Path(__file__).parents[1] / "fixtures/models/peft_experts"
 TOLERANCE = 1e-4

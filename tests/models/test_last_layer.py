@@ -13,7 +13,7 @@ from slipstream.layers.norm import Norm
 from slipstream.layers.residual import Residual
 from slipstream.layers.streaming import StreamingInputs
 from slipstream.runner.model_runner import ModelRunner
-from slipstream.runner.step_arrays import StepShape
+from slipstream.runner.step_shape import StepShape
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256}
 GROUPS = {

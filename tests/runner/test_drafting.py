@@ -26,7 +26,7 @@ from slipstream.core.batch import Batch
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.drafts.choices import chain_length
 from slipstream.models.drafts.tokens import check_same_tokens
-from slipstream.runner.step_arrays import StepShape
+from slipstream.runner.step_shape import StepShape
 from slipstream_contract.sampling import SamplingParams
 
 SAMPLED = SamplingParams(max_tokens=1, temperature=0.8, top_k=40, top_p=0.9)

@@ -24,7 +24,7 @@ from slipstream.core.edits import EDIT
 from slipstream.engine.scheduler import Limits
 from slipstream.runner.graphs import MAX_CHUNK_ROWS
 from slipstream.runner.model_runner import ModelRunner
-from slipstream.runner.step_arrays import Layout, StepShape
+from slipstream.runner.step_shape import Layout, StepShape
 from slipstream.wire import FinishReason
 from slipstream_contract.sampling import SamplingParams
 

@@ -22,9 +22,12 @@ from slipstream.core.edits import EDIT
 from slipstream.kernels.sampling.sample import ROW
 from slipstream.runner.graphs import MAX_CHUNK_ROWS, Buckets, row_buckets, token_buckets
 from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.slots import Slots
 from slipstream.runner.staging import joined
-from slipstream.runner.step_arrays import Layout, Slots, StepArrays, StepBuilder, StepShape
+from slipstream.runner.step_arrays import StepArrays
+from slipstream.runner.step_builder import StepBuilder
 from slipstream.runner.step_inputs import StepInputs
+from slipstream.runner.step_shape import Layout, StepShape
 
 TOKENS = token_buckets(2048)
 

@@ -30,7 +30,7 @@ from slipstream.runner.graphs import Captured, Graphs
 from slipstream.runner.idle_tuning import IdleTuning, covering_rows, refusal, stale
 from slipstream.runner.matrices import tensors_of
 from slipstream.runner.plan import resolve
-from slipstream.runner.step_arrays import StepShape
+from slipstream.runner.step_shape import StepShape
 from slipstream_runtime.claims import Claims
 
 MACHINE = Machine(gpu="NVIDIA A100", num_sms=108, driver=13000, cublaslt=130100)

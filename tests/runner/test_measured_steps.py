@@ -17,8 +17,8 @@ from slipstream.runner import model_runner
 from slipstream.runner.graphs import Buckets, largest_shapes, layout_of
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve
-from slipstream.runner.step_arrays import StepShape
 from slipstream.runner.step_inputs import StepInputs
+from slipstream.runner.step_shape import StepShape
 
 SIZES = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128}
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from slipstream.runner.graphs import Buckets, Captured, Graphs
-from slipstream.runner.step_arrays import StepShape
+from slipstream.runner.step_shape import StepShape
 
 OF_TORCH = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 OF_CUDA = torch.AcceleratorError("CUDA error: out of memory", 2)

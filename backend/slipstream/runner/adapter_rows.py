@@ -6,7 +6,8 @@ import numpy as np
 
 from slipstream.core.batch import Batch
 from slipstream.runner.adapter_forms import Loaded
-from slipstream.runner.step_arrays import Int64s, StepArrays, StepShape, gap_of
+from slipstream.runner.step_arrays import Int64s, StepArrays
+from slipstream.runner.step_shape import StepShape, gap_of
 
 Active = Mapping[int, Loaded]  # the adapters of a step, by number
 OfStep = tuple[Active, Int64s, StepShape, StepArrays]  # with the adapter of each token

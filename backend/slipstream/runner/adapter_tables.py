@@ -30,7 +30,8 @@ from slipstream.runner.adapter_pages import (
     page_bytes_of,
 )
 from slipstream.runner.staging import Staging
-from slipstream.runner.step_arrays import Array, Int32s, Int64s, StepShape
+from slipstream.runner.step_arrays import Array, Int32s, Int64s
+from slipstream.runner.step_shape import StepShape
 
 WIDEST = lora.PARTS * MAX_RANK  # of any adapter: graphs have room for it
 _ROW_BYTES = 80  # of both tables, with what lies between arrays

@@ -38,7 +38,8 @@ from slipstream.runner.adapter_tables import WIDEST, AdapterTables, TileLayout, 
 from slipstream.runner.group import ALONE, AdapterOrder, Group
 from slipstream.runner.memory import default_pool
 from slipstream.runner.plan import Plan
-from slipstream.runner.step_arrays import Int64s, StepArrays, StepShape
+from slipstream.runner.step_arrays import Int64s, StepArrays
+from slipstream.runner.step_shape import StepShape
 
 _log = logging.getLogger(__name__)
 _MOST_FILLED = 2  # times its bytes that an adapter takes in host memory, whose ranks are filled up

@@ -21,8 +21,9 @@ from slipstream.layers.attention import StepRows
 from slipstream.runner.drafters import Chains, Drafter
 from slipstream.runner.sampler import Results, SamplingInputs, sample_tokens
 from slipstream.runner.sampling_rows import NUMBER, RESULT
+from slipstream.runner.slots import Slots
 from slipstream.runner.staging import Staging
-from slipstream.runner.step_arrays import Int32s, Int64s, Slots, StepArrays
+from slipstream.runner.step_arrays import Int32s, Int64s, StepArrays
 from slipstream.runner.step_inputs import StepInputs
 
 # Fields of a `ROW` record that a draft does not take from its row.

@@ -20,18 +20,12 @@ from torch import Tensor
 from slipstream.kernels.runtime.collection import without_collection
 from slipstream.layers.sliced import ROWS
 from slipstream.runner.plan import Plan
-from slipstream.runner.step_arrays import Layout, StepShape
+from slipstream.runner.step_shape import Layout, StepShape
 
 _MAX_ROWS = 1024
 _CHUNK_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
-_MIXED_TOKENS = (
-    64,
-    128,
-    192,
-    256,
-    384,
-    512,
-)  # of chunks beside decodes, of which there are at most
+# Of chunks beside decodes, and these decodes; a step of both has a shape of each pair.
+_MIXED_TOKENS = (64, 128, 192, 256, 384, 512)
 _MIXED_DECODES = (8, 32, 64, 96, 128, 160, 192, 224, 256)
 MAX_CHUNK_ROWS = 8  # of a step
 _log = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ from slipstream.layers.adapted_experts import divided
 from slipstream.layers.decoder import StepDecoder
 from slipstream.models.adapters.read import AdapterWeights
 from slipstream.models.sharding import share
-from slipstream.runner.step_arrays import Int64s, StepArrays, StepShape
+from slipstream.runner.step_arrays import Int64s, StepArrays
+from slipstream.runner.step_shape import StepShape
 from slipstream.runner.values import has_prompts, piece_rows, pieces_of
 
 

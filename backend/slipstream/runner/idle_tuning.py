@@ -33,7 +33,7 @@ from slipstream.layers.decoder import Decoder, StepDecoder
 from slipstream.runner.graphs import Graphs, Prepare, PrepareAdapted
 from slipstream.runner.matrices import Weight, tensors_of
 from slipstream.runner.plan import Plan
-from slipstream.runner.step_arrays import StepShape
+from slipstream.runner.step_shape import StepShape
 from slipstream.runner.tune import adds_in_product, choice_of, runs_by_cublaslt, usual_rows
 
 _log = logging.getLogger(__name__)

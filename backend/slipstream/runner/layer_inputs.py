@@ -8,8 +8,8 @@ from slipstream.layers.chunked import ChunkView
 from slipstream.layers.streaming import Streaming
 from slipstream.layers.two_way import TwoWays
 from slipstream.runner.plan import Plan
-from slipstream.runner.step_arrays import StepShape
 from slipstream.runner.step_inputs import StepInputs
+from slipstream.runner.step_shape import StepShape
 
 
 class LayerInputs:

@@ -32,9 +32,12 @@ from slipstream.runner.memory import left_in_share, left_on_gpu, num_blocks
 from slipstream.runner.plan import Plan
 from slipstream.runner.sampler import HistoryInputs, Results, count, make_counts, sample_tokens
 from slipstream.runner.sampling_rows import HistoryArrays, histories
+from slipstream.runner.slots import Slots
 from slipstream.runner.staging import Staging
-from slipstream.runner.step_arrays import Slots, StepArrays, StepBuilder, StepShape
+from slipstream.runner.step_arrays import StepArrays
+from slipstream.runner.step_builder import StepBuilder
 from slipstream.runner.step_inputs import StepInputs
+from slipstream.runner.step_shape import StepShape
 from slipstream.runner.transfers import host_memory
 from slipstream.runner.two_way import TwoWayBuilder
 from slipstream.runner.values import Beside, ask_values, has_prompts, largest_piece, wants_logits

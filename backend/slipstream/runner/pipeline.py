@@ -31,8 +31,9 @@ from slipstream.runner.plan import Plan
 from slipstream.runner.ranks import Follower, Leader
 from slipstream.runner.sampling_rows import histories
 from slipstream.runner.staging import Staging
-from slipstream.runner.step_arrays import Int64s, StepArrays, StepShape
+from slipstream.runner.step_arrays import Int64s, StepArrays
 from slipstream.runner.step_inputs import StepInputs
+from slipstream.runner.step_shape import StepShape
 from slipstream.runner.values import Beside, ask_values, has_prompts, rows_of_piece, wants_logits
 
 

@@ -30,8 +30,8 @@ from slipstream.runner.group import Alone
 from slipstream.runner.host import MIN_ELEMENTS, Kept, cores_here, is_busy
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import Plan, resolve, settle
-from slipstream.runner.step_arrays import StepShape
 from slipstream.runner.step_facts import facts_of_step
+from slipstream.runner.step_shape import StepShape
 
 _log = logging.getLogger(__name__)
 _ROWS = 32  # of a timed step: of decodes

@@ -17,8 +17,8 @@ from slipstream.runner.host import MIN_ELEMENTS, Cores, Kept, cores_here, is_bus
 from slipstream.runner.joining import make_runner
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import THREADS, Plan
-from slipstream.runner.step_arrays import StepShape
 from slipstream.runner.step_facts import facts_of_step
+from slipstream.runner.step_shape import StepShape
 
 _log = logging.getLogger(__name__)
 _ROWS = (1, 16)

@@ -7,7 +7,9 @@ from slipstream.core.batch import Batch
 from slipstream.errors import ConfigError
 from slipstream.layers.two_way import SECOND
 from slipstream.models.model_config import ModelConfig
-from slipstream.runner.step_arrays import StepArrays, StepBuilder, StepShape, gap_of
+from slipstream.runner.step_arrays import StepArrays
+from slipstream.runner.step_builder import StepBuilder
+from slipstream.runner.step_shape import StepShape, gap_of
 
 # Fields, and the one value that goes; attention refuses others by itself.
 _LIMITS = {"speculation": "none", "tensor_parallel": 1, "pipeline_parallel": 1}
