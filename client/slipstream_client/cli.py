@@ -54,9 +54,15 @@ TRACEBACK_VARIABLE = "SLIPSTREAM_TRACEBACK"
 
 # What other servers call some options: names that are too far from ours, or nearer to a wrong one.
 _ELSEWHERE = {
+    "adapter": "adapters",
+    "batch-size": "max-num-batched-tokens",
     "ctx-size": "max-model-len",
+    "data-parallel-size": "replicas",
     "enable-lora": "adapters",
     "gpu-memory-utilization": "memory-share",
+    "kv-cache-free-gpu-mem-fraction": "memory-share",
+    "kv-cache-free-gpu-memory-fraction": "memory-share",
+    "lora": "adapters",
     "lora-modules": "adapters",
     "max-batch-size": "max-num-seqs",
     "max-input-len": "max-model-len",
@@ -64,9 +70,14 @@ _ELSEWHERE = {
     "max-seq-len": "max-model-len",
     "model-dir": "checkpoint",
     "model-path": "checkpoint",
+    "num-speculative-tokens": "num-draft-tokens",
     "parallel": "max-num-seqs",
+    "pp": "pipeline-parallel",
     "pp-size": "pipeline-parallel",
     "served-model-name": "model-name",
+    "speculative-config": "speculation",
+    "swap-space": "kv-cache-host-gb",
+    "tp": "tensor-parallel",
     "tp-size": "tensor-parallel",
 }
 
@@ -74,8 +85,13 @@ _ELSEWHERE = {
 class OneLineParser(argparse.ArgumentParser):
     """A parser that reports an error in one line; argparse's own prints the usage first.
 
-    The sub-command reports an option that it does not have, and names the nearest that it has.
+    The sub-command reports an option that it does not have, and names the nearest that it has. It
+    takes no beginning of a name: `--lora` of other servers would be `--lora-task-bytes`.
     """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        """Make argparse's parser, without abbreviations."""
+        super().__init__(*args, **settings | {"allow_abbrev": False})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse; end with an error if anything is left over."""

@@ -13,6 +13,8 @@ from slipstream_contract.errors import Code, ContractError
 _OURS = re.compile(rf"(?:^|[\s,;:'\"])({'|'.join(Code)}): (?!ipv[46]:|unix:)(.*)", re.DOTALL)
 # The message of grpc.aio for a call that ended just as a read started.
 _ENDED = "Internal error from Core"
+# What Triton says of calls that the server's operator has closed.
+_RESTRICTED = "This protocol is restricted"
 _STATUS = {
     "UNIMPLEMENTED": Code.UNSUPPORTED,
     "FAILED_PRECONDITION": Code.UNAVAILABLE,
@@ -42,6 +44,12 @@ def error_from_rpc(
     if status is grpc.StatusCode.DEADLINE_EXCEEDED or (is_late and details == _ENDED):
         return RequestTimeoutError(f"no complete answer from {url} in time")
     if status is grpc.StatusCode.UNAVAILABLE and not _OURS.search(details):
+        if details.startswith(_RESTRICTED):
+            return ContractError(
+                f"{url} does not let clients load and unload models: `slipstream serve "
+                "--model-control explicit` does",
+                Code.UNSUPPORTED,
+            )
         reason = details.rpartition(": ")[2] or "no reason given"
         return ContractError(
             f"no server answers at {url} ({reason}): is it running, and is this its gRPC port?",

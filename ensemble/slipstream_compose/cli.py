@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,21 @@ _COUNTS = (
 _DRAFTS = ("draft_checkpoint", "medusa_choices", "eagle_choices", "synthetic_acceptance")
 
 
+def _given(text: str) -> str:
+    """Return a text; an empty one, as of a variable that is not set, is refused."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
+
+
+def _path(text: str) -> Path:
+    """Return a path; an empty one would be the working directory."""
+    return Path(_given(text))
+
+
 def _absolute_each(text: str) -> str:
     """Make the directories of `NAME=DIR[,NAME=DIR]` absolute; those of a file of JSON, too."""
-    if text.endswith(".json"):
+    if _given(text).endswith(".json"):
         return _of_json(Path(text))
     pairs = [entry.partition("=") for entry in text.split(",")]
     return ",".join(f"{name}={Path(path).absolute()}" if path else name for name, _, path in pairs)
@@ -84,7 +97,7 @@ def _of_json(path: Path) -> str:
 
 def _absolute(text: str) -> str:
     """Return an absolute path."""
-    return str(Path(text).absolute())
+    return str(_path(text).absolute())
 
 
 def _gigabytes(text: str) -> int:
@@ -108,13 +121,13 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser("compose", help="write a model repository for a checkpoint")
     parser.add_argument(
         "--checkpoint",
-        type=Path,
+        type=_path,
         required=True,
         metavar="PATH",
         help="a Hugging Face directory, or a GGUF file",
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="the model repository"
+        "--output", type=_path, required=True, metavar="DIR", help="the model repository"
     )
     parser.add_argument(
         "--name",
@@ -126,7 +139,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     _add_precision(parser)
     _add_engine(parser)
     profile.add_to_compose(parser)
-    parser.add_argument("--model-name", metavar="NAME", help=help_of("model"))
+    parser.add_argument("--model-name", type=_given, metavar="NAME", help=help_of("model"))
     parser.add_argument(
         "--chat-template",
         choices=TEMPLATES,
@@ -190,7 +203,7 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     for name in _DRAFTS:
         parser.add_argument(
             _flag(name),
-            type=_absolute if name == "draft_checkpoint" else str,
+            type=_absolute if name == "draft_checkpoint" else _given,
             metavar="DIR|FILE" if name == "draft_checkpoint" else "LIST",
             help=help_of(name),
         )
@@ -209,11 +222,11 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         ("memory_share", float, "SHARE"),
         ("gpu_hour_price", float, "PRICE"),
         ("target_itl", float, "MS"),
-        ("request_log", str, "FILE"),
-        ("kv_events", str, "PORTS"),
-        ("kv_events_topic", str, "TOPIC"),
-        ("thinking_end", str, "TEXT"),
-        ("logits_processors", str, "LIST"),
+        ("request_log", _given, "FILE"),
+        ("kv_events", _given, "PORTS"),
+        ("kv_events_topic", _given, "TOPIC"),
+        ("thinking_end", _given, "TEXT"),
+        ("logits_processors", _given, "LIST"),
         ("adapters", _absolute_each, "LIST"),
         ("adapter_root", _absolute, "DIR"),
         ("adapter_dir", _absolute, "DIR"),
@@ -272,6 +285,8 @@ def run(args: argparse.Namespace) -> int:
     if args.profile:
         print(profile.fill(options, args.checkpoint, args.profile, args.gpus))
     instances = dict(args.instances)
+    if len(instances) < len(args.instances):
+        raise ComposeError("--instances names a model twice")
     cores = num_cores()
     contracts, name = args.contract, args.name
     repository = compose(
@@ -300,5 +315,5 @@ def _write(repository: Repository) -> int:
         f"{repository.root}: {info.architecture}, {info.dtype}, vocabulary of "
         f"{info.vocab_size:,}, context of {info.max_positions:,} tokens"
     )
-    print(f"serve it: slipstream serve --model-repository {repository.root}")
+    print(f"serve it: slipstream serve --model-repository {shlex.quote(str(repository.root))}")
     return 0

@@ -32,6 +32,7 @@ from slipstream_contract.errors import clip
 from slipstream_contract.shares import check_shares
 from slipstream_contract.tensors import LLMAPI, MODELS
 from slipstream_contract.vocab import TokenBytes
+from slipstream_preprocessing.chat import ChatTemplate
 from slipstream_preprocessing.tokenizer import load_tokenizer
 from slipstream_runtime.processes import MAX_INSTANCES
 from tokenizers import Tokenizer
@@ -125,8 +126,7 @@ def compose(
         seen = given | ({"draft_checkpoint": str(near)} if drafted else {})
         checked = preflight(EngineConfig(checkpoint=str(directory), **seen))
         if checked.info.has_tokenizer:
-            checked.notes.extend(_beyond(load_tokenizer(directory), checked.info))
-            TokenBytes.load(directory)
+            checked.notes.extend(_check_text(directory, checked.info))
         called = checkpoint.stem if unpacked else _name(directory)
     given.setdefault("model", called if deployment == DEFAULT else deployment)
     info, notes = checked.info, [*unconverted(directory), *checked.notes]
@@ -250,6 +250,17 @@ def _name(checkpoint: Path) -> str:
     own = config.get("_name_or_path")
     text = own if isinstance(own, str) else ""
     return text.rstrip("/").rpartition("/")[2] or checkpoint.resolve().name
+
+
+def _check_text(directory: Path, info: CheckpointInfo) -> list[str]:
+    """Check tokenizer and chat template as the stages read them, and return notes.
+
+    Raises UnsupportedTokenizerError or ContractError.
+    """
+    notes = list(_beyond(load_tokenizer(directory), info))
+    TokenBytes.load(directory)
+    ChatTemplate.load(directory)
+    return notes
 
 
 def _beyond(tokenizer: Tokenizer, info: CheckpointInfo) -> Iterator[str]:

@@ -4,6 +4,7 @@ Nothing is loaded: shapes of the checkpoint and figures of the GPU say what each
 """
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
         best = select(divided or found, args.goal)
         print(f"\n{args.goal}: {reason(best, found, args.goal)}")
         flags = [f"--{k.replace('_', '-')} {v}" for k, v in best.options(args.goal).items()]
-        print(f"  slipstream compose --checkpoint {args.checkpoint} {' '.join(flags)} --output DIR")
+        path = shlex.quote(str(args.checkpoint))
+        print(f"  slipstream compose --checkpoint {path} {' '.join(flags)} --output DIR")
     return 0
 
 

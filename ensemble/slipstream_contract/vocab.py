@@ -18,8 +18,11 @@ from typing import Any
 import msgspec
 
 from slipstream_contract.decoder import UnsupportedTokenizerError, read_chain
+from slipstream_contract.errors import clip
 from slipstream_contract.stream_state import StreamState
 from slipstream_contract.tokenizer_config import AddedToken, TokenizerConfig, number
+
+MAX_TOKEN_ID = (1 << 22) - 1  # there is an entry for each id below the largest
 
 
 class TokenBytes:
@@ -73,6 +76,11 @@ class TokenBytes:
         pieces |= {token_id: token.content for token_id, token in added.items()}
         if min(pieces, default=0) < 0:
             raise UnsupportedTokenizerError(f"{path}: token id {min(pieces)} is negative")
+        if max(pieces, default=0) > MAX_TOKEN_ID:
+            largest = max(pieces)
+            raise UnsupportedTokenizerError(
+                f"{path}: token id {largest} of {clip(pieces[largest])} is above {MAX_TOKEN_ID}"
+            )
         try:
             return cls(pieces, (i for i, token in added.items() if token.special), spec.decoder)
         except UnsupportedTokenizerError as error:

@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table and return the exit code. Raises ComposeError if no engine is configured."""
-    options = ["--architecture", args.architecture] if args.architecture else []
+    options = ["--architecture", args.architecture] if args.architecture is not None else []
     if args.rows:
         options += ["--rows", *map(str, args.rows)]
     with source_of(args) as config:

@@ -12,6 +12,7 @@ import msgspec
 from slipstream import __version__
 from slipstream.config import EngineConfig
 from slipstream.launch import CANNOT_START, die_with_parent
+from slipstream_compose.compose import ComposeError
 from slipstream_contract.arguments import patience
 from slipstream_contract.deployment import DEFAULT, deployments_of
 from slipstream_contract.shares import memory_share
@@ -45,7 +46,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run ranks again and again; return 2 if they cannot start. Raises ValueError."""
+    """Run ranks again and again; return 2 if they cannot start. Raises ComposeError."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s ranks %(levelname)s %(message)s")
     config = config_of(args.model_repository.absolute(), args.name)
     place = place_of(os.environ, config.num_ranks)
@@ -84,7 +85,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def config_of(repository: Path, name: str) -> EngineConfig:
-    """Return the engine's settings in a repository. Raises ValueError."""
+    """Return the engine's settings in a repository. Raises ComposeError."""
+    try:
+        return _config_of(repository, name)
+    except ValueError as error:
+        raise ComposeError(str(error)) from None
+
+
+def _config_of(repository: Path, name: str) -> EngineConfig:
     deployments = deployments_of(repository)
     found = [each for each in deployments if each.name == name]
     if not found:

@@ -68,6 +68,8 @@ def source_of(args: argparse.Namespace) -> Iterator[EngineConfig]:
     if not args.checkpoint:
         yield configured(args.model_repository, args.name)
         return
+    if args.name is not None:
+        raise ComposeError(f"--name {args.name} is of a repository, --checkpoint has none")
     with as_directory(args.checkpoint) as (directory, _):
         yield EngineConfig(checkpoint=os.path.abspath(directory))
 

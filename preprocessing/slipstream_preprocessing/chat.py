@@ -43,7 +43,11 @@ class ChatTemplate:
         """Read `chat_template.jinja`, else `tokenizer_config.json`; both may have no template."""
         config = TokenizerConfig.load(directory)
         variables = {role: token.content for role, token in config.roles.items()}
-        return cls(_sources(directory, config.chat_template), variables)
+        sources = _sources(directory, config.chat_template)
+        try:
+            return cls(sources, variables)
+        except ContractError as error:
+            raise ContractError(f"{directory}: {error.message}", error.code) from None
 
     def with_source(self, source: str) -> "ChatTemplate":
         """Return one template in the place of all, with the same variables.
@@ -109,15 +113,33 @@ def _sources(directory: Path, configured: Any) -> dict[str, str]:
     """Return template name -> source; files win over the configuration, as in transformers."""
     single = directory / "chat_template.jinja"
     others = sorted((directory / "additional_chat_templates").glob("*.jinja"))
-    if single.is_file() or others:
-        found = {path.stem: path.read_text(encoding="utf-8") for path in others}
-        if single.is_file():
-            found["default"] = single.read_text(encoding="utf-8")
+    if single.exists() or others:
+        found = {path.stem: _read(path) for path in others}
+        if single.exists():
+            found["default"] = _read(single)
         return found
     value = configured or {}
-    if isinstance(value, list):
-        return {entry["name"]: entry["template"] for entry in value}
-    return {"default": value} if isinstance(value, str) else dict(value)
+    try:
+        if isinstance(value, list):
+            value = {entry["name"]: entry["template"] for entry in value}
+        named = {"default": value} if isinstance(value, str) else dict(value)
+    except (TypeError, ValueError, LookupError):
+        named = {"default": None}
+    if not all(isinstance(text, str) for text in (*named, *named.values())):
+        raise ContractError(
+            f"{directory / 'tokenizer_config.json'}: chat_template is {clip(configured)}, neither "
+            "a text nor a list of objects with name and template",
+            Code.UNSUPPORTED,
+        )
+    return named
+
+
+def _read(path: Path) -> str:
+    """Return the text of a template's file. Raises ContractError (UNSUPPORTED) for another."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ContractError(f"{path}: {error}", Code.UNSUPPORTED) from None
 
 
 class _GenerationTag(Extension):

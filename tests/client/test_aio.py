@@ -92,6 +92,13 @@ def test_a_call_that_ends_while_it_is_read_is_late_only_after_its_deadline():
     assert error.code is Code.INTERNAL
 
 
+def test_calls_that_the_operator_has_closed_are_no_missing_server():
+    said = "This protocol is restricted, expecting header 'triton-grpc-protocol-control'"
+    error = error_from_rpc(Broken(grpc.StatusCode.UNAVAILABLE, said), "here")
+    assert error.code is Code.UNSUPPORTED
+    assert "slipstream serve --model-control explicit" in error.message
+
+
 def test_a_cancelled_task_cancels_on_the_server(served):
     async def body(client):
         task = asyncio.create_task(client.complete("silent", max_tokens=4, request_id="task"))

@@ -143,6 +143,11 @@ def test_no_server_is_one_line_and_not_zero(command, capsys, free_port):
         assert captured.err.count("\n") == 1
 
 
+def test_models_of_a_repository_that_is_not_there(capsys):
+    assert main(["models", "--model-repository", "/none"]) == 1
+    assert "--model-repository /none: no such directory\n" in capsys.readouterr().err
+
+
 @pytest.fixture
 def idle_port(served, monkeypatch) -> str:
     """The port of a server whose engine is idle."""

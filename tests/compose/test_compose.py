@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,10 @@ from fixtures.models.checkpoints import edit_config, make_model
 from fixtures.models.checkpoints import save as save_model
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream_client.cli import main
 from slipstream_compose import cli, convert
 from slipstream_compose.compose import ComposeError
+from slipstream_contract.errors import ContractError
 from slipstream_contract.tensors import MODELS
 from slipstream_contract.vocab import UnsupportedTokenizerError
 from tokenizers import Tokenizer
@@ -234,6 +237,42 @@ def test_impossible_options_are_refused_at_once(checkpoint, tmp_path, options, m
     with pytest.raises(ConfigError, match=message):
         run(checkpoint, tmp_path, *options.split())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_has_two_numbers_of_instances(checkpoint, tmp_path):
+    twice = ("--instances", "postprocessing=2", "--instances", "postprocessing=3")
+    with pytest.raises(ComposeError, match="--instances names a model twice"):
+        run(checkpoint, tmp_path, *twice)
+
+
+def test_a_chat_template_that_no_stage_could_read_is_refused(checkpoint, tmp_path):
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    (copy / "chat_template.jinja").write_text("{{")
+    with pytest.raises(ContractError, match="copy: chat template 'default': "):
+        run(copy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_commands_that_are_printed_can_be_pasted(checkpoint, tmp_path, capsys):
+    copy = shutil.copytree(checkpoint, tmp_path / "ein Modell's")
+    assert run(copy, tmp_path / "ein Ort") == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(last)[2:] == [
+        "slipstream",
+        "serve",
+        "--model-repository",
+        f"{tmp_path}/ein Ort",
+    ]
+    choose = ["profile", "select", "--checkpoint", str(copy), "--gpus", "H200"]
+    assert main(choose) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(last)[:4] == ["slipstream", "compose", "--checkpoint", str(copy)]
+
+
+def test_a_cache_of_downloads_names_its_snapshot(checkpoint, tmp_path):
+    snapshot = shutil.copytree(checkpoint, tmp_path / "models--a--b" / "snapshots" / "0123")
+    with pytest.raises(CheckpointError, match=f"has one, such as {snapshot}"):
+        run(tmp_path / "models--a--b", tmp_path / "out")
 
 
 def test_gpus_need_a_profile(checkpoint, tmp_path):

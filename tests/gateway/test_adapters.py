@@ -16,6 +16,14 @@ HOSTILE: list[tuple[object, object]] = [
 ]
 
 
+def check_lists(url: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for of_a_model in ([], ["--model", MODEL]):
+        assert cli.main(["adapter", "list", *url, *of_a_model]) == 0
+        assert line in capsys.readouterr().out
+    assert cli.main(["adapter", "list", *url, "--model", "none"]) == 1
+    assert f"--model none does not exist; there are {MODEL}" in capsys.readouterr().err
+
+
 def test_an_adapter_is_a_model_while_it_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,8 +76,7 @@ def test_an_adapter_is_a_model_while_it_is_loaded(
         assert (wrong.status, wrong.error["param"]) == (400, "adapters")
         url = ["--url", gateway.url]
         assert cli.main(["adapter", *url, "load", "two", "one"]) == 0
-        assert cli.main(["adapter", "list", *url]) == 0
-        assert f"two  {MODEL}  {tmp_path}/adapters/one" in capsys.readouterr().out
+        check_lists(url, f"two  {MODEL}  {tmp_path}/adapters/one", capsys)
         assert cli.main(["adapter", *url, "unload", "two"]) == 0
         assert cli.main(["adapter", *url, "unload", "two"]) == 1
         assert "two" in capsys.readouterr().err

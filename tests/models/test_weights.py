@@ -248,6 +248,25 @@ def test_header_of_impossible_length(checkpoint: Path) -> None:
     refused(checkpoint, "model.safetensors", str(2**63))
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors"])
+def test_a_pointer_of_git_lfs_says_what_to_do(name: str, checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (checkpoint / name).write_text(pointer)
+    if "-of-" in name:
+        index = {"weight_map": {"model.norm.weight": name}}
+        (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(checkpoint, name, "a pointer of Git LFS in the place of the file: fetch it")
+
+
+def test_links_without_their_files_are_named(checkpoint: Path, sharded: Path) -> None:
+    for directory, name in ((checkpoint, "model.safetensors"), (sharded, None)):
+        path = directory / (name or next(sharded.glob("model-0*.safetensors")).name)
+        path.unlink()
+        path.symlink_to("../../blobs/0123")
+        refused(directory, path.name, "is a link to ../../blobs/0123, where no file is")
+
+
 def test_only_pickles(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / "pytorch_model.bin").write_bytes(b"\x80")
@@ -274,7 +293,14 @@ def test_missing_shard(sharded: Path) -> None:
 
 @pytest.mark.parametrize(
     "weight_map",
-    [None, {}, {"a": 3}, {"a": "../../etc/passwd"}, {"a": "model-00001-of-00002.safetensors/"}],
+    [
+        None,
+        {},
+        {"a": 3},
+        {"a": ""},
+        {"a": "../../etc/passwd"},
+        {"a": "model-00001-of-00002.safetensors/"},
+    ],
 )
 def test_damaged_index(weight_map: object, sharded: Path) -> None:
     path = sharded / "model.safetensors.index.json"

@@ -29,6 +29,11 @@ def parse(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(["kernels", *arguments])
 
 
+def test_an_empty_architecture_is_not_this_machine(checkpoint: Path, capfd) -> None:
+    assert kernels.run(parse("--checkpoint", str(checkpoint), "--architecture", "")) == 2
+    assert "--architecture : not one of cpu" in capfd.readouterr().err
+
+
 def printed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

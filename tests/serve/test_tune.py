@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from slipstream_client.cli import OneLineParser
 from slipstream_compose.compose import ComposeError
-from slipstream_serve import tune
+from slipstream_serve import rank, tune
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -49,6 +49,29 @@ def test_faulty_repositories(engine: object, tmp_path: Path) -> None:
         tune.run(parse("--model-repository", str(root)))
     with pytest.raises(ComposeError, match="make one with `slipstream compose`"):
         tune.run(parse("--model-repository", str(tmp_path)))
+
+
+def test_a_name_beside_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ComposeError, match="--name one is of a repository, --checkpoint has none"):
+        tune.run(parse("--checkpoint", str(tmp_path), "--name", "one"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("one", "{}", "--name 'one' is no deployment of .* .there are: none"),
+        ("ensemble", "{", r"model\.json: "),
+        ("ensemble", '{"engine": {"checkpoint": 5}}', r"model\.json: Expected `str`"),
+    ],
+)
+def test_ranks_of_a_repository_that_is_none(
+    name: str, content: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tensorrt_llm" / "1").mkdir(parents=True)
+    (tmp_path / "tensorrt_llm" / "config.pbtxt").write_text('backend: "slipstream"\n')
+    (tmp_path / "tensorrt_llm" / "1" / "model.json").write_text(content)
+    with pytest.raises(ComposeError, match=words):
+        rank.config_of(tmp_path, name)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,25 @@ def test_checkpoints_without_a_template_or_with_a_broken_one(tmp_path: Path) -> 
     assert raised.value.code is Code.UNSUPPORTED
     with pytest.raises(ContractError, match="chat template 'default'"):
         ChatTemplate({"default": "{% if %}"}, {})
+
+
+@pytest.mark.parametrize(
+    "template", ["{% if %}", 5, [{"name": "default"}], [5], {"default": 5}, ["ab"]]
+)
+def test_a_broken_template_is_named_by_its_place(template: object, tmp_path: Path) -> None:
+    save(byte_level_bpe(), tmp_path, chat_template=template)
+    with pytest.raises(ContractError, match=re.escape(str(tmp_path))) as raised:
+        ChatTemplate.load(tmp_path)
+    assert raised.value.code is Code.UNSUPPORTED
+
+
+@pytest.mark.parametrize("content", [b"\xff", None], ids=["bytes", "directory"])
+def test_a_template_that_is_no_text_is_named(content: bytes | None, tmp_path: Path) -> None:
+    save(byte_level_bpe(), tmp_path)
+    path = tmp_path / "chat_template.jinja"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(ContractError, match=r"chat_template\.jinja: "):
+        ChatTemplate.load(tmp_path)
 
 
 def test_a_template_sees_the_roles_that_a_model_has_of_its_own(tmp_path: Path) -> None:

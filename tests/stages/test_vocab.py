@@ -243,6 +243,13 @@ def test_directories_that_hold_no_tokenizer(tmp_path: Path) -> None:
         TokenBytes.load(tmp_path)
 
 
+def test_an_id_beyond_all_vocabularies_is_refused_before_a_table_is_made(tmp_path: Path) -> None:
+    spec = {"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 10**12, "content": "<z>"}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(UnsupportedTokenizerError, match="1000000000000 of '<z>' is above 4194303"):
+        TokenBytes.load(tmp_path)
+
+
 @pytest.mark.rest
 def test_a_large_vocabulary(tmp_path: Path) -> None:
     spec = json.loads(byte_level_bpe().to_str())

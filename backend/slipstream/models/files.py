@@ -21,6 +21,7 @@ from slipstream.models.gguf.tensors import REFERENCE, referenced_entries
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_LFS = b"version https://git-lfs"  # how such a pointer starts
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 _ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
 _ITEM_SIZES |= {"U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
@@ -56,14 +57,21 @@ def _weight_files(directory: Path, single: str) -> list[Path]:
             raise CheckpointError(f"{directory / INDEX}: weight_map is missing or empty")
         names = set(weight_map.values())
         for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
+            if not isinstance(name, str) or not name or Path(name).name != name:
                 raise CheckpointError(f"{directory / INDEX}: {clip(name)} is not a file name")
             if not (directory / name).is_file():
-                raise CheckpointError(f"{directory / name}: no such file, but {INDEX} names it")
+                raise CheckpointError(f"{directory / name}: {_absent(directory / name)}")
         return [directory / name for name in sorted(names)]
     if (directory / single).is_file():
         return [directory / single]
     raise without_weights(directory, single)
+
+
+def _absent(path: Path) -> str:
+    """Say why a file that should be there is none; links alone are there of a copied cache."""
+    if path.is_symlink():
+        return f"is a link to {path.readlink()}, where no file is"
+    return f"no such file, but {INDEX} names it"
 
 
 def without_weights(directory: Path, single: str, shown: Path | None = None) -> CheckpointError:
@@ -72,6 +80,8 @@ def without_weights(directory: Path, single: str, shown: Path | None = None) -> 
     `shown`: the directory's name in the error, if `directory` is not what a person calls it.
     """
     name = directory if shown is None else shown
+    if (directory / single).is_symlink():
+        return CheckpointError(f"{name / single}: {_absent(directory / single)}")
     ggufs = sorted(directory.glob("*.gguf"))
     if ggufs:
         return CheckpointError(f"{name}: only GGUF; name the file, {name / ggufs[0].name}")
@@ -127,6 +137,10 @@ def header_entries(file: BinaryIO, path: Path, most: int = _MAX_HEADER) -> dict[
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if start == _LFS[:8]:
+        raise CheckpointError(
+            f"{path}: a pointer of Git LFS in the place of the file: fetch it (git lfs pull)"
+        )
     if not 2 <= length <= min(_MAX_HEADER, size - 8):
         raise CheckpointError(
             f"{path}: truncated or not safetensors: header of {length} bytes in {size}"

@@ -217,7 +217,9 @@ def _no_checkpoint(path: Path) -> str:
     files = sorted(each.name for each in path.glob("*.gguf"))
     if files:
         return f"no config.json; name the GGUF file that is to be served, such as {files[0]}"
-    return "no config.json: not a Hugging Face checkpoint"
+    snapshots = sorted(path.glob("snapshots/*/config.json")) or sorted(path.glob("*/config.json"))
+    near = f"; name the directory that has one, such as {snapshots[0].parent}" if snapshots else ""
+    return f"no config.json: not a Hugging Face checkpoint{near}"
 
 
 def read_model(config: Reader, architecture: str, directory: Path) -> ModelConfig:

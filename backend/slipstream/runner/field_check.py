@@ -3,6 +3,8 @@
 from math import inf
 from pathlib import Path
 
+import msgspec
+from slipstream_contract.errors import clip
 from slipstream_contract.limits import MAX_DRAFT_TOKENS
 from slipstream_contract.log_probs import MODES
 
@@ -31,8 +33,18 @@ def at_least(config: EngineConfig, field: str, low: int) -> int:
     return value
 
 
+_MOST = 2**62  # of any whole number: 64 bits hold it, and a sum of two
+_MOSTS = {
+    "max_num_batched_tokens": 1 << 22,
+    "max_num_seqs": 1 << 16,
+    "stuck_after_s": 86_400,
+}
+_NAME_CHARACTERS = 256
+
+
 def check_fields(config: EngineConfig) -> None:
     """Raise `ConfigError` with field, value and limit for the first that is out of range."""
+    _check_most(config)
     for field in (
         "max_num_seqs",
         "max_num_batched_tokens",
@@ -67,8 +79,7 @@ def check_fields(config: EngineConfig) -> None:
     for name in ("adapter_root", "adapter_dir"):
         if (path := getattr(config, name)) and not Path(path).is_dir():
             raise ConfigError(f"{name} = {path!r} is no directory")
-    if config.request_log and not Path(config.request_log).is_absolute():
-        raise ConfigError(f"request_log = {config.request_log!r} is not an absolute path")
+    _check_log(config.request_log)
     _check_events(config)
     if config.block_size not in BLOCK_SIZES:
         raise ConfigError(
@@ -85,6 +96,29 @@ def check_fields(config: EngineConfig) -> None:
     ):
         if (value := getattr(config, field)) not in choices:
             raise ConfigError(f"{field} = {value!r} is not one of {', '.join(choices)}")
+
+
+def _check_most(config: EngineConfig) -> None:
+    for field, value in msgspec.structs.asdict(config).items():
+        if type(value) is int and value > _MOSTS.get(field, _MOST):
+            raise ConfigError(f"{field} = {value} is above {_MOSTS.get(field, _MOST)}")
+    if len(config.model) > _NAME_CHARACTERS or not config.model.isprintable():
+        raise ConfigError(
+            f"model = {clip(config.model)} is not a name of at most {_NAME_CHARACTERS} "
+            "printable characters"
+        )
+
+
+def _check_log(name: str) -> None:
+    if not name:
+        return
+    path = Path(name)
+    if not path.is_absolute():
+        raise ConfigError(f"request_log = {name!r} is not an absolute path")
+    if path.is_dir():
+        raise ConfigError(f"request_log = {name!r} is a directory, not a file")
+    if not path.parent.is_dir():
+        raise ConfigError(f"request_log = {name!r}: there is no directory {path.parent}")
 
 
 def _check_events(config: EngineConfig) -> None:

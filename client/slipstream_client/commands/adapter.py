@@ -1,10 +1,12 @@
 """`slipstream adapter`: list, load and unload adapters of a gateway's models; convert one."""
 
 import argparse
+import contextlib
 import json
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,11 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
         "--url", type=_address, default=argparse.SUPPRESS, help=f"of the gateway ({_URL})"
     )
     parser.add_argument(
-        "--api-key", metavar="KEY", default=argparse.SUPPRESS, help="of the gateway, if it has keys"
+        "--api-key",
+        type=_key,
+        metavar="KEY",
+        default=argparse.SUPPRESS,
+        help="of the gateway, if it has keys",
     )
     parser.add_argument(
         "--model",
@@ -59,9 +65,17 @@ def _add_gateway(parser: argparse.ArgumentParser) -> None:
 
 def _address(text: str) -> str:
     """Read the address of a gateway (an argparse type)."""
-    parts = urllib.parse.urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise argparse.ArgumentTypeError(f"{text!r} is no address such as {_URL}")
+    with contextlib.suppress(ValueError):  # as of a bracket that is not closed
+        parts = urllib.parse.urlsplit(text)
+        if parts.scheme in ("http", "https") and parts.hostname:
+            return text
+    raise argparse.ArgumentTypeError(f"{text!r} is no address such as {_URL}")
+
+
+def _key(text: str) -> str:
+    """Read a key, which goes into a header (an argparse type)."""
+    if not (text and text.isascii() and text.isprintable()):
+        raise argparse.ArgumentTypeError("a key has printable ASCII characters alone, at least one")
     return text
 
 
@@ -75,8 +89,14 @@ def run(args: argparse.Namespace) -> int:
         print(convert(args.source, args.output, args.checkpoint))
         return 0
     if args.act == "list":
-        for card in _ask(args, "/v1/models", None)["data"]:
-            if card["parent"] is not None and args.model in (None, card["parent"]):
+        cards = _ask(args, "/v1/models", None)["data"]
+        bases = {card["id"]: card["root"] for card in cards if card["parent"] is None}
+        if args.model is not None and args.model not in bases:
+            raise ContractError(
+                f"--model {args.model} does not exist; there are {', '.join(bases)}"
+            )
+        for card in cards:
+            if card["parent"] is not None and args.model in (None, *_names(card["parent"], bases)):
                 print(f"{card['id']}  {card['parent']}  {card['root']}")
         return 0
     body = {"lora_name": args.name} | ({} if args.model is None else {"model": args.model})
@@ -84,6 +104,11 @@ def run(args: argparse.Namespace) -> int:
         body["lora_path"] = args.path
     print(_ask(args, f"/v1/{args.act}_lora_adapter", body))
     return 0
+
+
+def _names(parent: str, bases: Mapping[str, str]) -> Iterator[str]:
+    """Yield the names of the model `parent`; `bases`: name -> the name that all of one share."""
+    return (name for name, root in bases.items() if root == bases.get(parent, parent))
 
 
 def _ask(args: argparse.Namespace, path: str, body: dict[str, str] | None) -> Any:

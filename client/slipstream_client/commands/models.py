@@ -41,7 +41,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row for each deployment. Raises ContractError for what cannot be loaded."""
+    """Print a row for each deployment. Raises ContractError for what cannot be loaded, or read."""
+    if not args.model_repository.is_dir():
+        raise ContractError(f"--model-repository {args.model_repository}: no such directory")
     try:
         deployments = deployments_of(args.model_repository)
         rows = [_from_repository(deployment, deployments) for deployment in deployments]
