@@ -7,7 +7,7 @@ from fixtures.kernels.emulation import emulate
 from fixtures.tiers import quick_of
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.elementwise import eight_bits
-from slipstream.kernels.elementwise.activation import gelu_mul, silu_mul, xielu
+from slipstream.kernels.elementwise.activation import gegelu_mul, gelu_mul, silu_mul, xielu
 from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import KernelError
@@ -45,6 +45,17 @@ def test_gates(monkeypatch: pytest.MonkeyPatch) -> None:
     for gate in (silu_mul, gelu_mul):
         x = rows(3, 528, torch.bfloat16)
         close(gate.launcher(x), gate.oracle(x))
+
+
+@pytest.mark.parametrize("limit", [1.5, float("inf")])
+@pytest.mark.parametrize("dtype", jit.DTYPES, ids=str)
+def test_a_gate_that_is_cut_off(
+    dtype: torch.dtype, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulate(monkeypatch)
+    for width in (528, 70):
+        x = rows(3, width, dtype)
+        close(gegelu_mul.launcher(x, limit), gegelu_mul.oracle(x, limit))
 
 
 STAGES = {

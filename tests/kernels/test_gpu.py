@@ -6,7 +6,7 @@ import pytest
 import torch
 from fixtures.kernels.attention_cases import BLOCK_SIZES, HEAD_SIZES, HEADS
 from fixtures.kernels.checking import DTYPES, Judge, poison, same_bits, short
-from slipstream.kernels.elementwise.activation import gelu_mul, silu_mul, xielu
+from slipstream.kernels.elementwise.activation import gegelu_mul, gelu_mul, silu_mul, xielu
 from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 
@@ -65,7 +65,16 @@ def test_gated_activations(dtype: torch.dtype) -> None:
                 naive, exact = gelu(gate) * up, gelu(gate.double()) * up.double()
                 judge.close(f"gelu {n} x {width} {layout}", gelu_mul(x), exact, naive)
                 judge.repeats(f"gelu {n} x {width} {layout}", lambda x=x: gelu_mul(x))
+                naive, exact = (
+                    gegelu(*pair) for pair in ((gate, up), (gate.double(), up.double()))
+                )
+                judge.close(f"gegelu {n} x {width} {layout}", gegelu_mul(x, 3.0), exact, naive)
     judge.verdict()
+
+
+def gegelu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    gate = gate.clamp(max=3)
+    return gate * (1.702 * gate).sigmoid() * (up.clamp(-3, 3) + 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

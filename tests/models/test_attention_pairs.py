@@ -82,8 +82,8 @@ def expected_spec(device: str, features: tuple[Feature, ...], model: str) -> Att
 
 ARCHITECTURES = {name: f"{name.capitalize()}ForCausalLM" for name in ("llama", "mistral", "qwen2")}
 # Changes of scores are of other families: tests/kernels/test_scores.py pairs them; test_chunked.py
-# pairs chunks.
-ELSEWHERE = {"form", "score_cap", "has_slopes", "has_sink_scores", "is_chunked"}
+# pairs chunks, test_skipping.py heads that skip blocks.
+ELSEWHERE = {"form", "score_cap", "has_slopes", "has_sink_scores", "is_chunked", "skipped_tokens"}
 SERVED = [feature for feature in FEATURES if ELSEWHERE.isdisjoint(feature.changes)]
 COMBINED = [(), *((feature,) for feature in SERVED)]
 COMBINED += [pair for pair in pairs() if {*pair} <= {*SERVED}]

@@ -95,6 +95,11 @@ class AttentionInputs:
         return q[self.wanted]
 
     @property
+    def rotates_decodes(self) -> bool:
+        """Whether decodes may be rotated and cached by their attention."""
+        return self.backend.rotates_decodes and not self.rows.has_drafts
+
+    @property
     def num_single(self) -> int:
         """Rows that attend as decodes; all after them attend as chunks."""
         return self.rows.num_decodes
@@ -286,8 +291,7 @@ class Attention:
         """
         (cos_sin, places), slots = inputs.angles(self.cos_sin), inputs.rows.slots
         newest, first = None, 0
-        is_in_attention = inputs.backend.rotates_decodes and not inputs.rows.has_drafts
-        if is_in_attention and not self._rotates_early and scales is None:
+        if inputs.rotates_decodes and not self._rotates_early and scales is None:
             first = inputs.num_single
             newest = Newest(k[:first], v[:first], cos_sin)
         if first < q.shape[0]:

@@ -22,6 +22,7 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn: rotations in the original context above which nothing stretches
     beta_slow: float = 1.0  # yarn: rotations below which all stretches
     attention_factor: float = 1.0  # yarn, longrope: multiplies cosines and sines
+    short_attention_factor: float | None = None  # longrope: in the original context; None: the same
     truncate: bool = True  # yarn: the ramp's ends are whole dimensions
     factors: tuple[float, ...] = ()  # longrope: of the wave of each pair
     short_factors: tuple[float, ...] = ()  # longrope: in the original context; empty: the same
@@ -34,8 +35,12 @@ class RopeConfig:
         A cache holds rotated keys, so a sequence that grows cannot change its factors.
         """
         is_short = num_positions <= self.original_max_positions
-        factors = self.short_factors if self.short_factors and is_short else self.factors
-        return replace(self, factors=factors, short_factors=())
+        factors, magnitude = self.factors, self.attention_factor
+        if is_short:
+            factors = self.short_factors or factors
+            magnitude = self.short_attention_factor or magnitude
+        of_one = replace(self, short_factors=(), short_attention_factor=None)
+        return replace(of_one, factors=factors, attention_factor=magnitude)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,32 @@ class LatentConfig:
     rotated: int
     value: int
     interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SkipConfig:
+    """The blocks of tokens that heads of some layers skip (block-sparse attention, Phi-3-small).
+
+    A query in block q sees all of block k, up to itself, if `q - k < local`, or if `k` is
+    `first + i * stride` of the head's `first`.
+
+    layers: that skip blocks; heads of others see all tokens.
+    tokens: of a block.
+    local: the newest blocks, with the query's own, that every head sees.
+    stride: between those of older blocks that a head sees.
+    firsts: of each query head, the first block of these.
+    """
+
+    layers: frozenset[int]
+    tokens: int
+    local: int
+    stride: int
+    firsts: tuple[int, ...]
+
+    @property
+    def dense_tokens(self) -> int:
+        """The longest sequence of which no head skips a token."""
+        return self.tokens * self.local
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ class Ends(NamedTuple):
     logit_cap: logits are at most so large, by tanh; 0: no cap.
     width: numbers of a row of both, of which `project_in` makes the hidden size, and `project_out`
     them of it; 0: the hidden size.
+    silent: token ids whose logits are the least number.
     """
 
     scale: float = 1.0
@@ -55,6 +56,7 @@ class Ends(NamedTuple):
     logit_scale: float = 1.0
     logit_cap: float = 0.0
     width: int = 0
+    silent: tuple[int, ...] = ()
 
 
 PLAIN = Ends()
@@ -161,6 +163,9 @@ class Head:
         self.matrix = Matrix(table.weight) if matrix is None else matrix
         self.product = NormLinear(Linear(quant.named("none"), self.matrix, bias, is_sliced))
         self._scale, self._cap = ends.logit_scale, ends.logit_cap
+        self.silent: Tensor | None = None  # [k] i64
+        if ends.silent:
+            self.silent = torch.tensor(ends.silent, device=self.matrix.values.device)
 
     def __call__(self, norm: RowNorm, residual: Residual) -> Tensor:
         """Logits of `norm(residual)`, `[n, hidden] -> [n, vocab]`."""
@@ -171,7 +176,17 @@ class Head:
             logits = logits * self._scale
         if self._cap:
             logits = ((logits.float() / self._cap).tanh() * self._cap).to(logits.dtype)
+        return silenced(logits, self.silent)
+
+
+def silenced(logits: Tensor, silent: Tensor | None) -> Tensor:
+    """Give the logits `[n, vocab]` of tokens `[k] i64` the least number of their dtype, in place.
+
+    None: no token is silent.
+    """
+    if silent is None:
         return logits
+    return logits.index_fill_(1, silent, torch.finfo(logits.dtype).min)
 
 
 def embedding_and_head(

@@ -1,10 +1,12 @@
 """MLPs: the gated ones (Shazeer, 2020) of Llama and its relatives, and the plain ones."""
 
+from math import inf
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.elementwise.activation import EVERY, xielu
+from slipstream.kernels.elementwise.activation import EVERY, gegelu_mul, xielu
 from slipstream.kernels.gemm.linear import Operand
 from slipstream.layers.dims import Dims
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
@@ -52,6 +54,37 @@ class GeluMLP(GatedMLP):
     """`GatedMLP` with GELU (its tanh form) in the place of SiLU."""
 
     gate = "gelu"
+
+
+class GegeluMLP(TwoStepMLP):
+    """`down(quick_gelu(gate(x)) * (up(x) + 1))`, both cut off at a limit first (Phi-3-small).
+
+    Args:
+        w: where the matrices are, `gate_proj`, `up_proj` and `down_proj`.
+        dims: of the model.
+        bias: whether they have biases.
+        out_norm: of what is added to the residual sum.
+        limit: the gate is at most so large, `up` within as much.
+    """
+
+    def __init__(
+        self,
+        w: WeightSource,
+        dims: Dims,
+        bias: bool = False,
+        out_norm: RowNorm | None = None,
+        limit: float = inf,
+    ) -> None:
+        hidden, inner = dims.hidden_size, dims.intermediate_size
+        read = Linear.read(w, ("gate_proj", "up_proj"), (inner, inner), hidden, bias)
+        self.gate_up, self.limit = NormLinear(read), limit
+        self.down = LinearAdd(Linear.read(w, ("down_proj",), (hidden,), inner, bias), out_norm)
+
+    def inner(self, norm: RowNorm, residual: Residual) -> Operand:
+        """Return the gated values, `[n, intermediate]`."""
+        y, scales = self.gate_up(norm, residual)
+        assert scales is None, "a gate applies no scales"
+        return gegelu_mul(y, self.limit)
 
 
 class PlainMLP(TwoStepMLP):

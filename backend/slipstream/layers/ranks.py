@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.comm.ranks import Ranks
-from slipstream.layers.embedding import Embedding, Head
+from slipstream.layers.embedding import Embedding, Head, silenced
 from slipstream.layers.linear import NormLinear
 from slipstream.layers.norm import RowNorm
 from slipstream.layers.residual import Residual
@@ -36,6 +36,7 @@ class GatheredHead(Head):
     def __init__(self, head: Head, ranks: Ranks, vocab_size: int) -> None:
         self._head, self._ranks, self._vocab_size = head, ranks, vocab_size
         self.table = head.table
+        self.silent, head.silent = head.silent, None  # among the tokens of all ranks
 
     @property
     def product(self) -> NormLinear:
@@ -51,7 +52,7 @@ class GatheredHead(Head):
         found = self._ranks.gather(self._head(norm, residual))
         if self._ranks.rank > 0:
             return found.new_zeros(len(found), self._vocab_size)
-        return found[:, : self._vocab_size].contiguous()
+        return silenced(found[:, : self._vocab_size].contiguous(), self.silent)
 
 
 class SpreadNorm:

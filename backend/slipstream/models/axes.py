@@ -4,13 +4,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 from slipstream.core.two_way import TwoWay
-from slipstream.layers.dims import ExpertsConfig, LatentConfig
+from slipstream.layers.dims import ExpertsConfig, LatentConfig, SkipConfig
 from slipstream.models.cuts import Cuts
 
 
@@ -35,6 +36,7 @@ class Activation(Enum):
     RELU_SQUARED = "relu, squared"
     QUICK_GELU = "gelu, by a logistic function"
     XIELU = "xielu, of learned numbers"
+    GEGELU = "gelu, by a logistic function, clamped"
 
 
 # Names of activations that config.json of plain MLPs has.
@@ -112,8 +114,10 @@ class Axes:
     (ALiBi); none: nothing is.
     latent: sizes of latent attention; None: the cache has keys and values.
     sink_scores: whether heads have a score in the softmax beside those of tokens.
+    skips: the blocks of tokens that heads of some layers do not see; None: they see all.
     gated: whether the MLP has a gate.
     activation: the MLP's, or its gate's.
+    gate_limit: of a clamped gate: it is at most so large, what it multiplies within as much.
     embedding_scale: what rows of the embedding are multiplied by.
     embedding_norm: whether a norm stands behind the embedding.
     learned_positions: whether a learned row of its position is added to each token's.
@@ -122,6 +126,7 @@ class Axes:
     the hidden size and back; 0: the hidden size.
     last_norm: whether a norm stands before the head.
     head_bias, logit_scale, logit_cap: of logits; 0: no cap.
+    silent: tokens of the vocabulary that are never said.
     experts: a mixture of experts in the place of MLPs, but for those of `dense_layers`.
     chunked: whether layers with a window see chunks of so many tokens, each its own, in its place.
     two_way: tokens by which prompts say which of theirs see each other; None: none do.
@@ -146,9 +151,11 @@ class Axes:
     score_cap: float = 0.0
     slopes: tuple[float, ...] = ()
     sink_scores: bool = False
+    skips: SkipConfig | None = None
     latent: LatentConfig | None = None
     gated: bool = True
     activation: Activation = Activation.SILU
+    gate_limit: float = inf
     embedding_scale: float = 1.0
     embedding_norm: bool = False
     learned_positions: bool = False
@@ -158,6 +165,7 @@ class Axes:
     head_bias: bool = False
     logit_scale: float = 1.0
     logit_cap: float = 0.0
+    silent: tuple[int, ...] = ()
     experts: ExpertsConfig | None = None
     dense_layers: frozenset[int] = frozenset()
     chunked: bool = False

@@ -22,7 +22,14 @@ from slipstream.layers.decoder import (
 from slipstream.layers.embedding import Ends, embedding_and_head
 from slipstream.layers.experts import Experts
 from slipstream.layers.latent import LatentAttention
-from slipstream.layers.mlp import GatedMLP, GeluMLP, PlainMLP, TwoStepMLP, XieluMLP
+from slipstream.layers.mlp import (
+    GatedMLP,
+    GegeluMLP,
+    GeluMLP,
+    PlainMLP,
+    TwoStepMLP,
+    XieluMLP,
+)
 from slipstream.layers.norm import (
     BareNorm,
     Factor,
@@ -118,6 +125,7 @@ class _Builder:
             axes.logit_scale,
             axes.logit_cap,
             axes.embedding_size,
+            axes.silent,
         )
         norm = self._norm(self._weights.at("model.embed_norm")) if axes.embedding_norm else None
         ties = self._config.ties_embeddings
@@ -208,6 +216,9 @@ class _Builder:
 
     def _mlp(self, w: Weights) -> TwoStepMLP:
         axes, out_norm = self._axes, self._behind(w.at("mlp_out_norm"))
+        if axes.activation is Activation.GEGELU:
+            limit = axes.gate_limit
+            return GegeluMLP(w.at("mlp"), self._dims, axes.mlp_bias, out_norm, limit)
         if axes.gated:
             return _GATED[axes.activation](w.at("mlp"), self._dims, axes.mlp_bias, out_norm)
         if axes.activation is Activation.XIELU:

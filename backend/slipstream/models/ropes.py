@@ -27,6 +27,7 @@ _ROPE_COMMON = words("type rope_type rope_theta partial_rotary_factor")
 # Keys of some kind of rotary embedding, here or in transformers: another kind refuses them.
 _OTHER_KEYS = words("short_factor long_factor alpha mrope_section").union(*_ROPE_KEYS.values())
 
+_MAGNITUDES = ("short_mscale", "long_mscale")
 _ORIGINAL = "original_max_position_embeddings"
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 _KEYS_OF_CONFIG = words(
@@ -91,6 +92,27 @@ def read_rope(
         key = "rope_parameters" if new.data else "rope_scaling"
         raise config.refusal(key, f"has not one factor for each 2 of {head_size} values")
     one = replace(one, rotated=head_size) if is_partial else one
+    return one, one
+
+
+def read_magnified_rope(
+    config: Reader, max_positions: int, head_size: int
+) -> tuple[RopeConfig, RopeConfig]:
+    """Read `read_rope`, whose longrope, or su, may say what multiplies cosines and sines.
+
+    That is `short_mscale` in the original context, and `long_mscale` in longer ones.
+    """
+    scaling = config.child("rope_scaling")
+    kept = {key: value for key, value in scaling.data.items() if key not in _MAGNITUDES}
+    if kept.get("type") == "su":  # what the first files call it
+        kept |= {"type": "longrope"}
+    config.data = {**config.data, "rope_scaling": kept or None}
+    one, _ = read_rope(config, max_positions, head_size)
+    said = [key for key in _MAGNITUDES if scaling.has(key)]
+    if said and one.kind != "longrope":
+        raise scaling.refusal(said[0], f"is not implemented for {one.kind} rotary embedding")
+    short, long = (scaling.positive(key, one.attention_factor) for key in _MAGNITUDES)
+    one = replace(one, attention_factor=long, short_attention_factor=short)
     return one, one
 
 

@@ -11,6 +11,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.comm.ranks import Ranks
 from slipstream.layers.attention import Attention
 from slipstream.layers.decoder import AnyBlock, Decoder, StepDecoder
+from slipstream.layers.dims import SkipConfig
 from slipstream.layers.experts import Experts
 from slipstream.layers.latent import LatentAttention
 from slipstream.layers.mlp import TwoStepMLP
@@ -79,8 +80,17 @@ def sharded(model: ModelConfig, rank: int, size: int) -> ModelConfig:
     )
     tensors = replace(model.tensors, cuts=cuts)
     slopes = axes.slopes[rank * dims.num_heads : (rank + 1) * dims.num_heads]
-    axes = replace(axes, experts=experts, slopes=slopes)
+    skips = _skips_of_rank(axes.skips, rank, size)
+    axes = replace(axes, experts=experts, slopes=slopes, skips=skips)
     return replace(model, dims=dims, axes=axes, tensors=tensors, num_ranks=size)
+
+
+def _skips_of_rank(skips: SkipConfig | None, rank: int, size: int) -> SkipConfig | None:
+    """Return the blocks that the heads of a rank skip."""
+    if skips is None:
+        return None
+    each = len(skips.firsts) // size
+    return replace(skips, firsts=skips.firsts[rank * each : (rank + 1) * each])
 
 
 def share(decoder: StepDecoder, ranks: Ranks, vocab_size: int) -> None:

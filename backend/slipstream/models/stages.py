@@ -75,11 +75,14 @@ def staged(
     bounds = bounds or split(*costs_by_bytes(model), count)
     begin, end = bounds[stage]
     axes, windows = model.axes, model.windows
-    dense = frozenset(i - begin for i in axes.dense_layers if begin <= i < end)
+    dense = _own_layers(axes.dense_layers, begin, end)
+    skips = axes.skips
+    if skips is not None:
+        skips = replace(skips, layers=_own_layers(skips.layers, begin, end))
     part = replace(
         model,
         dims=replace(model.dims, num_layers=end - begin),
-        axes=replace(axes, dense_layers=dense),
+        axes=replace(axes, dense_layers=dense, skips=skips),
         tensors=replace(model.tensors, layers=LayerRange(begin, end, len(windows), stage == 0)),
         ropes=model.ropes[begin:end],
         windows=windows[begin:end],
@@ -89,6 +92,11 @@ def staged(
         stage_bounds=tuple(bounds),
     )
     return Staged(part, groups_of_stage(groups, windows, begin, end))
+
+
+def _own_layers(layers: frozenset[int], begin: int, end: int) -> frozenset[int]:
+    """Return those of the layers that a stage has, as it numbers them."""
+    return frozenset(i - begin for i in layers if begin <= i < end)
 
 
 def costs_by_bytes(model: ModelConfig) -> Costs:
@@ -102,9 +110,11 @@ def costs_by_bytes(model: ModelConfig) -> Costs:
 
 
 def kinds_of(model: ModelConfig) -> list[int]:
-    """Return for each layer the first one that is like it: in matrices, rotation and window."""
+    """Return for each layer the first one that is like it: in matrices, rotation, what it sees."""
     firsts: dict[str, int] = {}
-    likes = zip(_by_layer(model, _elements_of(model)), model.ropes, model.windows, strict=True)
+    skips = model.axes.skips
+    seen = [(w, skips is not None and i in skips.layers) for i, w in enumerate(model.windows)]
+    likes = zip(_by_layer(model, _elements_of(model)), model.ropes, seen, strict=True)
     return [firsts.setdefault(repr(like), layer) for layer, like in enumerate(likes)]
 
 

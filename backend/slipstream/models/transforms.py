@@ -46,6 +46,11 @@ def part_of_qkv(x: "Tensor", order: QkvOrder, which: int, dims: Dims) -> "Tensor
     return parts.narrow(1, first, count).flatten(0, 2)
 
 
+def in_halves(x: "Tensor") -> "Tensor":
+    """Put the rows 0, 2, 4 ... in front of 1, 3, 5 ..."""
+    return x.view(len(x) // 2, 2, *x.shape[1:]).transpose(0, 1).reshape(x.shape)
+
+
 def part_of_two(x: "Tensor", which: int) -> "Tensor":
     """Return the first or second half of the rows."""
     return x.reshape(2, len(x) // 2, *x.shape[1:])[which]

@@ -75,8 +75,18 @@ def attention_spec(
         has_sink_scores=model.axes.sink_scores,
         score_cap=model.axes.score_cap,
         has_slopes=bool(model.axes.slopes),
+        skipped_tokens=_skipped_tokens(config, model),
         model=model.architecture,
     )
+
+
+def _skipped_tokens(config: EngineConfig, model: ModelConfig) -> int:
+    """Return the tokens of blocks that heads skip; 0: sequences end before they would skip one."""
+    skips, longest = model.axes.skips, config.max_model_len or model.max_positions
+    if skips is None:
+        return 0
+    is_dense = longest <= skips.dense_tokens and config.attention_window is None
+    return 0 if is_dense else skips.tokens
 
 
 def model_on(device: str, model: ModelConfig) -> ModelConfig:

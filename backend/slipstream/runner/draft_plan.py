@@ -95,6 +95,11 @@ def _attention(
             f"speculation = {name} needs a layer of full attention: all of the target's have a "
             f"window of {max(spec.windows)} tokens, outside which blocks are freed"
         )
+    if model.axes.skips is not None:
+        raise ConfigError(
+            f"speculation = {name} does not go with a draft_checkpoint of {model.architecture}: "
+            f"its heads skip blocks of {model.axes.skips.tokens} tokens"
+        )
     is_quantized = spec.cache_dtype in kv_format.FORMATS.values()
     cached = spec.cache_dtype if is_quantized else spec.dtype
     device = torch.device(spec.device)

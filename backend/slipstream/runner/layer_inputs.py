@@ -5,6 +5,7 @@ from torch import Tensor
 
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.chunked import ChunkView
+from slipstream.layers.skipping import Skipping
 from slipstream.layers.streaming import Streaming
 from slipstream.layers.two_way import TwoWays
 from slipstream.runner.plan import Plan
@@ -21,9 +22,16 @@ class LayerInputs:
     """
 
     def __init__(self, plan: Plan, most_rows: int) -> None:
-        places, windows = plan.groups.places, plan.model.windows
-        # Of each layer its table and window.
-        self._layers = [(each[0], w) for each, w in zip(places, windows, strict=True)]
+        places, windows, skips = plan.groups.places, plan.model.windows, plan.model.axes.skips
+        self._skipping: Skipping | None = None
+        skipping = frozenset[int]()
+        if skips is not None and plan.attention.spec.skipped_tokens:
+            self._skipping, skipping = Skipping(skips, plan.attention, plan.device), skips.layers
+        # Of each layer its table, its window and whether its heads skip blocks.
+        self._layers = [
+            (table, window, layer in skipping)
+            for layer, ((table, _), window) in enumerate(zip(places, windows, strict=True))
+        ]
         self._kinds = sorted(set(self._layers))
         self._attention = plan.attention
         self._chunk = plan.window.size if plan.window.is_chunked else 0
@@ -57,22 +65,34 @@ class LayerInputs:
         """
         if self._maker is not None:
             return [self._maker.inputs(cache, self.rows(shape, inputs, 0))] * len(self)
-        made: dict[tuple[int, int], AttentionInputs] = {}
+        made: dict[tuple[int, int, bool], AttentionInputs] = {}
         of_window: dict[int, AttentionInputs] = {}
         view: ChunkView | None = None  # of all tables
-        for table, window in self._kinds:
+        for kind in self._kinds:
+            table, window, skips = kind
             rows = self.rows(shape, inputs, table)
             if window and self._chunk:
                 view = view or ChunkView.of(rows, self._chunk, self._attention.spec.block_size)
-                made[table, window] = AttentionInputs.of(self._attention, cache, view(rows), 0)
+                made[kind] = AttentionInputs.of(self._attention, cache, view(rows), 0)
                 continue
             if window in of_window:
-                made[table, window] = of_window[window].with_table(rows.slots, rows.block_tables)
-                continue
-            made[table, window] = AttentionInputs.of(self._attention, cache, rows, window)
+                made[kind] = of_window[window].with_table(rows.slots, rows.block_tables)
+            elif skips:
+                made[kind] = self._skipped(cache, rows, made.get((table, 0, False)))
+            else:
+                made[kind] = AttentionInputs.of(self._attention, cache, rows, window)
             if window:
-                of_window[window] = made[table, window]
+                of_window[window] = made[kind]
         return [made[kind] for kind in self._layers]
+
+    def _skipped(
+        self, cache: Tensor, rows: StepRows, whole: AttentionInputs | None
+    ) -> AttentionInputs:
+        """Return the inputs of layers whose heads skip blocks; `whole` are those of others."""
+        assert self._skipping is not None, "some layers skip"
+        if not self._skipping.sees_all(rows):
+            return self._skipping.inputs(cache, rows, len(rows.positions))
+        return whole or AttentionInputs.of(self._attention, cache, rows, 0)
 
     def rows(self, shape: StepShape, inputs: StepInputs, table: int) -> StepRows:
         """Return the rows of a step, with one of their tables."""

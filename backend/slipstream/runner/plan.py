@@ -40,6 +40,7 @@ from slipstream.runner.field_check import at_least, check_fields
 from slipstream.runner.foreign import check_foreign
 from slipstream.runner.matrices import weight_bytes
 from slipstream.runner.scheme_check import check_scheme
+from slipstream.runner.skipping import check_skips
 from slipstream.runner.two_way import check_two_way, two_way_note
 
 _log = logging.getLogger(__name__)
@@ -365,6 +366,8 @@ def settle(
         rank=rank,
     )
     _check_cache(plan)
+    sizes = plan.max_num_seqs, plan.max_num_rows, plan.max_num_batched_tokens
+    check_skips(model.axes.skips, attention.spec, *sizes)
     return plan
 
 

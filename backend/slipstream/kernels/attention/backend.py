@@ -11,15 +11,14 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention import rules
-from slipstream.kernels.attention.decode import decode_attention, plan_decode
+from slipstream.kernels.attention import refusals, rules
+from slipstream.kernels.attention.decode import MOST_SEQUENCES, decode_attention, plan_decode
 from slipstream.kernels.attention.latent import latent_attention
 from slipstream.kernels.attention.newest import Newest
 from slipstream.kernels.attention.prefill import SinkRows, prefill_attention
 from slipstream.kernels.attention.scores import UNCHANGED, Scores
 from slipstream.kernels.attention.sinks import Sinks, sink_attention
-from slipstream.kernels.attention.spec import CAUSAL, LATENT, PREFIX, AttentionSpec
-from slipstream.kernels.cache import kv_format
+from slipstream.kernels.attention.spec import BY_HEAD, LATENT, AttentionSpec
 from slipstream.kernels.cache.kv_spec import KVSpec
 from slipstream.kernels.cache.unpack import (
     MOST_CHUNKS,
@@ -74,13 +73,17 @@ class AttentionBackend(ABC):
         self.spec = spec
         self._has_plan = not spec.deterministic
         # Decodes may be rotated by their attention where nothing comes between it and projection.
-        no_rotation = _no_rotation(spec, spec.case())
+        no_rotation = refusals.no_rotation(spec, spec.case())
         self.rotates_decodes = not spec.deterministic and no_rotation is None
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
         """Return why this backend does not support `spec` (field, value, limit), or None."""
-        return _no_device(cls.device, spec) or _no_layout(spec) or _no_cache(spec)
+        return (
+            refusals.no_device(cls.device, spec)
+            or refusals.no_layout(spec)
+            or refusals.no_cache(spec)
+        )
 
     @classmethod
     def has_form(cls, form: str) -> bool:
@@ -117,11 +120,14 @@ class AttentionBackend(ABC):
         window it is of these block tables, else of the lengths alone.
         """
         spec, (tables, lengths) = self.spec, rows
-        if not self._has_plan:
+        is_by_head = spec.form == BY_HEAD
+        if not self._has_plan or (is_by_head and len(lengths) > MOST_SEQUENCES):
             return torch.empty(0, dtype=torch.int32, device=lengths.device)
         if spec.streams:
             window, sinks = spec.stream_window, spec.num_sinks
             return plan_decode(lengths, cache, spec.num_heads, window, num_sinks=sinks)
+        if is_by_head:  # tables begin with blocks that few of them share
+            return plan_decode(lengths, cache, spec.num_heads)
         scores = spec.case().scores
         return plan_decode(lengths, cache, spec.num_heads, window, tables, scores=scores)
 
@@ -167,7 +173,8 @@ class AttentionBackend(ABC):
             cache, tables = self._unpack(cache, rows, starts, window, num_unpacked)
         where = (cache, tables, starts, lengths, scale, most)
         if sinks is None:
-            prefill_attention(q, *where, out, window, self._has_plan, changed)
+            how = (window, self._has_plan, changed, self.spec.form == BY_HEAD)
+            prefill_attention(q, *where, out, *how)
         else:
             num_sinks, angles, positions = sinks
             sink_attention(q, angles, positions, *where, window, num_sinks, out)
@@ -231,15 +238,21 @@ class PagedCuda(AttentionBackend):
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
         """Return why there are no kernels for `spec`, or None."""
-        return super().supports(spec) or _no_scores(spec) or _no_heads(spec) or _no_stream(spec)
+        return (
+            super().supports(spec)
+            or refusals.no_scores(spec)
+            or refusals.no_heads(spec)
+            or refusals.no_stream(spec)
+        )
 
     @classmethod
     def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> AttentionKernels:
         """Return the kernels of layers with this window, as the launchers choose them."""
         case = spec.case(window)
         alone = "deterministic mode" if spec.deterministic else None
+        by_head = "rows of heads are many, and small" if spec.form == BY_HEAD else None
         not_planned = alone or rules.no_decode_plan(case)
-        not_wgmma = rules.no_wgmma(case) or (None if is_hopper else "not a Hopper GPU")
+        not_wgmma = by_head or rules.no_wgmma(case) or (None if is_hopper else "not a Hopper GPU")
         prefill = "prefill.cu" if not_wgmma else "prefill_wgmma.cu"
         unpacked = case._replace(cached=spec.dtype)
         is_unpacked_by_wgmma = is_hopper and rules.no_wgmma(unpacked) is None
@@ -249,10 +262,10 @@ class PagedCuda(AttentionBackend):
         return AttentionKernels(
             decode=decode,
             prefill=prefill,
-            own_prefix=not_planned or rules.no_sharing(case),
-            own_rotation=not_planned or _no_rotation(spec, case),
+            own_prefix=not_planned or by_head or rules.no_sharing(case),
+            own_rotation=not_planned or refusals.no_rotation(spec, case),
             whole_chunks=alone or rules.no_parts(case) or not_wgmma,
-            packed=alone or rules.no_unpacking(case),
+            packed=alone or by_head or rules.no_unpacking(case),
             unpacked="prefill_wgmma.cu" if is_unpacked_by_wgmma else "prefill.cu",
         )
 
@@ -275,7 +288,7 @@ class LatentCuda(AttentionBackend):
         """Return why there is no kernel for `spec`, or None."""
         if spec.form != LATENT:
             return f"{spec.model} has {spec.form} attention, not {LATENT}"
-        return super().supports(spec) or _no_latents(spec)
+        return super().supports(spec) or refusals.no_latents(spec)
 
     @classmethod
     def choose(cls, spec: AttentionSpec, window: int, is_hopper: bool) -> AttentionKernels:
@@ -329,120 +342,3 @@ def backend_for(spec: AttentionSpec) -> type[AttentionBackend] | str:
         if backend.device == spec.device and backend.has_form(spec.form):
             reasons.append(reason)
     return "; ".join(reasons) or f"device = {spec.device!r} has no attention backend"
-
-
-# ---- reasons ----
-
-
-def _no_device(device: str, spec: AttentionSpec) -> str | None:
-    return None if spec.device == device else f"device = {spec.device!r} is not {device!r}"
-
-
-def _no_layout(spec: AttentionSpec) -> str | None:
-    """Return what no backend supports on any device, or None."""
-    if spec.form not in (CAUSAL, LATENT, PREFIX):
-        return f"{spec.model} needs {spec.form} attention, which no backend has"
-    if spec.num_heads % spec.num_kv_heads:
-        return (
-            f"num_attention_heads = {spec.num_heads} is no multiple of num_key_value_heads = "
-            f"{spec.num_kv_heads}"
-        )
-    if spec.form == LATENT and (spec.streams or any(spec.windows)):
-        return f"{spec.model} has latent attention, which is without windows and of an end"
-    if spec.form == LATENT and spec.changes:
-        return f"{spec.model} has latent attention and {spec.changes[0]}, which no backend has"
-    if spec.form == PREFIX and (reason := _no_prefix(spec)) is not None:
-        return f"{reason} does not go with {spec.model}, whose tokens of a prompt see each other"
-    if spec.streams and spec.changes:
-        return f"attention_window = {spec.stream_window}: {spec.model} has {spec.changes[0]}"
-    if spec.streams and any(spec.windows):
-        return (
-            f"attention_window = {spec.stream_window}: {spec.model} has windows of its own in "
-            "config.json"
-        )
-    if spec.is_chunked and (chunk := max(spec.windows)) % spec.block_size:
-        return (
-            f"block_size = {spec.block_size} does not divide attention chunks of {chunk} tokens "
-            f"({spec.model}, attention_chunk_size)"
-        )
-    return None
-
-
-def _no_rotation(spec: AttentionSpec, case: rules.Case) -> str | None:
-    """Return why decodes are not rotated by their attention kernel, or None."""
-    if spec.form == PREFIX or spec.is_chunked:
-        return "a row's length is not the position of its token"
-    return rules.no_rotation(case)
-
-
-def _no_prefix(spec: AttentionSpec) -> str | None:
-    """Return what does not go with prompts whose tokens see each other, or None."""
-    if spec.streams:
-        return f"attention_window = {spec.stream_window}"
-    if any(spec.windows):
-        return f"a window of {max(spec.windows)} tokens in config.json"
-    if spec.cache_dtype in kv_format.FORMATS.values():
-        return f"kv_cache_dtype = {kv_format.name_of(spec.cache_dtype)!r}"
-    if spec.deterministic:
-        return "deterministic = True"
-    if spec.host_bytes:
-        return f"kv_cache_host_bytes = {spec.host_bytes}"
-    return spec.changes[0] if spec.changes else None
-
-
-def _no_scores(spec: AttentionSpec) -> str | None:
-    """Return what kernels do not make of scores, or None: they make one change."""
-    if spec.form == LATENT:
-        return f"{spec.model} has {LATENT} attention, which is that of `LatentCuda`"
-    if len(spec.changes) < 2:
-        return None
-    both = " and ".join(spec.changes)
-    return f"device = 'cuda': {spec.model} has {both}: no kernel has both, device = 'cpu' has"
-
-
-def _no_cache(spec: AttentionSpec) -> str | None:
-    """Return what no cache of this format holds, or None."""
-    asked = f"kv_cache_dtype = {kv_format.name_of(spec.cache_dtype)!r}"
-    is_quantized = spec.cache_dtype in kv_format.FORMATS.values()
-    if is_quantized and spec.block_size < kv_format.MIN_BLOCK_SIZE:
-        return f"{asked} needs block_size >= {kv_format.MIN_BLOCK_SIZE}, not {spec.block_size}"
-    if not kv_format.is_legal(spec.cache_dtype, spec.head_size):
-        return (
-            f"{asked} needs heads that are equal groups of at most {kv_format.GROUP} numbers, "
-            f"and even: config.json has head_dim = {spec.head_size}"
-        )
-    if spec.host_bytes and (spec.streams or not spec.reuses_blocks):
-        return (
-            f"kv_cache_host_bytes = {spec.host_bytes} is for cached blocks, which there are only "
-            "with kv_cache_reuse and without an attention_window"
-        )
-    return None
-
-
-def _no_latents(spec: AttentionSpec) -> str | None:
-    if reason := rules.no_latents(spec.case(), spec.latent_rank):
-        return f"device = 'cuda': {spec.model} has {LATENT} attention: {reason}; 'cpu' takes any"
-    return None
-
-
-def _no_heads(spec: AttentionSpec) -> str | None:
-    if reason := rules.no_kernel(spec.case()):
-        return (
-            f"device = 'cuda' with heads of {spec.head_size} (config.json's head_dim): {reason}; "
-            "device = 'cpu' takes any"
-        )
-    return None
-
-
-def _no_stream(spec: AttentionSpec) -> str | None:
-    """Return what the streaming kernels do not take: without them decodes would be chunks."""
-    asked, case = f"attention_window = {spec.stream_window}", spec.case()
-    if not spec.streams or (reason := rules.no_sinks(case)) is None:
-        return None
-    if case.is_quantized:
-        name = kv_format.name_of(spec.cache_dtype)
-        return f"{asked} needs kv_cache_dtype = 'auto' on a GPU, not {name!r}"
-    return (
-        f"{asked} on a GPU has no kernels for heads of {spec.head_size} (config.json's head_dim): "
-        f"{reason}; device = 'cpu' takes any"
-    )

@@ -66,7 +66,7 @@ def decode(call: DecodeCall) -> Tensor:
 @takes(PrefillCall)
 def prefill(call: PrefillCall) -> Tensor:
     """`prefill_attention`; what the kernel does not take is computed by torch."""
-    q, cache, tables, starts, lengths, scale, _, out, window, _, changed = call
+    q, cache, tables, starts, lengths, scale, _, out, window, _, changed, _ = call
     out = torch.zeros(q.shape, dtype=q.dtype) if out is None else out
     is_taken = takes_scores(changed, q.shape[1])
     if not is_taken or not _is_dense(q, cache, tables, out, starts, lengths):

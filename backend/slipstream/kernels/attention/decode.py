@@ -55,7 +55,7 @@ from slipstream.kernels.runtime.op import op
 # (or by which part of these), for the sake of whole sequences.
 _MIN_RUN, _WHOLE_RUN, _WHOLE_MORE, _WHOLE_SHARE = 4, 16, 8, 8
 _PLAN_CTAS, _PLAN_THREADS = 16, 512
-_MOST_SEQUENCES = 16384
+MOST_SEQUENCES = 16384
 _MIN_SPLIT, _MAX_SPLITS = 256, 32  # decode_split.cu
 _MOST_TOKENS = 2**31 - 1
 
@@ -211,7 +211,7 @@ def _plan_decode(call: PlanCall) -> Tensor:
     jit.head_size_of(torch.float16, head_size)
     jit.require(lengths.is_contiguous(), "plan_decode: lengths must be contiguous")
     jit.require(
-        num_sequences <= _MOST_SEQUENCES, f"plan_decode: more than {_MOST_SEQUENCES} sequences"
+        num_sequences <= MOST_SEQUENCES, f"plan_decode: more than {MOST_SEQUENCES} sequences"
     )
     num_ctas, shape = _device(lengths.get_device(), cache.dtype, head_size)
     streams = num_sinks is not None

@@ -50,6 +50,7 @@ class PrefillCall(NamedTuple):
     window: int = 0  # tokens that a query sees; 0: all
     splits: bool = False  # may several multiprocessors share a chunk
     changed: Scores = UNCHANGED
+    are_small: bool = False  # chunks are many, and small: prefill.cu's on a Hopper GPU, too
 
 
 class SinkRows(NamedTuple):
@@ -77,7 +78,7 @@ def prefill_attention(call: PrefillCall) -> Tensor:
     are few and small, several multiprocessors share what one attends to. Equal calls still have
     equal bits. `changed` says how scores are changed (scores.py); kernels make one change.
     """
-    q, cache, block_tables, query_starts, lengths, scale, _, out, window, _, changed = call
+    q, cache, block_tables, query_starts, lengths, scale, _, out, window, _, changed, _ = call
     kv_format.check_cache("prefill_attention", cache, q)
     if out is None:
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -182,7 +183,7 @@ def _has(
 @takes(PrefillCall)
 def _prefill_attention(call: PrefillCall) -> Tensor:
     q, cache, block_tables, query_starts, lengths, scale, max_queries, out, window, splits, own = (
-        call
+        call[:11]
     )
     check_layouts("prefill_attention", q, cache, block_tables, query_starts, lengths)
     num_starts, num_rows = query_starts.shape[0], lengths.shape[0]
@@ -204,7 +205,7 @@ def _prefill_attention(call: PrefillCall) -> Tensor:
         return out
     kind = passed("prefill_attention", q, own).kind
     has_wgmma, has_parts = _has(q.dtype, cache.dtype, q.shape[2], window > 0, kind)
-    if has_wgmma and scale > 0 and jit.is_hopper(q.device):
+    if has_wgmma and not call.are_small and scale > 0 and jit.is_hopper(q.device):
         dtype, head_size = q.dtype, q.shape[2]  # a step of another size may be cut, or not
         both = (False, True) if splits and has_parts else (False,)
         jit.compile_too(_wgmma_variant(dtype, head_size, cut) for cut in both)
@@ -273,7 +274,7 @@ def launch_wgmma(call: PrefillCall, out: Tensor, parts: Tensor) -> None:
 
 def launch_tiles(call: PrefillCall, out: Tensor, sinks: SinkRows | None = None) -> None:
     """Launch `prefill_attention` on any GPU, or with `sinks` `sink_attention`."""
-    q, cache, block_tables, query_starts, lengths, scale, max_queries, _, window, _, own = call
+    q, cache, block_tables, query_starts, lengths, scale, max_queries, _, window, _, own = call[:11]
     num_q_heads, head_size = q.shape[1:]
     num_kv_heads, shape = cache.shape[1], tiles_shape(q.dtype, head_size)
     stages = shape.stages_of(q, cache)

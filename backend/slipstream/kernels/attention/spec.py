@@ -10,6 +10,9 @@ CAUSAL = "causal"
 # Other forms, that no backend has yet; docs/attention.md says so of each.
 MISSING_FORMS = ("cross",)
 LATENT = "latent (MLA)"  # latent.py
+# A row for each head of a row, of a cache whose blocks are a kv head's: what a head does not see is
+# not in its table.
+BY_HEAD = "by head"
 PREFIX = "prefix"  # causal but for prompts, whose tokens see each other: a row for each of them
 
 
@@ -40,6 +43,7 @@ class AttentionSpec:
     layers_per_block: int = 1  # core/groups.py
     form: str = CAUSAL
     latent_rank: int = 0  # of the latent form
+    skipped_tokens: int = 0  # of a block that heads of some layers may skip; 0: they see all
     score_cap: float = 0.0  # scores.py; 0: none
     has_slopes: bool = False
     has_sink_scores: bool = False

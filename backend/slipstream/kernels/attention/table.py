@@ -4,7 +4,7 @@ A feature is a change of a plain spec: bfloat16, heads of 128, 32 query heads ov
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from slipstream.kernels.attention.backend import (
     backend_for,
 )
 from slipstream.kernels.attention.spec import (
+    BY_HEAD,
     CAUSAL,
     LATENT,
     MISSING_FORMS,
@@ -72,6 +73,7 @@ FEATURES = (
     Feature("capped scores", "the model: `attn_logit_softcapping`", {"score_cap": 50.0}),
     Feature("ALiBi", "the model: `alibi`", {"has_slopes": True}),
     Feature("sinks in the softmax", "the model: GptOss", {"has_sink_scores": True}),
+    Feature("skipped blocks", "the model: Phi-3-small", {"skipped_tokens": 64}),
     Feature(f"{PREFIX} attention", "the model: ChatGLM 1", {"form": PREFIX}),
     LATENTS,
     *(
@@ -156,6 +158,8 @@ def choices() -> str:
         backend = backend_for(spec)
         if isinstance(backend, str) or len(spec.windows) > 1:
             continue  # layers of several windows are each as in a row of their own
+        if spec.skipped_tokens:  # layers that skip none are as in the first row
+            spec = replace(spec, form=BY_HEAD)
         window = max(spec.windows)
         hopper, other = (backend.choose(spec, window, is_hopper) for is_hopper in (True, False))
         reasons = (hopper.own_prefix, hopper.own_rotation, hopper.whole_chunks)

@@ -4,6 +4,23 @@
 
 constexpr int PACKS = 4;  // accesses of a thread to gates, and as many to ups, that are on their way at once
 
+// Of a gate and what it multiplies.
+template <typename Activation>
+struct Times {
+  DEVICE float operator()(float gate, float up) const { return Activation()(gate) * up; }
+};
+
+// The same of both cut off at a limit; NaN stays.
+struct Gegelu {
+  float limit;
+
+  DEVICE float operator()(float gate, float up) const {
+    const float g = below(gate), u = -below(-below(up));
+    return times_logistic(g, 1.702f * g) * (u + 1.0f);
+  }
+  DEVICE float below(float x) const { return x > limit ? limit : x; }
+};
+
 // At most PACKS accesses of a thread cover its row.
 template <typename Activation>
 DEVICE void gate(const T* gate_up, i64 stride, T* out, i64 width, Activation activation) {
@@ -26,19 +43,24 @@ DEVICE void gate(const T* gate_up, i64 stride, T* out, i64 width, Activation act
     if (first + i * step >= end) break;
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j)
-      gate[i].at[j] = from_float<T>(activation(to_float(gate[i].at[j])) * to_float(up[i].at[j]));
+      gate[i].at[j] = from_float<T>(activation(to_float(gate[i].at[j]), to_float(up[i].at[j])));
     store<VECTOR>(out + first + i * step, gate[i]);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(256)
     silu_mul(const T* gate_up, i64 stride, T* out, i64 width) {
-  gate(gate_up, stride, out, width, Silu());
+  gate(gate_up, stride, out, width, Times<Silu>());
 }
 
 extern "C" __global__ void __launch_bounds__(256)
     gelu_mul(const T* gate_up, i64 stride, T* out, i64 width) {
-  gate(gate_up, stride, out, width, Gelu());
+  gate(gate_up, stride, out, width, Times<Gelu>());
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    gegelu_mul(const T* gate_up, i64 stride, T* out, i64 width, float limit) {
+  gate(gate_up, stride, out, width, Gegelu{limit});
 }
 
 // numbers: alpha of both sides, beta, and what the exponent is at most.

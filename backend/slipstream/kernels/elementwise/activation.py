@@ -30,6 +30,16 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return (functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
 
 
+@op("gate_up[n,_]:T")
+def gegelu_mul(gate_up: Tensor, limit: float) -> Tensor:
+    """`quick_gelu(gate) * (up + 1)` as `silu_mul`; first gates are cut off at `limit`, above alone,
+    ups at `limit` and its negative.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (_quick_gelu(gate) * (up + 1)).to(gate_up.dtype)
+
+
 @op("x[n,_]:T, numbers[_]:f32")
 def xielu(x: Tensor, numbers: Tensor) -> Tensor:
     """xIELU of every column, in fp32, rounded once: a parabola above 0, below it an exponential.
@@ -108,7 +118,12 @@ def _half_width(gate_up: Tensor) -> int:
     return width // 2
 
 
-def _launch(name: str, x: Tensor, width: int, *more: Tensor) -> Tensor:
+@gegelu_mul.cuda
+def _gegelu_mul(gate_up: Tensor, limit: float) -> Tensor:
+    return _launch("gegelu_mul", gate_up, _half_width(gate_up), limit)
+
+
+def _launch(name: str, x: Tensor, width: int, *more: Tensor | float) -> Tensor:
     """Launch a kernel that spreads a row over more threads where there are few rows.
 
     `more` are arguments behind the results' width.

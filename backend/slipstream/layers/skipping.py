@@ -1,0 +1,207 @@
+"""Heads that skip blocks of tokens (block-sparse attention: Child et al., 2019; Phi-3-small).
+
+What a head does not see is left out of its table. So each head of a decode is a row of its own, of
+a cache whose blocks are those of one kv head; and so is each head of the queries in one block,
+which see the same blocks. Kernels are those of all models: keys are rotated when they are cached,
+so where they stand in a table changes no score.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention.backend import AttentionBackend, Rows
+from slipstream.kernels.attention.newest import Newest
+from slipstream.kernels.attention.scores import UNCHANGED, Scores
+from slipstream.kernels.attention.spec import BY_HEAD
+from slipstream.layers.attention import AttentionInputs, StepRows
+from slipstream.layers.dims import SkipConfig
+
+
+def pages_of(cache: Tensor) -> Tensor:
+    """Return a cache as blocks of one kv head each: block `b` of head `h` is `b * heads + h`."""
+    return cache.view(-1, 1, *cache.shape[2:])
+
+
+class Segments(NamedTuple):
+    """Queries of chunks by the block that they stand in; `m` of them, some of which are empty."""
+
+    rows: Tensor  # [m] i64: the chunk of each
+    starts: Tensor  # [m] i64: its first query
+    sizes: Tensor  # [m] i64: queries
+    ends: Tensor  # [m] i64: the position behind its last query; 0: it is empty
+
+    @classmethod
+    def of(cls, starts: Tensor, lengths: Tensor, num_queries: int, block: int) -> Self:
+        """Cut chunks, `starts [r + 1]` and `lengths [r]` as in `StepRows`, at multiples of `block`.
+
+        `num_queries` are the most of all chunks together. There are as many segments as these can
+        give, so that the device is not waited for.
+        """
+        ends, begins = lengths.long(), starts[:-1].long()
+        counts = torch.where(ends > 0, starts[1:] - begins, 0)
+        positions = ends - counts  # of the first queries
+        each = torch.where(counts > 0, (ends - 1) // block - positions // block + 1, 0)
+        behind = each.cumsum(0)
+        most = min(num_queries, num_queries // block + 2 * len(lengths))
+        number = torch.arange(most, device=lengths.device)
+        rows = torch.searchsorted(behind, number, right=True).clamp(max=len(lengths) - 1)
+        at = positions[rows] // block + number - (behind - each)[rows]
+        first = torch.maximum(at * block, positions[rows])
+        end = torch.minimum((at + 1) * block, ends[rows])
+        is_there = number < behind[-1]
+        sizes = torch.where(is_there, end - first, 0)
+        begin = begins[rows] + first - positions[rows]
+        return cls(rows, begin, sizes, torch.where(is_there, end, 0))
+
+    def order(self, num_rows: int, heads: int) -> tuple[Tensor, Tensor]:
+        """Return where each head of each segment begins, `[m * heads + 1] i32`, and for each row
+        from there on which of `[num_rows, heads]` it is, `[num_rows * heads] i64`; behind them
+        come numbers that are above all.
+        """
+        behind = self.sizes.cumsum(0)
+        each = self.sizes[:, None] * torch.arange(heads, device=behind.device)
+        begins = (heads * (behind - self.sizes)[:, None] + each).flatten()
+        begins = torch.cat((begins, heads * behind[-1:])).to(torch.int32)
+        number = torch.arange(num_rows * heads, device=behind.device)
+        segment = torch.searchsorted(behind * heads, number, right=True)
+        is_there = segment < len(behind)
+        segment = segment.clamp(max=len(behind) - 1)
+        size = self.sizes[segment].clamp(min=1)
+        own = number - heads * (behind - self.sizes)[segment]
+        place = (self.starts[segment] + own % size) * heads + own // size
+        return begins, torch.where(is_there, place, num_rows * heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippingInputs(AttentionInputs):
+    """`rows` are the step's, attention is that of `by_head`, whose rows are a head's."""
+
+    maker: "Skipping"
+    cache: Tensor  # of any of the layers
+    by_head: AttentionInputs
+    order: Tensor | None  # [n * heads] i64: which query and head each row is; None: in order
+
+    @property
+    def rotates_decodes(self) -> bool:
+        """Return False: several rows have the same newest token."""
+        return False
+
+    def of_last_layer(self, sample_rows: Tensor, sample_starts: Tensor) -> "SkippingInputs":
+        """Return the inputs of the last layer; see `AttentionInputs`."""
+        cut = AttentionInputs.of_last_layer(self, sample_rows, sample_starts)
+        made = self.maker.inputs(self.cache, cut.rows, len(sample_rows))
+        return replace(made, wanted=sample_rows)
+
+    def attend(
+        self,
+        q: Tensor,
+        newest: Newest | None,
+        cache: Tensor,
+        scale: float,
+        changed: Scores = UNCHANGED,
+    ) -> Tensor:
+        """Attend with each head to the blocks that it sees; see `AttentionInputs`."""
+        assert newest is None, "decodes are rotated before"
+        pages, rows = pages_of(cache), q.reshape(-1, 1, q.shape[2])
+        if self.order is None:
+            return self.by_head.attend(rows, None, pages, scale, changed).view(q.shape)
+        last = len(rows) - 1
+        found = self.by_head.attend(rows[self.order.clamp(max=last)], None, pages, scale, changed)
+        out = rows.new_empty((len(rows) + 1, *rows.shape[1:]))  # and a row of what is none
+        out[self.order] = found
+        return out[:-1].view(q.shape)
+
+
+class Skipping:
+    """Makes the inputs of layers whose heads skip blocks.
+
+    Args:
+        config: what they skip.
+        backend: of attention; its spec says heads and blocks of the cache.
+        device: of the step's tensors.
+    """
+
+    def __init__(self, config: SkipConfig, backend: AttentionBackend, device: torch.device) -> None:
+        spec = backend.spec
+        assert config.tokens % spec.block_size == 0, "the backend refuses others"
+        self._config = config
+        self._backend = type(backend)(
+            replace(spec, num_heads=1, num_kv_heads=1, windows=(0,), form=BY_HEAD)
+        )
+        self._deterministic, self._heads = spec.deterministic, spec.num_heads
+        self._kv_heads, self._pages = spec.num_kv_heads, config.tokens // spec.block_size
+        firsts = sorted(set(config.firsts))
+        self._firsts = torch.tensor(firsts, device=device)
+        self._class = torch.tensor([firsts.index(each) for each in config.firsts], device=device)
+        each = spec.num_heads // spec.num_kv_heads
+        heads = torch.arange(spec.num_heads, dtype=torch.int32, device=device)
+        self._kv_head = heads // each  # of each head
+
+    def sees_all(self, rows: StepRows) -> bool:
+        """Whether it is known that no row of a step is long enough to skip a token.
+
+        In deterministic mode it never is: bits of a sequence may not depend on others.
+        """
+        if self._deterministic:
+            return False
+        most = self._config.dense_tokens
+        if not rows.lengths.is_cuda:
+            return not len(rows.lengths) or int(rows.lengths.max()) <= most
+        are_known = rows.num_decodes == 0 and len(rows.contexts) > 0
+        return are_known and max(length for _, length in rows.contexts) <= most
+
+    def inputs(self, cache: Tensor, rows: StepRows, num_tokens: int) -> SkippingInputs:
+        """Make the inputs of a step of `num_tokens` queries; see `AttentionInputs.of`."""
+        n, heads, most = rows.num_decodes, self._heads, min(rows.max_queries, self._config.tokens)
+        number = torch.arange(n, device=rows.lengths.device)
+        tables, lengths = self._seen(rows.block_tables[:n], number, rows.lengths[:n].long())
+        starts, order = rows.query_starts, None
+        if most > 0:
+            count = num_tokens - n
+            chunks = rows.block_tables[n:], rows.lengths[n:]
+            own = Segments.of(rows.query_starts, chunks[1], count, self._config.tokens)
+            starts, places = own.order(count, heads)
+            decodes = torch.arange(n * heads, device=places.device)
+            order = torch.cat((decodes, n * heads + places))
+            more = self._seen(chunks[0], own.rows, own.ends)
+            tables, lengths = torch.cat((tables, more.block_tables)), torch.cat((lengths, more[1]))
+        by_head = rows._replace(
+            block_tables=tables,
+            lengths=lengths,
+            query_starts=starts,
+            num_decodes=n * heads,
+            max_queries=most,
+            contexts=(),
+        )
+        made = AttentionInputs.of(self._backend, pages_of(cache), by_head, 0)
+        plan, backend = made.plan, self._backend
+        return SkippingInputs(
+            backend, rows, plan, 0, maker=self, cache=cache, by_head=made, order=order
+        )
+
+    def _seen(self, tables: Tensor, rows: Tensor, ends: Tensor) -> Rows:
+        """Return what heads see of `rows [m] i64` of tables, to the last query's `ends [m] i64`.
+
+        Tables are `[m * heads, blocks] i32`; queries stand in one block.
+        """
+        c, device = self._config, tables.device
+        num_blocks = -(-tables.shape[1] // self._pages)
+        most = min(num_blocks, c.local) + -(-max(0, num_blocks - c.local) // c.stride)
+        own = (ends - 1) // c.tokens  # block of the queries
+        older = own - c.local + 1  # blocks before the local ones
+        near = older.clamp(min=0)
+        seen = ((older[:, None] - 1 - self._firsts) // c.stride + 1).clamp(min=0)  # of older ones
+        entry = torch.arange(most, device=device)
+        far = self._firsts[:, None] + entry * c.stride
+        local = near[:, None, None] + entry - seen[..., None]
+        blocks = torch.where(entry < seen[..., None], far, local)  # [m, classes, most]
+        pages = blocks[..., None] * self._pages + torch.arange(self._pages, device=device)
+        pages = pages.flatten(2).clamp(max=tables.shape[1] - 1)
+        found = tables[rows[:, None, None], pages][:, self._class]  # [m, heads, pages]
+        found = found * self._kv_heads + self._kv_head[:, None]
+        count = seen + (own + 1 - near)[:, None]
+        lengths = (count * c.tokens - ((own + 1) * c.tokens - ends)[:, None])[:, self._class]
+        return Rows(found.flatten(0, 1), lengths.flatten().to(torch.int32))
