@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 from paced_engine import write_python
-from slipstream_compose.compose import compose, write
+from slipstream_compose.compose import compose
+from slipstream_compose.writing import write
 from slipstream_runtime.processes import num_cores
 from slipstream_serve.gateway_alone import gateway_alone, wait_ready
 from slipstream_serve.server import repository_root

@@ -31,7 +31,8 @@ from typing import Any
 import handover_journal
 from paced_engine import write_python
 from report import RESULTS, commit
-from slipstream_compose.compose import compose, write
+from slipstream_compose.compose import compose
+from slipstream_compose.writing import write
 from slipstream_runtime.processes import num_cores
 from slipstream_serve.server import repository_root, server_directory
 from slipstream_serve.triton import Endpoints, TritonServer

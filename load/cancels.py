@@ -25,7 +25,8 @@ from leaving import TOKEN_MODEL, Asked, Leaver, Server
 from noting_engine import Journal, write_python
 from serving import PROMPTS, REPORTS, about
 from slipstream_client import SlipstreamClient
-from slipstream_compose.compose import compose, write
+from slipstream_compose.compose import compose
+from slipstream_compose.writing import write
 from slipstream_preprocessing.tokenizer import load_tokenizer
 from slipstream_serve.probe import first_token
 from slipstream_serve.server import repository_root

@@ -27,7 +27,8 @@ from fuzz_judge import judge
 from fuzz_send import Sender
 from serving import REPORTS, fuzz
 from slipstream_client import SlipstreamClient
-from slipstream_compose.compose import compose, write
+from slipstream_compose.compose import compose
+from slipstream_compose.writing import write
 from slipstream_runtime.processes import num_cores
 from slipstream_serve.server import repository_root
 from slipstream_serve.triton import Endpoints, TritonServer

@@ -27,7 +27,8 @@ from typing import Any
 import psutil
 from fuzz_v1_cases import CHATS, COMPLETIONS, Case, cases
 from serving import REPORTS, fuzz
-from slipstream_compose.compose import compose, write
+from slipstream_compose.compose import compose
+from slipstream_compose.writing import write
 from slipstream_runtime.processes import num_cores
 from slipstream_serve.gateway_alone import gateway_alone, wait_ready
 from slipstream_serve.server import repository_root

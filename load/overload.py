@@ -29,7 +29,8 @@ from slipstream_client.bench.figures import MeasuredWindow, Trace
 from slipstream_client.bench.load import RequestMaker, make_prompts, schedule
 from slipstream_client.bench.messages import Job, Record
 from slipstream_client.bench.runner import Clients, LoadSpec, Outcome, Target
-from slipstream_compose.compose import compose, write
+from slipstream_compose.compose import compose
+from slipstream_compose.writing import write
 from slipstream_runtime.processes import num_cores
 from slipstream_serve.probe import first_token
 from slipstream_serve.server import repository_root

@@ -30,7 +30,8 @@ import soak_timed
 from crashes import Watch
 from serving import REPORTS, about
 from slipstream_client import AsyncSlipstreamClient
-from slipstream_compose.compose import compose, write
+from slipstream_compose.compose import compose
+from slipstream_compose.writing import write
 from slipstream_runtime.processes import num_cores
 from slipstream_serve.probe import first_token
 from slipstream_serve.server import repository_root

@@ -30,10 +30,9 @@ from slipstream_compose.compose import (
     ComposeError,
     Repository,
     compose,
-    differences,
-    write,
 )
 from slipstream_compose.convert import convert_tokenizer, needs_conversion
+from slipstream_compose.writing import differences, write
 
 _COUNTS = (
     "kv_cache_tokens",

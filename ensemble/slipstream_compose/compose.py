@@ -24,7 +24,6 @@ from slipstream_contract.deployment import (
     ENGINE,
     Deployment,
     deployments_of,
-    engine_model_of,
     name_of,
     split_name,
 )
@@ -38,11 +37,11 @@ from slipstream_runtime.processes import MAX_INSTANCES
 from tokenizers import Tokenizer
 
 from slipstream_compose import made
-from slipstream_compose.pbtxt import MARK, model_config
+from slipstream_compose.pbtxt import model_config
 from slipstream_compose.tokenizer_classes import unconverted
 
 WIRINGS = ("composed", "fused")
-_CONFIG, _SETTINGS = "config.pbtxt", "model.json"
+CONFIG, SETTINGS = "config.pbtxt", "model.json"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 # Models that need no tokenizer, and the `wiring` in `1/model.json` of the bridge's models.
@@ -150,8 +149,8 @@ def compose(
         served_by = "llmapi" if model in added else _wiring(model, is_fused)
         parameters = _parameters(model, served_by, engine.checkpoint, named(ENGINE))
         own = Path(named(model.name))
-        files[own / _CONFIG] = model_config(model, parameters, is_fused, deployment)
-        files[own / "1" / _SETTINGS] = _json(_settings(model, served_by, engine, deployment))
+        files[own / CONFIG] = model_config(model, parameters, is_fused, deployment)
+        files[own / "1" / SETTINGS] = _json(_settings(model, served_by, engine, deployment))
     _check_others(output, deployment, files, engine.memory_share)
     return Repository(output, info, files, notes, deployment)
 
@@ -342,102 +341,3 @@ def _parameters(
 
 def _json(value: Mapping[str, Any]) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-
-
-# --- compare and write ----------------------------------------------------------------------------
-
-
-def differences(repository: Repository) -> Iterator[str]:
-    """Yield one line for each file that differs from what would be written."""
-    for path, content in repository.files.items():
-        there = _read(repository.root / path)
-        if there is None:
-            yield f"{path}: missing"
-        elif there != content:
-            yield f"{path}: {_first_difference(there, content)}"
-    for path in _superfluous(repository):
-        yield f"{path}: not part of this repository"
-
-
-def _first_difference(there: str, content: str) -> str:
-    """Describe the first line that differs."""
-    old, new = there.splitlines(), content.splitlines()
-    for number, (left, right) in enumerate(zip(old, new, strict=False), 1):
-        if left != right:
-            return f"line {number} is {clip(left.strip())}, not {clip(right.strip())}"
-    return f"{len(old)} lines, not {len(new)}" if len(old) != len(new) else "its last line end"
-
-
-def write(repository: Repository) -> list[str]:
-    """Write the files that differ; remove our models that are no longer part of the repository.
-
-    Returns what was done. Raises ComposeError, before anything is written, for a file that compose
-    did not write.
-    """
-    root = repository.root
-    superfluous = list(_superfluous(repository))
-    for path, content in repository.files.items():
-        there = _read(root / path)
-        if there is not None and there != content and not _is_ours(root / path.parts[0]):
-            raise ComposeError(
-                f"{root / path} was not written by `slipstream compose`: move it away first"
-            )
-    done = []
-    for path, content in repository.files.items():
-        target = root / path
-        if _read(target) != content:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _replace(target, content)
-            done.append(f"wrote {path}")
-    for path in superfluous:
-        (root / path).unlink()
-        done.append(f"removed {path}")
-        for folder in (root / path).parents:
-            if folder == root or not folder.is_dir() or any(folder.iterdir()):
-                break
-            folder.rmdir()
-    return done
-
-
-def _superfluous(repository: Repository) -> Iterator[Path]:
-    """Yield the files of models that an earlier call of that name wrote and this one does not."""
-    engine_model = name_of(repository.deployment, ENGINE)
-    for folder in sorted(folder.parent for folder in repository.root.glob(f"*/{_CONFIG}")):
-        name = folder.name
-        is_left = Path(name) / _CONFIG not in repository.files and _is_ours(folder)
-        if is_left and _engine_of(folder) == engine_model:
-            paths = (Path(name) / "1" / _SETTINGS, Path(name) / _CONFIG)
-            yield from (path for path in paths if (repository.root / path).is_file())
-    for path in made.found(repository.root / engine_model / "1"):
-        if path.relative_to(repository.root) not in repository.files:
-            yield path.relative_to(repository.root)
-
-
-def _engine_of(model: Path) -> str:
-    """Return the engine of a model of ours; settings that cannot be read leave its name."""
-    try:
-        return engine_model_of(model)
-    except ValueError:
-        return name_of(split_name(model.name)[0], ENGINE)
-
-
-def _is_ours(model: Path) -> bool:
-    """Return whether config.pbtxt has our mark, or there is no file to overwrite."""
-    text = _read(model / _CONFIG)
-    if text is None:
-        return not (model / "1" / _SETTINGS).exists()
-    return text.startswith(MARK)
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_bytes().decode("utf-8", "replace")
-    except FileNotFoundError:
-        return None
-
-
-def _replace(path: Path, content: str) -> None:
-    """Write to a new file and rename it: a polling server never sees half a file."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(content, encoding="utf-8", newline="\n")
-    beside.replace(path)
