@@ -45,11 +45,22 @@ CASES = [
     ("llama", "bfloat16"),
     ("qwen3", "bfloat16"),
     ("gemma3", "bfloat16"),
+    ("llama4", "bfloat16"),
+    ("llama4", "float32"),
 ]
 GROUPS = {
     "num_hidden_layers": 3,
     "sliding_window": 200,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+# Without experts, which fp32 lacks. Chunks of attention: no row of a batch here crosses a border.
+CHUNKED = {"intermediate_size_mlp": 192, "interleave_moe_layer_step": 9, "head_dim": 64}
+CHUNKED |= {"num_hidden_layers": 3, "no_rope_layer_interval": 3, "attention_chunk_size": 4096}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in ("llama", "qwen2", "qwen3")},
+    "gemma3": ("gemma3", GROUPS),
+    "llama4": ("llama4", CHUNKED),
+    "llama4, small chunks": ("llama4", CHUNKED | {"attention_chunk_size": 256}),
 }
 
 
@@ -57,8 +68,8 @@ GROUPS = {
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("graphs")
     return {
-        family: save(make_model(family, max_position_embeddings=MAX_LEN, **groups), folder / family)
-        for family, groups in {"llama": {}, "qwen2": {}, "qwen3": {}, "gemma3": GROUPS}.items()
+        name: save(make_model(family, max_position_embeddings=MAX_LEN, **changes), folder / name)
+        for name, (family, changes) in MODELS.items()
     }
 
 
@@ -207,7 +218,7 @@ def generate(runner: ModelRunner) -> list[Generation]:
     return generations
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "llama4, small chunks"])
 def test_the_same_tokens_as_without_graphs(family: str, checkpoints: dict[str, Path]) -> None:
     with_graphs = make(checkpoints[family])
     ours = generate(with_graphs)
