@@ -2,7 +2,8 @@
 
 That code is never run. Facts are from the published checkpoints: THUDM/chatglm-6b, chatglm2-6b,
 chatglm3-6b and glm-4-9b-chat, Qwen/Qwen-7B, baichuan-inc/Baichuan2-7B-Chat,
-internlm/internlm-chat-7b and internlm2-chat-7b, replit/replit-code-v1-3b.
+internlm/internlm-chat-7b and internlm2-chat-7b, microsoft/Phi-3-small-8k-instruct,
+replit/replit-code-v1-3b.
 """
 
 from dataclasses import dataclass
@@ -68,6 +69,13 @@ _BAICHUAN = """\
 {%- if add_generation_prompt %}ASSISTANT{% endif -%}
 """
 _QWEN_EXTRA = tuple(f"<|extra_{i}|>" for i in range(205))
+_DUMMIES = tuple(f"<|dummy_id_{i}|>" for i in range(87))
+_PHI3_SMALL = (  # behind the 100,256 ranks of cl100k_base
+    _DUMMIES[2],
+    *("<|endoftext|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    *("<|system|>", "<|user|>", "<|assistant|>", *_DUMMIES[:2], "<|end|>"),
+    *(*_DUMMIES[3:12], "<|endofprompt|>", *_DUMMIES[12:]),
+)
 
 CLASSES = {
     "BaichuanTokenizer": TokenizerClass(
@@ -95,6 +103,9 @@ CLASSES = {
     ),
     "ChatGLM4Tokenizer": TokenizerClass(
         pattern=_WORDS + r"|\p{N}{1,3}" + _REST, prefix=("[gMASK]", "<sop>")
+    ),
+    "Phi3SmallTokenizer": TokenizerClass(
+        "cl100k_base.tiktoken", pattern=_WORDS + r"|\p{N}{1,3}" + _REST, special=_PHI3_SMALL
     ),
     "QWenTokenizer": TokenizerClass(
         "qwen.tiktoken",

@@ -11,6 +11,7 @@ import pytest
 from fixtures.stages.qwen_ranks import QwenRanks, fetch_ranks
 from fixtures.stages.zoo import CORPUS
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
+from slipstream.models.families.phi3small import SILENT
 from slipstream_compose.compose import ComposeError
 from slipstream_compose.convert import convert_tokenizer, needs_conversion
 from slipstream_compose.tokenizer_classes import CLASSES
@@ -220,6 +221,23 @@ def test_special_tokens_have_the_published_ids(tmp_path: Path) -> None:
     text = ChatTemplate.load(path).render([{"role": "user", "content": "Hi"}])
     assert text.startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n")
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_special_tokens_of_phi3_small_have_the_published_ids(tmp_path: Path) -> None:
+    """Behind 100,256 ranks; those that stand for nothing are never said (models/families)."""
+    known = CLASSES["Phi3SmallTokenizer"]
+    path = folder(tmp_path / "model", "Phi3SmallTokenizer")
+    more = 100256 - trained_ranks(known.pattern, path / known.file).get_vocab_size()
+    convert_tokenizer(path)
+    ours = load_tokenizer(path)
+    published = {"<|endoftext|>": 100257, "<|system|>": 100261, "<|assistant|>": 100263}
+    published |= {"<|end|>": 100266, "<|endofprompt|>": 100276, "<|dummy_id_86|>": 100351}
+    assert {name: ours.token_to_id(name) + more for name in published} == published
+    said = {"<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"}
+    silent = [ours.token_to_id(name) + more for name in known.special if name not in said]
+    assert tuple(sorted(silent)) == SILENT
+    ids = ours.encode("<|user|>\nHi<|end|>\n<|assistant|>\n").ids
+    assert [i + more for i in ids if i + more >= 100256] == [100262, 100266, 100263]
 
 
 @pytest.mark.parametrize(
