@@ -203,7 +203,7 @@ def test_a_client_numbers_adapters_and_sends_their_weights_once(house: House) ->
             k: (a.half().float(), (b * scale).half().float() / scale) for k, (a, b) in pairs.items()
         }
         house.pairs[name] = rounded
-    house.store._max_task_bytes = 1
+    house.store._tasks._max_bytes = 1
     prompt = random_prompts([12])[0]
     with pytest.raises(ContractError, match="LoRA task 7 not found in cache: send lora_weights"):
         house.submit(prompt, LoraTask(7))

@@ -230,5 +230,5 @@ def test_many_numbers_take_no_longer_each(monkeypatch: pytest.MonkeyPatch) -> No
         task = LoraTask(number, 1, 1, bytes([1 + number % 3, 0]), bytes(12))
         store.choose(Submit(number, pack([1]), GREEDY, 1, task=task))
         store.check_integrity()
-    assert store._task_bytes == 2
+    assert store._tasks._num_bytes == 2
     assert len(held.stored) == 2

@@ -7,7 +7,6 @@ memory; `adapter_room.py` decides which of them are on the device.
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from slipstream_contract.prompt_table import TABLE, PromptTable
 from slipstream.core.adapter import Adapter, check_name, with_virtual
 from slipstream.engine.adapter_directory import AdapterDirectory
 from slipstream.engine.adapter_room import AdapterRoom, Pool
+from slipstream.engine.adapter_tasks import AdapterTasks
 from slipstream.engine.served import Changed
 from slipstream.errors import CheckpointError, StartError
 from slipstream.wire import AdapterInfo, Submit
@@ -95,8 +95,7 @@ class AdapterStore:
             holder: of the device; None: no adapter can be loaded.
             root: directory out of which requests may have adapters loaded; empty: none may.
             base: the model's name, which no adapter may have.
-            max_task_bytes: of adapters that clients have numbered: beyond, the one that was used
-                longest ago is discarded. The last one is always kept.
+            max_task_bytes: of adapters that clients have numbered; see `AdapterTasks`.
         """
         self._holder = holder
         self.room = AdapterRoom(holder)
@@ -105,10 +104,7 @@ class AdapterStore:
         self._names: dict[str, Adapter] = {}
         self._paths: dict[str, str] = {}  # of each name
         self._adapters: dict[bytes, Adapter] = {}  # by digest
-        self._tasks: dict[int, Adapter] = {}  # by the clients' numbers, the last used last
-        self._max_task_bytes = max_task_bytes
-        self._num_tasks: Counter[bytes] = Counter()  # by digest
-        self._task_bytes = 0  # of different ones
+        self._tasks = AdapterTasks(max_task_bytes, self._drop)
         self._read: Future[Any] | None = None  # weights of the request that is submitted
         self._loading: list[_Loading] = []
         self._threads: ThreadPoolExecutor | None = None
@@ -206,39 +202,10 @@ class AdapterStore:
         task = message.task
         assert task is not None, "checked"
         if not task.num_rows:
-            adapter = self._tasks.pop(task.task_id, None)
-            if adapter is None:
-                raise ContractError(
-                    f"LoRA task {task.task_id} not found in cache: send lora_weights and "
-                    "lora_config with lora_task_id once",
-                    Code.NOT_FOUND,
-                )
-            self._tasks[task.task_id] = adapter  # the last used
-            return adapter
+            return self._tasks.use(task.task_id)
         adapter = self._of_weights(message, f"LoRA task {task.task_id}")
-        self._take_task(adapter)
-        before, self._tasks[task.task_id] = self._tasks.pop(task.task_id, None), adapter
-        self._drop_task(before)
-        while len(self._tasks) > 1 and self._task_bytes > self._max_task_bytes:
-            self._drop_task(self._tasks.pop(next(iter(self._tasks))))
+        self._tasks.put(task.task_id, adapter)
         return adapter
-
-    def _take_task(self, adapter: Adapter) -> None:
-        """Have one more number point to an adapter, whose bytes count once."""
-        adapter.num_names += 1
-        self._num_tasks[adapter.digest] += 1
-        if self._num_tasks[adapter.digest] == 1:
-            self._task_bytes += adapter.num_bytes
-
-    def _drop_task(self, adapter: Adapter | None) -> None:
-        """Take a number from what it pointed to."""
-        if adapter is None:
-            return
-        self._num_tasks[adapter.digest] -= 1
-        if not self._num_tasks[adapter.digest]:
-            del self._num_tasks[adapter.digest]
-            self._task_bytes -= adapter.num_bytes
-        self._drop(adapter)
 
     def infos(self) -> list[AdapterInfo]:
         """Return what there is, by name."""
@@ -337,13 +304,12 @@ class AdapterStore:
     def check_integrity(self) -> None:
         """Assert that counts agree, and that nothing is kept that has no use."""
         for adapter in self._adapters.values():
-            names = sum(each is adapter for each in (*self._names.values(), *self._tasks.values()))
+            names = sum(each is adapter for each in self._names.values())
+            names += self._tasks.count(adapter)
             assert adapter.num_names == names
             assert adapter.num_users >= 0
             assert names or adapter.num_users, "an adapter without a use"
-        tasks = {each.digest: each.num_bytes for each in self._tasks.values()}
-        assert self._task_bytes == sum(tasks.values())
-        assert self._num_tasks == Counter(each.digest for each in self._tasks.values())
+        self._tasks.check_integrity()
         assert self._names.keys() == self._paths.keys()
 
     def _check(self, name: str) -> None:
@@ -384,7 +350,8 @@ class AdapterStore:
         adapter = self._adopt(weights, f"adapter {clip(name)}")
         adapter.num_names += 1
         before, self._names[name], self._paths[name] = self._names.get(name), adapter, path
-        self._drop(before)
+        if before is not None:
+            self._drop(before)
         self.when_changed([self._info(name)], [])
 
     def _adopt(self, weights: ReadWeights, what: str) -> Adapter:
@@ -403,11 +370,10 @@ class AdapterStore:
             self._adapters[weights.digest] = adapter
         return adapter
 
-    def _drop(self, adapter: Adapter | None) -> None:
+    def _drop(self, adapter: Adapter) -> None:
         """Take a name, or a number, from what it pointed to."""
-        if adapter is not None:
-            adapter.num_names -= 1
-            self._remove_unused(adapter)
+        adapter.num_names -= 1
+        self._remove_unused(adapter)
 
     def _remove_unused(self, adapter: Adapter) -> None:
         if not adapter.num_users and not adapter.num_names:
