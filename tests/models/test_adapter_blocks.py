@@ -58,17 +58,38 @@ def drawn(data: st.DataObject, modules: list[str], rank: int) -> Tensors:
     return tensors
 
 
-def by_definition(tensors: Mapping[str, torch.Tensor], scales: Mapping[str, float]) -> bytes:
-    """The digest of modules one after another."""
-    whole = b""
-    for module, scale in sorted(scales.items()):
-        digest = sha256(f"{module} {scale!r}".encode())
+def laid_out(tensors: Tensors, scales: Mapping[str, float]) -> bytes:
+    """What is hashed of modules that are read together, of which tensors of B are multiplied."""
+    kinds: dict[torch.dtype, list[tuple[str, torch.Tensor, float]]] = {}
+    for module, scale in scales.items():
         for side in "AB":
             x = tensors[f"base_model.model.{module}.lora_{side}.weight"]
-            digest.update(f" {x.dtype} {tuple(x.shape)} ".encode())
-            digest.update(x.view(torch.uint8).numpy().tobytes())
-        whole += digest.digest()[:16]
-    return blake2b(whole, digest_size=16).digest()
+            own = f"{module} {side.lower()}", x, scale if side == "B" else 1.0
+            kinds.setdefault(x.dtype, []).append(own)
+    said, memory = [], b""
+    for of_kind, found in kinds.items():
+        found.sort(key=lambda each: each[2])
+        said.append((str(of_kind), False, [(name, tuple(x.shape)) for name, x, _ in found]))
+        for _, x, _ in found:
+            data = x.view(torch.uint8).numpy().tobytes()
+            memory += data + bytes(-len(data) % 64)
+    text = repr((list(scales.items()), said)).encode()
+    return len(text).to_bytes(8, "big") + text + memory
+
+
+def by_definition(tensors: Tensors, scales: Mapping[str, float], piece: int) -> bytes:
+    """The digest of an adapter, of those of its pieces."""
+    pieces: list[dict[str, float]] = [{}]
+    size = 0
+    for module, scale in sorted(scales.items()):
+        if size >= piece:
+            pieces.append({})
+            size = 0
+        pieces[-1][module] = scale
+        size += sum(x.nbytes for name, x in tensors.items() if f".{module}." in name)
+    whole = b"".join(sha256(laid_out(tensors, own)).digest() for own in pieces)
+    start = b"slipstream adapter 2 " + piece.to_bytes(8, "big")
+    return blake2b(start + whole, digest_size=16).digest()
 
 
 @given(data=st.data(), rank=st.integers(1, 18), piece=st.sampled_from([1, 3000, 1 << 20]))
@@ -118,7 +139,7 @@ def test_modules_that_are_read_together_are_what_each_is_alone(
         assert term.a is not None
         assert torch.equal(term.a.view(torch.uint8), pair[0].view(torch.uint8))
         assert torch.equal(own.view(torch.uint8), pair[1].view(torch.uint8))
-    assert found.digest == by_definition(tensors, scales)
+    assert found.digest == by_definition(tensors, scales, piece)
 
 
 def test_torch_keeps_its_threads_when_an_adapter_was_read(targets: Targets, folder: Path) -> None:

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -255,6 +257,40 @@ def test_reading_leaves_other_threads_their_number_of_torch_threads() -> None:
         torch.set_num_threads(before)
 
 
+def test_threads_stay_and_one_piece_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error, or a caller that takes no more, waits for what is being computed."""
+
+    def thread(_: int) -> str:
+        return threading.current_thread().name
+
+    monkeypatch.setattr(workers, "num_cores", lambda: 4)
+    assert [*workers.in_threads(thread, [])] == []
+    assert [*workers.in_threads(thread, [0])] == [threading.current_thread().name]
+    names = {*workers.in_threads(thread, range(64)), *workers.in_threads(thread, range(64))}
+    assert len(names) <= 2
+    assert all(name.startswith("adapter-pieces") for name in names)
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def slow(number: int) -> int:
+        begun.append(number)
+        time.sleep(0.01)
+        ended.append(number)
+        if number == 1:
+            raise ValueError
+        return number
+
+    found = workers.in_threads(slow, range(64))
+    with pytest.raises(ValueError):  # noqa: PT011 - any
+        list(found)
+    assert sorted(begun) == sorted(ended)
+    assert len(ended) < 10
+    found = workers.in_threads(slow, range(2, 64))
+    assert next(found) == 2
+    found.close()
+    assert sorted(begun) == sorted(ended)
+
+
 def test_a_file_that_changes_while_it_is_read_is_refused(
     base: torch.nn.Module,
     runner: ModelRunner,
@@ -265,6 +301,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     pairs = draw_pairs(base, targets_of(base), 2), draw_pairs(base, targets_of(base), 2, seed=1)
     path, other = (write_adapter(tmp_path / str(i), pairs[i], 2) / TENSORS for i in range(2))
     os.utime(path, (1, 1))  # long ago: the clock of files is coarse
+    monkeypatch.setattr(stored, "PIECE", 1)
     first, second = (runner.adapters.read(str(each.parent)).digest for each in (path, other))
     becomes = tmp_path / "becomes"
     calls: list[object] = []
@@ -279,7 +316,6 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
         return read_piece(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stored, "PIECE", 1)
         patch.setattr(read, "read_piece", changed)
         becomes.write_bytes(path.read_bytes())
         os.utime(becomes, (1, 1))

@@ -10,8 +10,9 @@ import math
 import os
 import struct
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeGuard
 
 from slipstream_contract.errors import clip
 
@@ -95,24 +96,30 @@ def without_weights(directory: Path, single: str, shown: Path | None = None) -> 
 
 
 def _entry(path: Path, name: str, spec: object, data_start: int, size: int) -> TensorEntry:
-    wrong = f"{path}: tensor {clip(name)}"
+    def wrong(what: str) -> CheckpointError:
+        return CheckpointError(f"{path}: tensor {clip(name)}: {what}")
+
     if not isinstance(spec, dict):
-        raise CheckpointError(f"{wrong}: header entry {clip(spec)} is not an object")
+        raise wrong(f"header entry {clip(spec)} is not an object")
     dtype, shape, offsets = spec.get("dtype"), spec.get("shape"), spec.get("data_offsets")
-    if dtype not in _ITEM_SIZES:
-        raise CheckpointError(f"{wrong}: dtype {clip(dtype)} is not known")
-    lists = (shape, offsets)
-    if not all(isinstance(v, list) and all(type(i) is int and i >= 0 for i in v) for v in lists):
-        raise CheckpointError(f"{wrong}: shape {clip(shape)} or offsets {clip(offsets)} are wrong")
-    assert isinstance(shape, list)
-    assert isinstance(offsets, list)
-    num_bytes = math.prod(shape) * _ITEM_SIZES[str(dtype)]
+    if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
+        raise wrong(f"dtype {clip(dtype)} is not known")
+    if not _are_sizes(shape) or not _are_sizes(offsets):
+        raise wrong(f"shape {clip(shape)} or offsets {clip(offsets)} are wrong")
+    num_bytes = math.prod(shape) * _ITEM_SIZES[dtype]
     if len(offsets) != 2 or offsets[1] - offsets[0] != num_bytes:
-        raise CheckpointError(f"{wrong}: {num_bytes} bytes do not lie at offsets {clip(offsets)}")
+        raise wrong(f"{num_bytes} bytes do not lie at offsets {clip(offsets)}")
     begin, end = data_start + offsets[0], data_start + offsets[1]
     if end > size:
         raise CheckpointError(f"{path}: truncated: {name} ends at byte {end}, the file at {size}")
-    return TensorEntry(path, str(dtype), tuple(shape), begin, end)
+    return TensorEntry(path, dtype, tuple(shape), begin, end)
+
+
+def _are_sizes(values: object) -> TypeGuard[list[int]]:
+    """Return whether a value of JSON is a list of whole numbers from 0 on."""
+    if not isinstance(values, list):
+        return False
+    return set(map(type, values)) <= {int} and min(values, default=0) >= 0
 
 
 def _read_header(path: Path) -> dict[str, TensorEntry]:
@@ -129,11 +136,22 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def header_entries(file: BinaryIO, path: Path, most: int = _MAX_HEADER) -> dict[str, TensorEntry]:
+def header_entries(
+    file: BinaryIO,
+    path: Path,
+    most: int = _MAX_HEADER,
+    turn: Callable[[], None] = lambda: None,
+) -> dict[str, TensorEntry]:
     """Return the tensors of an open safetensors file by name; raises `CheckpointError`.
 
-    `most`: bytes of its header.
+    `most`: bytes of its header. `turn` is called for each tensor, as it is parsed and as it is
+    checked: by it a thread beside others gives the interpreter's lock away.
     """
+
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        turn()
+        return _unique(pairs)
+
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -149,13 +167,16 @@ def header_entries(file: BinaryIO, path: Path, most: int = _MAX_HEADER) -> dict[
         raise CheckpointError(f"{path}: its header has {length} bytes, at most {most} are read")
     text = file.read(length)
     try:
-        header = json.loads(text, object_pairs_hook=_unique)
+        header = json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: header is not valid JSON: {error}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{path}: header is not a JSON object")
     header.pop("__metadata__", None)
-    entries = {name: _entry(path, name, spec, 8 + length, size) for name, spec in header.items()}
+    entries: dict[str, TensorEntry] = {}
+    for name, spec in header.items():
+        turn()
+        entries[name] = _entry(path, name, spec, 8 + length, size)
     at, last = 8 + length, ""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin < at:

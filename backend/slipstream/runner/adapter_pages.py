@@ -9,15 +9,16 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.kernels.lora.terms import TILE, turned
-from slipstream.models.adapters.workers import Turns, in_threads
+from slipstream.models.adapters.memory import MEMORY
+from slipstream.models.adapters.workers import in_threads, turn
 
 LEAST_PAGE = 1 << 18  # bytes
-_PIECE = 8 << 20  # bytes that are copied together
+_PIECE = 8 << 20  # bytes that are copied to the device together
+_FILLED = 4 << 20  # bytes of pages that a thread fills together
 _ALIGNMENT = 256
 
 
@@ -77,18 +78,18 @@ def filled(tiles: Sequence[Tile], spots: Sequence[Spot], num_pages: int, page_by
     What no tile takes is undefined. Several threads copy, each many tiles by one operation: the
     interpreter's lock, which steps need, is given away and awaited once for all of them.
     """
-    memory = torch.from_numpy(np.empty(max(num_pages * page_bytes, _ALIGNMENT), np.uint8))
+    memory = MEMORY.take(max(num_pages * page_bytes, _ALIGNMENT))
     views = {dtype: memory.view(dtype) for dtype in {tile.values.dtype for tile in tiles}}
     pieces: list[tuple[list[Tensor], list[Tensor]]] = []
-    left, turns = 0, Turns()
+    left = 0
     for tile, (page, offset) in zip(tiles, spots, strict=True):
-        turns()
+        turn()
         view, (rows, columns) = views[tile.values.dtype], tile.shape
         first = (page * page_bytes + offset) // view.element_size()
         if left <= 0:
             pieces.append(([], []))
-            left = _PIECE
-        left -= tile.num_bytes
+            left = _FILLED
+        left -= rows * columns * view.element_size()
         for target, values in _copies(tile, view.as_strided((rows, columns), (columns, 1), first)):
             pieces[-1][0].append(target)
             pieces[-1][1].append(values)
@@ -119,10 +120,10 @@ class PageCopies:
         pages = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(num_pages)]
         source = memory[: num_pages * size].view(num_pages, size)
         count = len(self._pinned[0])
-        for turn, first in enumerate(range(0, num_pages, count)):
-            own, copied = pages[first : first + count], self._copied[turn % 2]
+        for number, first in enumerate(range(0, num_pages, count)):
+            own, copied = pages[first : first + count], self._copied[number % 2]
             copied.synchronize()
-            pinned = self._pinned[turn % 2][: len(own)]
+            pinned = self._pinned[number % 2][: len(own)]
             pinned.copy_(source[first : first + count])
             torch._foreach_copy_(own, list(pinned.unbind()), non_blocking=True)
             copied.record()

@@ -18,7 +18,7 @@ from slipstream.kernels.lora.terms import tiles_of as cut
 from slipstream.layers.adapted import Term, Terms
 from slipstream.layers.adapted_experts import ByExpert
 from slipstream.models.adapters.config import MAX_RANK
-from slipstream.models.adapters.workers import Turns
+from slipstream.models.adapters.workers import turn
 from slipstream.runner.adapter_pages import (
     PageCopies,
     Spot,
@@ -158,10 +158,12 @@ class TileLayout:
         found: list[Tile] = []
         numbers: list[int] = []
         for place, parts in enumerate(described):
+            turn()
             known: dict[int, int] = {}  # of A, by address
             for pair in (pair for pair in parts if pair is not None):
                 for a, b in cut(pair):
-                    rows = -(-len(b) // TILE) * TILE if self.is_turned else len(b)
+                    rows = b.shape[0]  # `len` takes longer
+                    rows = -(-rows // TILE) * TILE if self.is_turned else rows
                     number = known.get(a.data_ptr(), len(found))
                     if number == len(found):
                         found.append(Tile(a, (TILE, a.shape[1])))
@@ -181,6 +183,7 @@ class TileLayout:
             return None
         described: list[list[Pair | None]] = []
         for place in self.places:
+            turn()
             parts = list[Pair | None]([None] * len(place.sizes))
             if not all(_put(term, place.sizes, parts) for term in terms.get(place.name, ())):
                 return None
@@ -228,23 +231,23 @@ class AdapterTables:
         """Copy an adapter into pages of host memory, in any thread; None: the kernels do not take
         it, or its pages have more bytes than `most`.
         """
-        turns = Turns()
         described = self._layout.described(terms)
         if described is None:
             return None
-        turns()
         tiles, numbers = self._layout.tiles(described)
-        turns()
+        turn()
         sizes = [tile.num_bytes for tile in tiles]
         page_bytes = self._page_bytes
         if self._device.type == "cpu":  # whose memory has no pages to be handed out again
             (spots, page_bytes), num_pages = in_a_row(sizes), 1
         else:
+            turn()
             spots, num_pages = pack(sizes, page_bytes)
+        turn()
         if most is not None and num_pages * page_bytes > most:
             return None
         memory = filled(tiles, spots, num_pages, page_bytes)
-        ranks = [[0 if pair is None else len(pair[0]) for pair in parts] for parts in described]
+        ranks = [[0 if pair is None else pair[0].shape[0] for pair in parts] for parts in described]
         shapes, where = [tiles[i].shape for i in numbers], [spots[i] for i in numbers]
         given = memory, num_pages, page_bytes, where, shapes, ranks
         return HostPages(*given, len(self._layout.places))
@@ -336,17 +339,17 @@ def _put(term: Term, sizes: Sequence[int], parts: list[Pair | None]) -> bool:
     False: it does not begin and end with parts, or another is there.
     """
     assert term.a is not None, "checked"
-    a, b = term.a, term.b
-    first = 0
+    a, b, first = term.a, term.b, 0
+    rows = b.shape[0]
     for part, size in enumerate(sizes):
         begin, end = first - term.first, first - term.first + size
         first += size
-        if end <= 0 or begin >= len(b):
+        if end <= 0 or begin >= rows:
             continue
-        if begin < 0 or end > len(b) or parts[part] is not None:
+        if begin < 0 or end > rows or parts[part] is not None:
             return False
         # Parts that PEFT had as one have the same A.
-        parts[part] = a, b if len(b) == size else b[begin:end]
+        parts[part] = a, b if rows == size else b[begin:end]
     return True
 
 

@@ -56,9 +56,10 @@ def tiles_of(pair: Pair) -> list[Pair]:
     On the device each tile is filled up by zeros and lies somewhere in one piece.
     """
     a, b = pair
-    if len(a) <= TILE:
+    rank = a.shape[0]
+    if rank <= TILE:
         return [pair]
-    ranks = [slice(first, first + TILE) for first in range(0, len(a), TILE)]
+    ranks = [slice(first, first + TILE) for first in range(0, rank, TILE)]
     return [(a[own], b[:, own]) for own in ranks]
 
 

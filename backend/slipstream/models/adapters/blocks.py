@@ -1,22 +1,23 @@
 """Read tensors of a file together, into one block of memory for each dtype.
 
 Tensors that are multiplied by the same number lie side by side, so one operation scales all, one
-rounds all, and one looks whether all are finite. Memory that torch allocates for each tensor alone
-is touched in pages of 4 KB, which takes four times as long as to copy the bytes; numpy asks for
-large pages where it allocates 4 MB or more.
+rounds all, one looks whether all are finite, and one hashes all: each gives the interpreter's lock
+away once. Memory that torch allocates for each tensor alone is touched in pages of 4 KB, which
+takes four times as long as to copy the bytes; numpy asks for large pages where it allocates 4 MB
+or more.
 """
 
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from slipstream.errors import CheckpointError
+from slipstream.models.adapters.memory import MEMORY
 from slipstream.models.entries import TensorEntry
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -32,6 +33,13 @@ class Wanted(NamedTuple):
     is_raw: bool = False
 
 
+class _Hash(Protocol):
+    """A digest that is being made."""
+
+    def update(self, data: memoryview, /) -> None:
+        """Add bytes."""
+
+
 class Block:
     """Tensors of one dtype, those of the same scale side by side, with zeros between."""
 
@@ -42,19 +50,32 @@ class Block:
         entries = [each.entry for each in self._wanted.values()]
         sizes = [_ALIGNMENT * max(1, -(-(e.end - e.begin) // _ALIGNMENT)) for e in entries]
         ends = list(accumulate(sizes, initial=0))
-        memory = np.empty(ends[-1], np.uint8)
-        self._whole = torch.from_numpy(memory).view(DTYPES[entries[0].dtype])
+        memory = MEMORY.take(ends[-1])
+        self._whole = memory.view(DTYPES[entries[0].dtype])
         self._firsts = [end // self._whole.element_size() for end in ends]
-        self.data: dict[str, memoryview] = {}  # the bytes of each tensor
-        for begin, after, (name, each) in zip(ends, ends[1:], self._wanted.items(), strict=False):
-            end = begin + each.entry.end - each.entry.begin
-            self.data[name] = memory.data[begin:end]
-            memory[end:after] = 0
+        self._bytes = bytes_of(memory)
+        self._buffers: list[memoryview] = []  # of each tensor
+        for begin, after, entry in zip(ends, ends[1:], entries, strict=False):
+            end = begin + entry.end - entry.begin
+            self._buffers.append(self._bytes[begin:end])
+            self._bytes[end:after] = bytes(after - end)
 
     def places(self) -> Iterator[tuple[TensorEntry, memoryview]]:
         """Yield where each tensor is, and where its bytes belong."""
-        for name, each in self._wanted.items():
-            yield each.entry, self.data[name]
+        for each, buffer in zip(self._wanted.values(), self._buffers, strict=True):
+            yield each.entry, buffer
+
+    @property
+    def described(self) -> tuple[object, ...]:
+        """What the bytes of the block mean, but what tensors are multiplied by; it has a `repr` of
+        its own.
+        """
+        tensors = [(name, each.entry.shape) for name, each in self._wanted.items()]
+        return str(self._whole.dtype), self.is_raw, tensors
+
+    def add_to(self, digest: "_Hash") -> None:
+        """Hash what was read, before `finish`, without the interpreter's lock."""
+        digest.update(self._bytes)
 
     def finish(self, dtype: torch.dtype) -> bool:
         """Multiply all by their scales and round them to a dtype; return whether all are finite."""
@@ -69,15 +90,21 @@ class Block:
             if scale != 1.0:
                 whole[begin:end].mul_(scale)
         if whole.dtype != dtype:
-            memory = np.empty(len(whole) * dtype.itemsize, np.uint8)
-            whole = torch.from_numpy(memory).view(dtype).copy_(whole)
+            memory = MEMORY.take(len(whole) * dtype.itemsize)
+            whole = memory.view(dtype).copy_(whole)
         self._whole = whole
+        self._bytes, self._buffers = memoryview(b""), []  # of what is there no more
         return are_finite(whole)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all, which share the block's memory."""
         for first, (name, each) in zip(self._firsts, self._wanted.items(), strict=False):
             yield name, self._whole.as_strided(*_dense(each.entry.shape), first)
+
+
+def bytes_of(memory: Tensor) -> memoryview:
+    """Return the bytes of a tensor on the host, u8."""
+    return memory.numpy().data
 
 
 def are_finite(x: Tensor) -> bool:

@@ -36,9 +36,10 @@ from slipstream.models.adapters.stored import (
     pieces_of,
     read_piece,
     stored_prompt,
+    whole_digest,
 )
 from slipstream.models.adapters.targets import Part, Targets
-from slipstream.models.adapters.workers import Turns, in_threads
+from slipstream.models.adapters.workers import in_threads, turn
 from slipstream.models.files import header_entries, without_weights
 
 FILE = "adapter_model.safetensors"
@@ -104,9 +105,13 @@ class RankTerms:
 
     def weights(self, digest: bytes, rank: int, has_magnitudes: bool = False) -> AdapterWeights:
         """Return all of them."""
-        own, *others = [
-            {place: joined(terms) for place, terms in found.items()} for found in self._of_ranks
-        ]
+        of_ranks: list[dict[str, tuple[Term, ...]]] = []
+        for found in self._of_ranks:
+            of_ranks.append({})
+            for place, each in found.items():
+                turn()
+                of_ranks[-1][place] = joined(each)
+        own, *others = of_ranks
         for place, terms in own.items():
             own[place] = tuple(_alone(x) if others or x.gain is not None else x for x in terms)
         has = has_magnitudes, frozenset(self._of_inputs)
@@ -135,7 +140,7 @@ def read_adapter(
     with AdapterFolder(directory, root) as folder:
         config, path = read_config(folder), directory / FILE
         with tensors_of(folder) as file, _unchanged(file, path):
-            entries = header_entries(file, path, MAX_HEADER)
+            entries = header_entries(file, path, MAX_HEADER, turn)
             if isinstance(config, PromptConfig):
                 table = stored_prompt(entries, config, file, path)
                 if config.has_keys:
@@ -193,12 +198,11 @@ def _of_modules(source: Source, targets: Targets, dtype: torch.dtype) -> Adapter
     def made(piece: Sequence[Module]) -> _Made:
         return _made(read_piece(piece, *source[1:], dtype), targets, dtype, path)
 
-    turns = Turns()
     with closing(in_threads(made, pieces_of(source.modules))) as pieces:
         for found in pieces:
             are_finite &= found.are_finite
             for stored, part, term in found.terms:
-                turns()
+                turn()
                 before = given.setdefault((part.place, part.first), stored.module)
                 if before != stored.module:
                     raise CheckpointError(f"{path}: {stored.module} is {before} by another name")
@@ -213,7 +217,7 @@ def _of_modules(source: Source, targets: Targets, dtype: torch.dtype) -> Adapter
                 rank = max(rank, stored.rank)
                 terms.setdefault(part.place, []).append(term)
                 rank_terms.add(part, term, stored.parameter)
-            digests += found.digests
+            digests.append(found.digest)
             if found.error is not None:
                 raise found.error
     for part, term in () if terms else spare:
@@ -223,15 +227,14 @@ def _of_modules(source: Source, targets: Targets, dtype: torch.dtype) -> Adapter
         raise CheckpointError(f"{path}: it has no tensors: an adapter of nothing")
     if not are_finite:
         check_range(terms, dtype, path)
-    digest = blake2b(b"".join(digests), digest_size=DIGEST_BYTES).digest()
-    return rank_terms.weights(digest, rank, has_magnitudes)
+    return rank_terms.weights(whole_digest(digests), rank, has_magnitudes)
 
 
 class _Made(NamedTuple):
     """What a thread has made of modules, up to one that is wrong."""
 
     terms: list[tuple[Stored, Part, Term | CheckpointError | None]]  # None: it has magnitudes
-    digests: list[bytes]
+    digest: bytes
     are_finite: bool  # all tensors of the terms, for sure
     error: CheckpointError | None
 
@@ -241,6 +244,7 @@ def _made(found: ReadPiece, targets: Targets, dtype: torch.dtype, path: Path) ->
     terms: list[tuple[Stored, Part, Term | CheckpointError | None]] = []
     are_finite, error = found.are_finite, found.error
     for stored in found.stored:
+        turn()
         if (parameter := stored.parameter) is not None:
             assert stored.a is not None
             assert stored.b is not None
@@ -261,7 +265,7 @@ def _made(found: ReadPiece, targets: Targets, dtype: torch.dtype, path: Path) ->
                 term = wrong
             terms.append((stored, part, term))
             are_finite &= stored.magnitude is None
-    return _Made(terms, [each.digest for each in found.stored], are_finite, error)
+    return _Made(terms, found.digest, are_finite, error)
 
 
 def of_table(
@@ -433,7 +437,7 @@ def joined(terms: list[Term]) -> tuple[Term, ...]:
 
 
 def _continues(last: Term, term: Term) -> bool:
-    if last.a is None or term.a is None or last.first + len(last.b) != term.first:
+    if last.a is None or term.a is None or last.first + last.b.shape[0] != term.first:
         return False
     # Most differ in their first row: threads that compare the whole take longer to wake up.
     are_same = torch.equal(last.a[0], term.a[0]) and torch.equal(last.a, term.a)
