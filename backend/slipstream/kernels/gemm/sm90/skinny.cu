@@ -4,7 +4,8 @@
 // piece of eight columns. Weights are copied from before the previous kernel's end on.
 // Sums of e4m3 and int8 are scaled at the end, or left as they are: then those of int8 are integers.
 // -D ELEMENT (T: Half or BFloat16), FP8, INT8 (whether W and x are e4m3, or int8, rather than T), ROWS (a multiple of 16
-// up to 224), GROUPS (1, 2), CLUSTER (1, 2, 4)
+// up to 224), GROUPS (1, 2; 3 without clusters), CLUSTER (1, 2, 4), AT_ONCE (half of ROWS for three groups, as a
+// thread has no registers for all of them in one instruction)
 #include "runtime/cluster.cuh"
 #include "runtime/fetch.cuh"
 #include "gemm/row_sums.cuh"
@@ -12,12 +13,16 @@
 
 constexpr int THREADS = 128 * GROUPS;  // that multiply; two warps more copy
 constexpr int WARPS = THREADS / 32;
+// Three warpgroups have their sums in registers that a fourth gives up, of which two warps copy.
+constexpr bool MOVES_REGISTERS = GROUPS == 3;
+constexpr int COPYING = MOVES_REGISTERS ? 128 : 64;  // threads
 constexpr int CHUNKS = GROUPS == 1 ? 2 : 1;  // of a step
 constexpr int X_BYTES = 64 * GROUPS * ROW_BYTES;  // of a chunk
 constexpr int SLOT_BYTES = CHUNKS * (ROWS * ROW_BYTES + X_BYTES);
 constexpr int PIECES = ROWS / 8;  // of eight columns, of which a thread has two in each of two rows
 // Whether sums come to where the ring was, or behind it: the one takes room, the other waits for the whole cluster.
 constexpr bool IN_RING = CLUSTER == 4 && GROUPS == 2;
+constexpr bool SHARES_ENDS = GROUPS < 3;  // whether warps without rows take pieces of others' (their number is a power of 2)
 constexpr int OWN = 2 * ((PIECES / 2 + CLUSTER - 1) / CLUSTER);  // pieces that a CTA finishes, at most
 // Of them that a lane takes at once; the widest tile of integers has no registers for four.
 constexpr int BATCH = OWN <= (INT8 && ROWS == 224 ? 6 : 8) ? OWN / 2 : 2;
@@ -93,6 +98,10 @@ DEVICE void copy_x(const Task& task, const Shared& shared, const TensorMap* x, i
     copy_box(shared.x(slot) + c * X_BYTES, x, (step * CHUNKS + c) * CHUNK, 0, shared.full(slot));
 }
 
+// Every warp of a warpgroup must come here.
+DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
+DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 160;"); }
+
 // ---- the warpgroups that multiply ----
 
 DEVICE void sync_products() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
@@ -119,7 +128,10 @@ DEVICE void multiply_steps(const Task& task, const Shared& shared, Sum (&sums)[S
     for (int c = 0; c < CHUNKS; ++c)
 #pragma unroll
       for (int k = 0; k < ROW_BYTES; k += 32)
-        multiply_rows(sums, advance(a, c * X_BYTES + k), advance(b, c * 8 * ROW_BYTES + k), Input{});
+#pragma unroll
+        for (int first = 0; first < ROWS; first += AT_ONCE)
+          multiply_rows(sums + first / 2, advance(a, c * X_BYTES + k),
+                        advance(b, (first * CHUNKS + c * 8) * ROW_BYTES + k), Input{});
     products_commit();
     if (step > task.begin) {
       products_wait<1>();
@@ -158,8 +170,9 @@ struct Output {
   const Task& task;
   const Lane lane;
   const u32 log_warps = task.num_rows > 64 ? 3 : task.num_rows > 32 ? 2 : task.num_rows > 16;  // that have rows
-  const u32 warp = threadIdx.x / 32 & ((1 << log_warps) - 1), row = warp * 16 + lane.row;
-  const u32 first_piece = 2 * (threadIdx.x / 32 >> log_warps) + lane.piece, step = 2 * WARPS >> log_warps;
+  const u32 warp = SHARES_ENDS ? threadIdx.x / 32 & ((1 << log_warps) - 1) : threadIdx.x / 32, row = warp * 16 + lane.row;
+  const u32 first_piece = (SHARES_ENDS ? 2 * (threadIdx.x / 32 >> log_warps) : 0) + lane.piece;
+  const u32 step = SHARES_ENDS ? 2 * WARPS >> log_warps : 2;
   const u32 end = row < task.num_rows ? task.end_of_pieces() : 0;
   float row_scale = 1.0f;
   Pack<T, 8> before[BATCH];  // what is added to
@@ -232,7 +245,7 @@ struct Output {
   }
 };
 
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + COPYING, 1)
     skinny(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap x,
          const float* row_scales, const float* column_scales, const T* bias, T* out, i64 out_stride,
          i64 num_rows, i64 num_outputs, i64 num_steps, i64 gated, i64 num_slots, i64 x_rows, i64 adds) {
@@ -263,6 +276,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
   }
   __syncthreads();
   cluster_arrive();
+  if (MOVES_REGISTERS && threadIdx.x >= THREADS) give_registers();
   if (copies) fetch_weights(task, shared, &weights, SLOT_BYTES);
   if (threadIdx.x == THREADS + 32) fetch_x(task, shared, &x);
   __syncwarp();
@@ -270,6 +284,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS + 64, 1)
     cluster_wait();
     return;
   }
+  if (MOVES_REGISTERS) take_registers();
   clear_rest(task);
   put_columns<THREADS>(shared.columns(), task.column_scales, task.bias, task.first, task.num_outputs, task.gated);
   Output output(task);

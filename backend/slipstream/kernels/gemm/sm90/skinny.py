@@ -20,9 +20,14 @@ DTYPES = (torch.float16, torch.bfloat16, E4M3, INT8)
 # Of rows of 8 bits that are scaled.
 OUTPUTS = {E4M3: (torch.bfloat16,), INT8: (torch.bfloat16, torch.float16)}
 MAX_ROWS = 128
+# Of 16 bits with a gate, a tile a CTA: 192 takes what cuBLASLt and the gate's kernel take otherwise
+# (`benchmarks/gated_rows.py` compares them). It has not run on a GPU yet.
+gated_rows = MAX_ROWS
+MOST_GATED_ROWS = 192
 GROUP_ROWS = 64  # of x, for each group of warps
 CLUSTERS = (1, 2, 4)
 TILE_ROWS = range(16, 225, 16)
+GATED_TILE_ROWS = range(128, 225, 32)  # of three groups, which multiply by halves
 _FEWEST_TILE_ROWS = {1: 64, 2: 48, 4: 16}  # a narrower tile reads more of x than of the weights
 _MOST_SHARED_ROWS = {1: 112, 2: 224}  # of a cluster's tile, by groups
 # Of more than 64 rows of x, power is the limit, and reading x costs some: tiles are to have so many
@@ -105,10 +110,27 @@ def tiling(
     return SkinnyTiling(tilings[chosen][0], groups, chosen)
 
 
+def gated_tiling(num_weight_rows: int, multiprocessors: int) -> SkinnyTiling:
+    """For more than `MAX_ROWS` rows of x behind a gate: a tile for each multiprocessor."""
+    step = GATED_TILE_ROWS.step
+    return SkinnyTiling(-(-num_weight_rows // (multiprocessors * step)) * step, 3, 1)
+
+
+def _refuses_gated(spec: Spec) -> str | None:
+    if spec.rows > gated_rows or not spec.gate or spec.x in PRODUCTS:
+        return f"takes 1 to {MAX_ROWS} rows"
+    if gated_tiling(spec.outputs, spec.target.multiprocessors).rows not in GATED_TILE_ROWS:
+        fewest, most = GATED_TILE_ROWS[0], GATED_TILE_ROWS[-1]
+        return f"takes {fewest} to {most} outputs a multiprocessor of more than {MAX_ROWS} rows"
+    return None
+
+
 def takes(spec: Spec) -> str | None:
     """Say why the kernel is not built for a product, or not the fastest; None: it is."""
-    if not 1 <= spec.rows <= MAX_ROWS:
+    if spec.rows < 1:
         return f"takes 1 to {MAX_ROWS} rows"
+    if spec.rows > MAX_ROWS and (why := _refuses_gated(spec)) is not None:
+        return why
     if (why := shared_refusal(spec)) is not None:
         return why
     chunk = CHUNK_BYTES // spec.x.itemsize
@@ -146,6 +168,8 @@ def _variant(
 ) -> jit.Variant:
     element, kind = kind_of(dtype, out)
     sizes = {"ROWS": tiles.rows, "GROUPS": tiles.groups, "CLUSTER": tiles.cluster}
+    if tiles.groups == 3:
+        sizes["AT_ONCE"] = tiles.rows // 2
     return jit.variant("gemm/sm90/skinny.cu", element, **kind, **sizes)
 
 
@@ -168,6 +192,8 @@ def variants() -> Iterator[jit.Variant]:
         most = TILE_ROWS[-1] if cluster == 1 else _MOST_SHARED_ROWS[groups]
         for rows in range(_FEWEST_TILE_ROWS[cluster], most + 1, TILE_ROWS.step):
             yield _variant(dtype, SkinnyTiling(rows, groups, cluster), out)
+    for dtype, rows in itertools.product(DTYPES[:2], GATED_TILE_ROWS):
+        yield _variant(dtype, SkinnyTiling(rows, 3, 1))
 
 
 @gemm.implementation("skinny", "cuda", "sm_90a", takes=takes)
@@ -189,13 +215,15 @@ def skinny(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     num_chunks = width * x.itemsize // CHUNK_BYTES
     multiprocessors = jit.num_multiprocessors(x.get_device())
     tiles = tiling(num_rows, num_weight_rows, num_chunks, multiprocessors)
+    if num_rows > MAX_ROWS:
+        tiles = gated_tiling(num_weight_rows, multiprocessors)
     share = tiles.rows // (2 if gated else 1)
     copied = -(-num_rows // 8) * 8
     jit.launch(
         _variant(x.dtype, tiles, y.dtype if scales is not None else torch.bfloat16),
         "skinny",
         (-(-num_outputs // share) * tiles.cluster,),
-        128 * tiles.groups + 64,
+        128 * tiles.groups + (128 if tiles.groups == 3 else 64),
         tensor_map.eights(weight, tiles.chunks, share),
         tensor_map.boxes(x, num_rows, width, copied, x.stride(0)),
         by_row,

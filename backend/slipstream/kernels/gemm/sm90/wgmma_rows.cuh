@@ -1,6 +1,6 @@
 // GEMMs of rows that lie in shared memory: 64 of x with ROWS of the weights, summed in a warpgroup's registers (sm_90a).
 // Rows come in chunks of 128 bytes. -D ELEMENT (T), FP8, INT8 (whether rows are e4m3, or int8, rather than T), ROWS (a
-// multiple of 16 up to 224)
+// multiple of 16 up to 224), AT_ONCE (a divisor of ROWS, likewise: of the weights' rows in an instruction, if not all)
 #pragma once
 #ifndef INT8
 #define INT8 0
@@ -28,6 +28,9 @@ constexpr bool IS_SCALED = FP8 || INT8;  // by row and by column
 constexpr int ROW_BYTES = 128;
 constexpr int CHUNK = ROW_BYTES / (IS_SCALED ? 1 : sizeof(T));
 constexpr int SUMS = ROWS / 2;  // of a thread
+#ifndef AT_ONCE
+#define AT_ONCE ROWS
+#endif
 
 // Of a chunk of x in memory: rows from `first` on, which nobody copies. They are multiplied all the same, and zeros take
 // less power. By THREADS threads, which a barrier must follow.
@@ -47,7 +50,7 @@ DEVICE void copy_eights(u32 target, const TensorMap* map, int chunk, int eight, 
       : "memory");
 }
 
-// sums += A B^T, both in shared memory by rows; 64 rows of A, ROWS of B, 32 bytes of k. The operands are the descriptors
+// sums += A B^T, both in shared memory by rows; 64 rows of A, AT_ONCE of B, 32 bytes of k. The operands are the descriptors
 // and then, for every 16 rows, eight sums.
 #define OPERANDS_16 "%2, %3, %4, %5, %6, %7, %8, %9"
 #define OPERANDS_32 OPERANDS_16 ", %10, %11, %12, %13, %14, %15, %16, %17"
@@ -82,14 +85,14 @@ DEVICE void copy_eights(u32 target, const TensorMap* map, int chunk, int eight, 
 #define OF_224 OF_208, OWN_8(104)
 #define JOIN(a, b) JOINED(a, b)
 #define JOINED(a, b) a##b
-#define OPERANDS JOIN(OPERANDS_, ROWS)
-#define ALL_SUMS JOIN(OF_, ROWS)
+#define OPERANDS JOIN(OPERANDS_, AT_ONCE)
+#define ALL_SUMS JOIN(OF_, AT_ONCE)
 #define TEXT(x) TEXT_OF(x)
 #define TEXT_OF(x) #x
 #define MULTIPLY_ADD(NAME, K_AND_TYPES, MORE)                                                 \
-  DEVICE void multiply_rows(Sum (&sums)[SUMS], u64 a, u64 b, NAME) {                          \
+  DEVICE void multiply_rows(Sum* sums, u64 a, u64 b, NAME) {                                  \
     asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"                                   \
-                 "wgmma.mma_async.sync.aligned.m64n" TEXT(ROWS) K_AND_TYPES " {" OPERANDS      \
+                 "wgmma.mma_async.sync.aligned.m64n" TEXT(AT_ONCE) K_AND_TYPES " {" OPERANDS   \
                  "}, %0, %1, p" MORE ";\n}"                                                   \
                  : "+l"(a), "+l"(b), ALL_SUMS);                                               \
   }
