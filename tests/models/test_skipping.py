@@ -101,7 +101,7 @@ def test_rows_of_heads_see_what_the_mask_says(seed: int) -> None:
     most = max(n for _, n in chunks)
     rows = StepRows(nothing, nothing, tables, starts, lengths, len(decodes), most)
     cache = torch.zeros(capacity, kv_heads, 2, block, 4)
-    found = Skipping(skips, backend, torch.device("cpu")).inputs(cache, rows, count)
+    found = Skipping(skips, backend, capacity, torch.device("cpu")).inputs(cache, rows, count)
     seen = phi3small.mask(SimpleKeys(keys), 150, False)
     own, order = found.by_head.rows, found.order
     assert order is not None

@@ -121,10 +121,13 @@ class Skipping:
     Args:
         config: what they skip.
         backend: of attention; its spec says heads and blocks of the cache.
+        capacity: blocks of a table.
         device: of the step's tensors.
     """
 
-    def __init__(self, config: SkipConfig, backend: AttentionBackend, device: torch.device) -> None:
+    def __init__(
+        self, config: SkipConfig, backend: AttentionBackend, capacity: int, device: torch.device
+    ) -> None:
         spec = backend.spec
         assert config.tokens % spec.block_size == 0, "the backend refuses others"
         self._config = config
@@ -135,6 +138,12 @@ class Skipping:
         self._kv_heads, self._pages = spec.num_kv_heads, config.tokens // spec.block_size
         firsts = sorted(set(config.firsts))
         self._firsts = torch.tensor(firsts, device=device)
+        self._behind = self._firsts + (1 - config.stride)
+        count = -(-capacity // self._pages)
+        most = min(count, config.local) + -(-max(0, count - config.local) // config.stride)
+        self._entry = torch.arange(most, device=device)  # numbers of blocks that a head sees
+        self._far = self._firsts[:, None] + self._entry * config.stride  # which, of the older ones
+        self._page = torch.arange(self._pages, device=device)
         self._class = torch.tensor([firsts.index(each) for each in config.firsts], device=device)
         each = spec.num_heads // spec.num_kv_heads
         heads = torch.arange(spec.num_heads, dtype=torch.int32, device=device)
@@ -156,18 +165,15 @@ class Skipping:
     def inputs(self, cache: Tensor, rows: StepRows, num_tokens: int) -> SkippingInputs:
         """Make the inputs of a step of `num_tokens` queries; see `AttentionInputs.of`."""
         n, heads, most = rows.num_decodes, self._heads, min(rows.max_queries, self._config.tokens)
-        number = torch.arange(n, device=rows.lengths.device)
-        tables, lengths = self._seen(rows.block_tables[:n], number, rows.lengths[:n].long())
         starts, order = rows.query_starts, None
+        number, ends = torch.arange(n, device=starts.device), rows.lengths[:n].long()
         if most > 0:
-            count = num_tokens - n
-            chunks = rows.block_tables[n:], rows.lengths[n:]
-            own = Segments.of(rows.query_starts, chunks[1], count, self._config.tokens)
-            starts, places = own.order(count, heads)
-            decodes = torch.arange(n * heads, device=places.device)
-            order = torch.cat((decodes, n * heads + places))
-            more = self._seen(chunks[0], own.rows, own.ends)
-            tables, lengths = torch.cat((tables, more.block_tables)), torch.cat((lengths, more[1]))
+            own = Segments.of(starts, rows.lengths[n:], num_tokens - n, self._config.tokens)
+            starts, places = own.order(num_tokens - n, heads)
+            decodes = torch.arange(n * heads, device=starts.device)
+            order = torch.cat((decodes, places + n * heads)) if n > 0 else places
+            number, ends = torch.cat((number, own.rows + n)), torch.cat((ends, own.ends))
+        tables, lengths = self._seen(rows.block_tables, number, ends)
         by_head = rows._replace(
             block_tables=tables,
             lengths=lengths,
@@ -177,7 +183,7 @@ class Skipping:
             contexts=(),
         )
         made = AttentionInputs.of(self._backend, pages_of(cache), by_head, 0)
-        plan, backend = made.plan, self._backend
+        backend, plan = self._backend, made.plan
         return SkippingInputs(
             backend, rows, plan, 0, maker=self, cache=cache, by_head=made, order=order
         )
@@ -187,21 +193,15 @@ class Skipping:
 
         Tables are `[m * heads, blocks] i32`; queries stand in one block.
         """
-        c, device = self._config, tables.device
-        num_blocks = -(-tables.shape[1] // self._pages)
-        most = min(num_blocks, c.local) + -(-max(0, num_blocks - c.local) // c.stride)
-        own = (ends - 1) // c.tokens  # block of the queries
-        older = own - c.local + 1  # blocks before the local ones
+        c, entry = self._config, self._entry
+        older = (ends - 1) // c.tokens - (c.local - 1)  # blocks before the local ones
         near = older.clamp(min=0)
-        seen = ((older[:, None] - 1 - self._firsts) // c.stride + 1).clamp(min=0)  # of older ones
-        entry = torch.arange(most, device=device)
-        far = self._firsts[:, None] + entry * c.stride
-        local = near[:, None, None] + entry - seen[..., None]
-        blocks = torch.where(entry < seen[..., None], far, local)  # [m, classes, most]
-        pages = blocks[..., None] * self._pages + torch.arange(self._pages, device=device)
-        pages = pages.flatten(2).clamp(max=tables.shape[1] - 1)
-        found = tables[rows[:, None, None], pages][:, self._class]  # [m, heads, pages]
-        found = found * self._kv_heads + self._kv_head[:, None]
-        count = seen + (own + 1 - near)[:, None]
-        lengths = (count * c.tokens - ((own + 1) * c.tokens - ends)[:, None])[:, self._class]
-        return Rows(found.flatten(0, 1), lengths.flatten().to(torch.int32))
+        seen = ((older[:, None] - self._behind) // c.stride).clamp(min=0)  # of older ones, by class
+        shift = seen - near[:, None]
+        blocks = torch.where(entry < seen[..., None], self._far, entry - shift[..., None])
+        if self._pages > 1:
+            blocks = (blocks[..., None] * self._pages + self._page).flatten(2)
+        found = tables[rows[:, None, None], blocks.clamp(max=tables.shape[1] - 1)]
+        found = found[:, self._class] * self._kv_heads + self._kv_head[:, None]
+        lengths = (shift * c.tokens + ends[:, None]).to(torch.int32)[:, self._class]
+        return Rows(found.flatten(0, 1), lengths.flatten())

@@ -26,7 +26,8 @@ class LayerInputs:
         self._skipping: Skipping | None = None
         skipping = frozenset[int]()
         if skips is not None and plan.attention.spec.skipped_tokens:
-            self._skipping, skipping = Skipping(skips, plan.attention, plan.device), skips.layers
+            where = plan.attention, plan.table_blocks, plan.device
+            self._skipping, skipping = Skipping(skips, *where), skips.layers
         # Of each layer its table, its window and whether its heads skip blocks.
         self._layers = [
             (table, window, layer in skipping)
