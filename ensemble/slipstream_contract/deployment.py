@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream_contract.paths import local_path, text_of
 from slipstream_contract.tensors import LLMAPI, MODELS
 
 DEFAULT = "ensemble"
@@ -190,10 +191,10 @@ def _deployment(
     folder: Path, engine: Mapping[str, Any], models: Sequence[tuple[str, str]]
 ) -> Deployment:
     name, _ = split_name(folder.name)
-    checkpoint = (folder / "1" / str(engine.get("checkpoint", ""))).resolve()
+    checkpoint = (folder / "1" / local_path(str(engine.get("checkpoint", "")))).resolve()
     return Deployment(
         name=name,
-        public_name=str(engine.get("model") or checkpoint.name),
+        public_name=str(engine.get("model") or text_of(checkpoint).rpartition("/")[2]),
         engine_model=folder.name,
         checkpoint=checkpoint,
         settings=engine,

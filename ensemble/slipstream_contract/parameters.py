@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream_contract.deployment import engine_model_of
 from slipstream_contract.options import is_unset, refuse_unserved
+from slipstream_contract.paths import local_path
 
 _ENGINE_NAME = "tensorrt_llm_model_name"
 _TRUE, _FALSE = ("true", "1", "t", "y", "yes", "on"), ("false", "0", "f", "n", "no", "off")
@@ -20,7 +21,9 @@ class StageParameters:
 
     def __init__(self, arguments: Mapping[str, str]) -> None:
         self.config: dict[str, Any] = json.loads(arguments["model_config"])
-        self.version_directory = Path(arguments["model_repository"]) / arguments["model_version"]
+        self.version_directory = (
+            local_path(arguments["model_repository"]) / arguments["model_version"]
+        )
         self.model = arguments["model_name"]
         self.engine_model = engine_model_of(self.version_directory.parent)
         given = self.config.get("parameters", {})
@@ -70,11 +73,11 @@ class StageParameters:
         """
         given = self.text("tokenizer_dir")
         if given:
-            return (self.version_directory / given).resolve()
+            return (self.version_directory / local_path(given)).resolve()
         checkpoint = self.engine().get("checkpoint")
         if not checkpoint:
             raise ValueError(f"{self.model}: parameter tokenizer_dir is not set")
-        return (self._engine_file().parent / str(checkpoint)).resolve()
+        return (self._engine_file().parent / local_path(str(checkpoint))).resolve()
 
     def _engine_file(self) -> Path:
         return self.version_directory.parents[1] / self.engine_model / "1" / "model.json"

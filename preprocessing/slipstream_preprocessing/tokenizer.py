@@ -27,7 +27,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; compose makes it of other vocabularies")
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises bare Exception for what it cannot parse
         raise UnsupportedTokenizerError(f"{path}: {error}") from None
     tokenizer.no_truncation()

@@ -16,6 +16,7 @@ from slipstream_contract.errors import ContractError
 from slipstream_contract.inputs import read_parameters, refuse_others
 from slipstream_contract.limits import check_request_id
 from slipstream_contract.parameters import StageParameters
+from slipstream_contract.paths import local_path, text_of
 from slipstream_contract.probes import PROBE, Probe, split_probe
 from slipstream_contract.shares import memory_share
 from slipstream_contract.vocab import TokenBytes
@@ -183,7 +184,7 @@ class TritonPythonModel:
     ) -> Wiring | None:
         if name == "health":
             return None
-        checkpoint = Path(config.checkpoint)
+        checkpoint = local_path(config.checkpoint)
         if parameters.text("tokenizer_dir"):
             checkpoint = parameters.tokenizer_directory()
         is_echo_off = parameters.flag("exclude_input_in_output", False)
@@ -227,10 +228,10 @@ def read_settings(version_directory: Path) -> tuple[str, EngineConfig]:
         engine = settings.engine
     if engine is None:
         raise ValueError(f"{path}: holds no `engine`")
-    checkpoint = (path.parent / engine.checkpoint).resolve()
+    checkpoint = (path.parent / local_path(engine.checkpoint)).resolve()
     share = memory_share(deployments_of(version_directory.parents[1]), path.parents[1].name)
     return settings.wiring, msgspec.structs.replace(
-        engine, checkpoint=str(checkpoint), memory_share=share
+        engine, checkpoint=text_of(checkpoint), memory_share=share
     )
 
 
