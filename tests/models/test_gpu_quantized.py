@@ -17,6 +17,7 @@ from fixtures.models.rows_of_gpu import round_rows_as_on_gpu
 from fixtures.quantize import tiny
 from slipstream.engine.scheduler import Limits
 from slipstream.runner.model_runner import ModelRunner
+from slipstream_quantize.opened import Opened
 
 pytestmark = pytest.mark.gpu
 SIZES = {"hidden_size": 256, "intermediate_size": 560}
@@ -93,6 +94,28 @@ def test_blocks_of_e4m3_stay_packed(dtype: str, tmp_path: Path) -> None:
     for exact, there, here in list(zip(truth, cpu, gpu, strict=True))[:-1]:
         assert rms(here - exact) <= 1.5 * rms(there - exact)
     assert rms(gpu[-1] - truth[-1]) <= 0.25 * rms(truth[-1])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rows_beside_e4m3_stay_where_the_file_rounds_none(dtype: str, tmp_path: Path) -> None:
+    """Then the error is that of the CPU, which never rounds them; else it is several times that."""
+    sizes = SIZES | {"vocab_size": 1009, "max_position_embeddings": 1024}
+    plain = tiny.checkpoint(tmp_path / "plain", **sizes)
+    groups, recipe = Opened(plain, "cpu").groups, tiny.FORMATS["fp8"]
+    tiny.quantised(plain, recipe, tmp_path / "kept", [name for group in groups for name in group])
+    tiny.quantised(plain, recipe, tmp_path / "rounded")
+    cases = [*PROMPTS, ([700], 5)]
+    settings = {"dtype": dtype, "block_size": 16, "max_model_len": 1024}
+    truth = logits(make_runner(tmp_path / "kept", max_model_len=1024), cases)
+    cpu = logits(make_runner(tmp_path / "kept", **settings), cases)
+    on_gpu = settings | {"device": "cuda", "cuda_graphs": False}
+    gpu, rounded = (
+        logits(make_runner(tmp_path / name, **on_gpu), cases) for name in ("kept", "rounded")
+    )
+    for exact, there, here in zip(truth, cpu, gpu, strict=True):
+        assert rms(here - exact) <= 1.5 * rms(there - exact)
+    if torch.cuda.get_device_capability() >= (8, 9):
+        assert rms(rounded[-1] - truth[-1]) >= 2 * rms(gpu[-1] - truth[-1])
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int4", "w8a8"])
