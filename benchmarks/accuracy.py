@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ class Bench:
             asked = [ROWS_AUTO if row.endswith(ROWS16) else ROWS_NONE]
             rows16 = rows16_of(opened, row, recipe, asked, text)
             Job(opened, recipe, text, rows16=rows16.names).run()
-            about = {"rows16": asdict(rows16)} if rows16.names else {}
+            about = {"rows16": rows16.measured} if rows16.names else {}
             about |= {
                 "group": recipe.group,
                 "calibration_tokens": 0 if text is None else text.numel(),

@@ -41,6 +41,11 @@ class Rows16:
     left: float | None = None
     costs: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def measured(self) -> dict[str, float | None]:
+        """What is said of it without names: share, cost and what is left."""
+        return {"share": self.share, "cost": self.cost, "left": self.left}
+
 
 def rows16_of(
     opened: Opened, scheme: str, recipe: Recipe, asked: Sequence[str], text: Tensor | None
