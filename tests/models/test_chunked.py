@@ -20,12 +20,14 @@ from fixtures.models.checkpoints import (
     ticks,
 )
 from fixtures.models.drafters import SpeculatingDriver, save_eagle3, save_medusa
-from fixtures.models.parity import check_against
+from fixtures.models.parity import check_against, engine_greedy
+from fixtures.models.ranks import ranks_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.config import EngineConfig
 from slipstream.core.batch import Batch, Row
 from slipstream.core.window import AttentionWindow
+from slipstream.engine.scheduler import Limits
 from slipstream.engine.settings import limits_of
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.layers.attention import StepRows
@@ -256,6 +258,15 @@ def test_drafters_on_the_device(name: str, checkpoint: Path, tmp_path: Path) -> 
     driver.finish(found, 50)
     assert [each.outputs for each in found] == [each.outputs for each in plain]
     assert driver.drafted.proposed
+
+
+@pytest.mark.rest
+def test_ranks_and_stages(checkpoint: Path) -> None:
+    """Through the engine, with several steps in flight."""
+    prompts = crowd()[:4]
+    wanted = engine_greedy(make_runner(checkpoint), Limits(4, 37), prompts)
+    with ranks_of(checkpoint, 2, 2) as leader:
+        assert engine_greedy(leader, Limits(4, 37, num_stages=2), prompts) == wanted
 
 
 def test_within_a_chunk_attention_is_full(checkpoint: Path) -> None:
