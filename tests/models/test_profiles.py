@@ -20,6 +20,7 @@ from slipstream.profiles import (
     StepModel,
     best_of_splits,
     profile_of,
+    profiles,
     select,
     splits_of,
 )
@@ -215,6 +216,15 @@ def test_throughput_lets_in_as_many_sequences_as_have_room():
     assert full.options("throughput")["max_num_seqs"] == 1024
     assert half.options("throughput")["max_num_seqs"] == 576  # 585 with 512 tokens each
     assert "max_num_seqs" not in full.options("latency")
+
+
+def test_throughput_on_an_h200_is_what_a_full_engine_was_recorded_with(recorded_shape):
+    """The rows of saturation: precision, cache, sequences and tokens of a step."""
+    options = select(profiles(recorded_shape, CARDS["H200"]), "throughput").options("throughput")
+    said = (RESULTS / "2026-11-29-saturation-h200.txt").read_text().splitlines()[0]
+    assert f"{options['quantization']} weights, {options['kv_cache_dtype']} cache" in said
+    assert f"{options['max_num_seqs']:,} sequences" in said
+    assert f"{options['max_num_batched_tokens']:,} tokens a step" in said
 
 
 @pytest.mark.parametrize("count", [1, 2, 6, 8, 16])
