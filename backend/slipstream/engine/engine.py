@@ -14,7 +14,7 @@ from slipstream_runtime.admission import Load
 from slipstream.core.drafts import Speculation
 from slipstream.core.edits import EditContext
 from slipstream.core.processors import start_processors
-from slipstream.core.sequence import Request
+from slipstream.core.sequence import Request, Sequence
 from slipstream.core.stop import Ending, RawBytes
 from slipstream.engine.adapters import AdapterStore
 from slipstream.engine.answers import add_sequences, add_wanted, make_request, most_running
@@ -29,7 +29,16 @@ from slipstream.engine.scheduler import Limits, Scheduler
 from slipstream.engine.steps import Runner, Steps
 from slipstream.engine.telemetry import Telemetry
 from slipstream.guide.interface import MakeCompiler
-from slipstream.wire import CancelCause, Figures, FinishReason, Rejected, Status, Submit, Tokens
+from slipstream.wire import (
+    CancelCause,
+    Figures,
+    Finished,
+    FinishReason,
+    Rejected,
+    Status,
+    Submit,
+    Tokens,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -69,23 +78,21 @@ class Engine:
             runner.block_size,
             clock,
             self._telemetry,
-            *(runner.window, runner.transfers, runner.attention_doubles_at),
-            speculation,
-            device_drafts,
-            self.adapters.room,
+            window=runner.window,
+            mover=runner.transfers,
+            attention_doubles_at=runner.attention_doubles_at,
+            speculation=speculation,
+            device_drafts=device_drafts,
+            room=self.adapters.room,
         )
         self.prefixes = self._scheduler.cache.index
         fixed = {"max_num_seqs": limits.max_num_seqs, "block_size": runner.block_size}
         self._gauges = Gauges(self._scheduler, self._telemetry, fixed)
         self._edit_context = edit_context or EditContext(runner.vocab_size, vocab)
-        self._guides: Guides | None = None
-        if guide_compiler is not None:
-            queue, finish = self._scheduler.waiting, self._scheduler.finish
-            thinking = self._edit_context.thinking, limits.guide_in_thinking
-            self._guides = Guides(guide_compiler, queue.defer, queue.wake, finish, *thinking)
-            self._scheduler.guides = self._guides
-            if speculation is not None and speculation.accepted is None:
-                self._guides.looks_ahead = True
+        self._guides = None if guide_compiler is None else self._make_guides(guide_compiler)
+        if self._guides is not None and speculation is not None:
+            self._guides.looks_ahead = speculation.accepted is None
+        self._scheduler.guides = self._guides
         self._steps = Steps(
             self._scheduler,
             runner,
@@ -100,12 +107,19 @@ class Engine:
         self._next_sequence_id = 0
         self._num_received = self._num_received_tokens = 0  # refused ones included; their prompts
 
+    def _make_guides(self, compiler: MakeCompiler) -> Guides:
+        queue, finish = self._scheduler.waiting, self._scheduler.finish
+        thinking = self._edit_context.thinking, self._limits.guide_in_thinking
+        return Guides(compiler, queue.defer, queue.wake, finish, *thinking)
+
     def _make_bounds(self, drafts_on_device: bool) -> RequestBounds:
         runner = self._runner
         return RequestBounds(
-            *(runner.vocab_size, runner.max_model_len, runner.num_blocks),
-            runner.num_blocks // runner.window.num_tables * runner.block_size,
-            self._scheduler.cache.blocks_for,
+            vocab_size=runner.vocab_size,
+            max_model_len=runner.max_model_len,
+            num_blocks=runner.num_blocks,
+            num_tokens=runner.num_blocks // runner.window.num_tables * runner.block_size,
+            blocks_for=self._scheduler.cache.blocks_for,
             has_tokenizer=self._vocab is not None,
             max_running=self._scheduler.max_running,
             max_logits_bytes=self._limits.max_logits_bytes,
@@ -293,17 +307,23 @@ class Engine:
             if tokens.finished is not None:
                 if request.choice is not None:
                     sent[-1:] = request.choice.take(tokens)
-                if tokens.finished.reason is FinishReason.ERROR:
-                    _log.error("request %d ended: %s", request.number, tokens.finished.error)
-                self._telemetry.sequence_finished(sequence, tokens.finished.num_output_tokens)
-                request.num_unfinished -= 1
-                if request.num_unfinished == 0:
-                    del self._requests[request.bridge, request.number]
-                    self._request_ids.remove(request)
-                    self.adapters.release(request.adapter)
-                    self._telemetry.request_finished(request)
-                    if request.sampling.guide is not None and self._guides is not None:
-                        self._guides.num_active -= 1
-                    if self._request_log is not None and not request.message.is_probe:
-                        self._request_log.write(request)
+                self._sequence_ended(sequence, tokens.finished)
         return outputs
+
+    def _sequence_ended(self, sequence: Sequence, finished: Finished) -> None:
+        """Count a sequence whose end is being sent; remove its request with the last of them."""
+        request = sequence.request
+        if finished.reason is FinishReason.ERROR:
+            _log.error("request %d ended: %s", request.number, finished.error)
+        self._telemetry.sequence_finished(sequence, finished.num_output_tokens)
+        request.num_unfinished -= 1
+        if request.num_unfinished:
+            return
+        del self._requests[request.bridge, request.number]
+        self._request_ids.remove(request)
+        self.adapters.release(request.adapter)
+        self._telemetry.request_finished(request)
+        if request.sampling.guide is not None and self._guides is not None:
+            self._guides.num_active -= 1
+        if self._request_log is not None and not request.message.is_probe:
+            self._request_log.write(request)

@@ -16,7 +16,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -82,15 +81,13 @@ def load(
     speculation, device_drafts = drafter_choice.choose(config, num_device_drafts)
     telemetry = Telemetry(config.gpu_hour_price, runner.memory)
     request_log = RequestLog(Path(config.request_log), telemetry) if config.request_log else None
-    clock = time.monotonic_ns
     engine = ReadingEngine(
         limits,
         runner,
         vocab,
-        plan.model_name,
-        clock,
-        telemetry,
-        request_log,
+        model=plan.model_name,
+        telemetry=telemetry,
+        request_log=request_log,
         speculation=speculation,
         device_drafts=device_drafts,
         guide_compiler=guide_compiler,

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import zmq
 from slipstream_contract.errors import ContractError
 from slipstream_runtime.directory import OWNER_VARIABLE, VARIABLE, Runtime
@@ -130,17 +131,12 @@ def _raise_if_failed(replica: Replica) -> None:
 def _welcome(found: list[wire.Welcome]) -> wire.Welcome:
     """Return what bridges get: of the first replica, with the shortest context of all."""
     first = found[0]
-    return wire.Welcome(
-        wire.PROTOCOL,
-        __version__,
-        first.model,
-        os.getpid(),
-        first.vocab_size,
-        min(each.max_model_len for each in found),
-        first.architecture,
-        first.dtype,
-        first.device,
-        first.has_thinking,
+    return msgspec.structs.replace(
+        first,
+        protocol=wire.PROTOCOL,
+        version=__version__,
+        engine_pid=os.getpid(),
+        max_model_len=min(each.max_model_len for each in found),
     )
 
 
