@@ -7,15 +7,15 @@ constexpr int PACKS = 4;  // accesses of a thread to gates, and as many to ups, 
 // Of a gate and what it multiplies.
 template <typename Activation>
 struct Times {
-  DEVICE float operator()(float gate, float up) const { return Activation()(gate) * up; }
+  DEVICE float operator()(T gate, T up) const { return Activation()(to_float(gate)) * to_float(up); }
 };
 
 // The same of both cut off at a limit; NaN stays.
 struct Gegelu {
   float limit;
 
-  DEVICE float operator()(float gate, float up) const {
-    const float g = below(gate), u = -below(-below(up));
+  DEVICE float operator()(T gate, T up) const {
+    const float g = below(to_float(gate)), u = -below(-below(to_float(up)));
     return times_logistic(g, 1.702f * g) * (u + 1.0f);
   }
   DEVICE float below(float x) const { return x > limit ? limit : x; }
@@ -43,7 +43,7 @@ DEVICE void gate(const T* gate_up, i64 stride, T* out, i64 width, Activation act
     if (first + i * step >= end) break;
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j)
-      gate[i].at[j] = from_float<T>(activation(to_float(gate[i].at[j]), to_float(up[i].at[j])));
+      gate[i].at[j] = from_float<T>(activation(gate[i].at[j], up[i].at[j]));
     store<VECTOR>(out + first + i * step, gate[i]);
   }
 }
