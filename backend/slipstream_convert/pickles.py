@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from slipstream.errors import CheckpointError
 from slipstream.models.files import read_json
+from slipstream.models.lfs import check_fetched
 from slipstream_contract.errors import clip
 from torch import Tensor
 
@@ -73,6 +74,8 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         if not isinstance(name, str) or not isinstance(value, Tensor):
             kind = type(value).__name__
             raise CheckpointError(f"{path}: {clip(name)} is of type {kind}, not a named tensor")
+        if value.is_meta:
+            raise CheckpointError(f"{path}: tensor {clip(name)} is of device meta: no data")
         if value.layout is not torch.strided or value.dtype not in _DTYPES:
             known = ", ".join(sorted(str(each).removeprefix("torch.") for each in _DTYPES))
             raise CheckpointError(
@@ -85,7 +88,9 @@ def _tensors(path: Path) -> dict[str, Tensor]:
 def _load(path: Path) -> object:
     """Unpickle tensors and containers of them; nothing else is ever made."""
     with path.open("rb") as file:
-        is_zip = file.read(4) == b"PK\x03\x04"
+        start = file.read(8)
+    check_fetched(path, start)
+    is_zip = start.startswith(b"PK\x03\x04")
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except Exception as error:  # of many types, by what the file holds

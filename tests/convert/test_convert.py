@@ -142,6 +142,10 @@ def damage(folder: Path, kind: str) -> None:
         one.write_bytes(one.read_bytes()[:-700])
     elif kind == "empty":
         one.write_bytes(b"")
+    elif kind == "pointer":
+        one.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    elif kind == "meta":
+        write(folder, [{"a": torch.ones(2, device="meta")}])
     elif kind == "not by name":
         write(folder, [[torch.ones(1)]])  # type: ignore[list-item]
     elif kind == "within":
@@ -173,6 +177,8 @@ def damage(folder: Path, kind: str) -> None:
         ("truncated", "pytorch_model.bin: cannot be read"),
         ("truncated legacy", "pytorch_model.bin: cannot be read"),
         ("empty", "pytorch_model.bin: cannot be read"),
+        ("pointer", "pytorch_model.bin: a pointer of Git LFS in the place of the file"),
+        ("meta", "tensor 'a' is of device meta: no data"),
         ("not by name", "holds list, not tensors by name"),
         ("within", "'state_dict' is of type dict"),
         ("sparse", "sparse_coo"),

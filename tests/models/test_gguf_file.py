@@ -101,6 +101,13 @@ def test_garbage(tmp_path_factory, garbage: bytes, is_marked: bool, count: int) 
     assert isinstance(outcome(file), str)
 
 
+def test_a_pointer_of_git_lfs_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(CheckpointError, match=r"a\.gguf: a pointer of Git LFS in the place of"):
+        load(path)
+
+
 @pytest.mark.parametrize(("at", "what"), [(8, "tensors"), (16, "keys")])
 def test_counts_that_lie(data: bytes, at: int, what: str, tmp_path: Path) -> None:
     """A file is refused by its count alone, not where it ends."""

@@ -19,10 +19,10 @@ from slipstream_contract.errors import clip
 from slipstream.errors import CheckpointError
 from slipstream.models.entries import TensorEntry
 from slipstream.models.gguf.tensors import REFERENCE, referenced_entries
+from slipstream.models.lfs import check_fetched
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_LFS = b"version https://git-lfs"  # how such a pointer starts
 _MAX_HEADER = 100_000_000  # bytes; the format's own limit
 _ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
 _ITEM_SIZES |= {"U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
@@ -155,10 +155,7 @@ def header_entries(
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-    if start == _LFS[:8]:
-        raise CheckpointError(
-            f"{path}: a pointer of Git LFS in the place of the file: fetch it (git lfs pull)"
-        )
+    check_fetched(path, start)
     if not 2 <= length <= min(_MAX_HEADER, size - 8):
         raise CheckpointError(
             f"{path}: truncated or not safetensors: header of {length} bytes in {size}"

@@ -21,6 +21,7 @@ from slipstream_contract.errors import clip
 
 from slipstream.errors import CheckpointError
 from slipstream.models.gguf.types import BLOCK_TYPES, BlockType, name_of
+from slipstream.models.lfs import check_fetched
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
@@ -126,7 +127,9 @@ class _Header:
 
     def start(self) -> tuple[int, int]:
         """Read what a file starts with; return its numbers of tensors and of keys."""
-        if self._left < 24 or self._take(4, "the header") != MAGIC:
+        magic = self._take(4, "the header") if self._left >= 24 else b""
+        if magic != MAGIC:
+            check_fetched(self.path, magic)
             raise self.wrong(f"not a GGUF file of {self.size} bytes: it must start with GGUF")
         version = self.number("I")
         if version not in _VERSIONS:
