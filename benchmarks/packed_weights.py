@@ -25,8 +25,10 @@ class Form(NamedTuple):
 
 
 ALL = r"(?:_proj)$"  # of blocks; routers and heads are none of them
+BY_ROW = 1 << 20  # more inputs than a matrix has
 FORMS = {
     "int4": Form(Kind.W4, 128, torch.bfloat16, ALL, 4 + 16 / 128),
+    "fp8-weights": Form(Kind.F8, BY_ROW, torch.bfloat16, ALL, 8),  # beside rows in 16 bits
     "fp8-blocks": Form(Kind.F8, 128, torch.float32, ALL, 8 + 32 / 128**2),
     "mxfp4": Form(Kind.F4, 32, torch.bfloat16, r"experts\.", 4 + 8 / 32),
     "nvfp4": Form(Kind.F4, 16, E4M3, ALL, 4 + 8 / 16),

@@ -56,7 +56,14 @@ def test_bytes_of_all_experts_are_those_of_the_model(
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("int4", 4.125), ("fp8-blocks", 8.25), ("mxfp4", 4.5), ("nvfp4", 5)]
+    ("name", "bits"),
+    [
+        ("int4", 4.125),
+        ("fp8-weights", 8 + 16 / 512),
+        ("fp8-blocks", 8.25),
+        ("mxfp4", 4.5),
+        ("nvfp4", 5),
+    ],
 )
 def test_experts_as_a_gpu_keeps_them(bench, name: str, bits: float) -> None:
     """Numbers of about 1 / sqrt(inputs), in the bits that a layer's benchmark counts."""
