@@ -17,6 +17,7 @@ from slipstream.layers.latent import LatentAttention
 from slipstream.layers.linear import GatedLinear, Linear, LinearAdd, NormLinear
 from slipstream.layers.norm import LayerNorm, Norm
 from slipstream.layers.residual import Residual
+from slipstream.layers.skipping import Skipping
 from slipstream.models.axes import TensorNames
 from slipstream.models.cache_scheme import quantization_of
 from slipstream.models.decoder import build_decoder
@@ -359,6 +360,12 @@ class Running:
         self._blocks = -(-length // BLOCK_SIZE)
         shape = self._plan.kv.layer_shape(self._blocks * min(self._at_once, len(pieces)))
         self._cache = torch.zeros(shape, dtype=self._plan.cache_dtype, device=self._plan.device)
+        skips, attention = self._plan.model.axes.skips, self._plan.attention
+        self._skipping: Skipping | None = None
+        self._skips = frozenset[int]()  # blocks whose heads skip tokens
+        if skips is not None and attention.spec.skipped_tokens:
+            self._skips = skips.layers
+            self._skipping = Skipping(skips, attention, self._blocks, self._plan.device)
 
     def embedded(self) -> list[Tensor]:
         """Return the sums before the first block, of some pieces each: `[tokens, hidden]`."""
@@ -369,9 +376,9 @@ class Running:
 
     def block(self, i: int, sums: Tensor) -> None:
         """Apply block `i` to the sums of some pieces, in place."""
-        block, window = self._opened.decoder.blocks[i], self._plan.model.windows[i]
         count = len(sums) // self._pieces.shape[1]
-        block(Residual(sums), self._inputs(count, window), self._cache)
+        inputs = self._inputs(count, self._plan.model.windows[i], i in self._skips)
+        self._opened.decoder.blocks[i](Residual(sums), inputs, self._cache)
 
     def sums(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each piece's token ids, `[length]`, and its sums behind the last block."""
@@ -386,7 +393,7 @@ class Running:
         length = self._pieces.shape[1]
         return torch.arange(length, device=self._plan.device).repeat(count)
 
-    def _inputs(self, count: int, window: int) -> AttentionInputs:
+    def _inputs(self, count: int, window: int, skips: bool) -> AttentionInputs:
         """Return the inputs of attention for so many pieces, each of them a chunk."""
         length, device = self._pieces.shape[1], self._plan.device
         tables = torch.arange(count * self._blocks, dtype=torch.int32, device=device)
@@ -401,4 +408,6 @@ class Running:
             num_decodes=0,
             max_queries=length,
         )
+        if skips and self._skipping is not None:
+            return self._skipping.inputs(self._cache, rows, len(positions))
         return AttentionInputs.of(self._plan.attention, self._cache, rows, window)
