@@ -3,6 +3,8 @@
 import importlib.metadata
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -182,3 +184,30 @@ def test_a_gateway_that_is_not_there(
         "slipstream: UNAVAILABLE: no gateway answers at http://127.0.0.1:1 ([Errno 111] Connection "
         "refused): is it running, and is this its --url?\n"
     )
+
+
+STATUSES = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 500: "INTERNAL", 503: "UNAVAILABLE"}
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_errors_of_adapters_have_the_code_of_their_status(
+    status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An engine that is being started again is worth another try, a wrong path is not."""
+
+    class Refuses(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(b'{"error": {"message": "why"}}')
+
+        def log_message(self, *values: object) -> None:
+            """Nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Refuses) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert cli.main(["adapter", "--url", url, "load", "a", "/a"]) == 1
+        thread.join()
+    assert capsys.readouterr().err == f"slipstream: {STATUSES[status]}: why\n"

@@ -122,13 +122,19 @@ def _ask(args: argparse.Namespace, path: str, body: dict[str, str] | None) -> An
         with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
             return json.loads(response.read())
     except urllib.error.HTTPError as error:
-        raise ContractError(_message(error)) from None
+        raise ContractError(_message(error), _code(error.code)) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", error)
         raise ContractError(
             f"no gateway answers at {args.url} ({why}): is it running, and is this its --url?",
             Code.UNAVAILABLE,
         ) from None
+
+
+def _code(status: int) -> Code:
+    """Return the code of a status of HTTP, by which a caller tells what to do."""
+    known = {404: Code.NOT_FOUND, 409: Code.ALREADY_EXISTS, 503: Code.UNAVAILABLE}
+    return known.get(status, Code.INTERNAL if status >= 500 else Code.INVALID_ARGUMENT)
 
 
 def _message(error: urllib.error.HTTPError) -> str:
