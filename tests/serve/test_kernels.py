@@ -3,6 +3,8 @@
 import argparse
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +29,16 @@ def parse(*arguments: str) -> argparse.Namespace:
     parser = OneLineParser()
     kernels.add_parser(parser.add_subparsers())
     return parser.parse_args(["kernels", *arguments])
+
+
+def test_a_reader_that_has_enough_is_no_error(checkpoint: Path) -> None:
+    config = msgspec.json.encode(EngineConfig(checkpoint=str(checkpoint)))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "slipstream.runner.kernels"]
+    done = subprocess.run(command, input=config, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_an_empty_architecture_is_not_this_machine(checkpoint: Path, capfd) -> None:

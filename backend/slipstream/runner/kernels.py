@@ -8,6 +8,7 @@ on stderr, where it cannot be done.
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +121,10 @@ def main(arguments: list[str] | None = None) -> int:
         for mixture in mixtures:
             for line in report_experts(mixture, rows, target, config.deterministic):
                 print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has enough, as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (StartError, KernelError, msgspec.DecodeError, OSError) as error:
         print(f"slipstream kernels: {error}", file=sys.stderr)
         return 2
