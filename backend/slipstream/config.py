@@ -22,7 +22,10 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 SPECULATIONS = ("none", "lookup", "suffix", "auto", "forced", "synthetic", *DEVICE_DRAFTERS)
 MAX_TARGET_ITL = 60_000  # ms
 MAX_REPLICAS = 64
+MAX_SEQS = 1 << 16  # max_num_seqs
+MAX_STEP_TOKENS = 1 << 22  # max_num_batched_tokens
 MIN_STUCK_AFTER_S = 3  # an idle engine turns, and is looked at, once a second
+MAX_STUCK_AFTER_S = 86_400  # a day
 
 
 def _field(description: str, default: str = "") -> Meta:
@@ -95,7 +98,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "needs the reuse of the cache, and no attention window"
         ),
     ] = 0
-    max_num_seqs: Annotated[int, _field("sequences that generate at the same time")] = 256
+    max_num_seqs: Annotated[
+        int, _field(f"sequences that generate at the same time, 1 to {MAX_SEQS}")
+    ] = 256
     speculation: Annotated[
         str,
         _field(
@@ -135,7 +140,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = ""
     eagle_choices: Annotated[str, _field("the same, for eagle3", "-")] = ""
     max_num_batched_tokens: Annotated[
-        int, _field("tokens of one step, prompts and generated ones together")
+        int,
+        _field(f"tokens of one step, prompts and generated ones together, 1 to {MAX_STEP_TOKENS}"),
     ] = 2048
     max_model_len: Annotated[
         int | None, _field("tokens of prompt and output together", "the checkpoint's context")
@@ -207,7 +213,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _field(
             "seconds after which a step, or one call in which a rank that starts hangs, counts as "
             "hanging: the engine is killed and started again; "
-            f"at least {MIN_STUCK_AFTER_S}"
+            f"{MIN_STUCK_AFTER_S} to {MAX_STUCK_AFTER_S}"
         ),
     ] = 60
     logprobs_mode: Annotated[

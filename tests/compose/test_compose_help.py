@@ -82,6 +82,6 @@ def test_how_much_more_a_quantised_cache_holds() -> None:
 
 def test_after_how_many_seconds_a_step_may_hang() -> None:
     lowest = config.MIN_STUCK_AFTER_S
-    assert config.help_of("stuck_after_s").endswith(f"at least {lowest} (default: 60)")
+    assert config.help_of("stuck_after_s").endswith(f"; {lowest} to 86400 (default: 60)")
     with pytest.raises(ConfigError, match=f"stuck_after_s = {lowest - 1} is below {lowest}"):
         resolve(EngineConfig(checkpoint="", stuck_after_s=lowest - 1))

@@ -13,6 +13,9 @@ from slipstream.config import (
     BACKEND_MODELS,
     BLOCK_SIZES,
     LOAD_FORMATS,
+    MAX_SEQS,
+    MAX_STEP_TOKENS,
+    MAX_STUCK_AFTER_S,
     MAX_TARGET_ITL,
     MIN_STUCK_AFTER_S,
     ON_OFF,
@@ -35,9 +38,9 @@ def at_least(config: EngineConfig, field: str, low: int) -> int:
 
 _MOST = 2**62  # of any whole number: 64 bits hold it, and a sum of two
 _MOSTS = {
-    "max_num_batched_tokens": 1 << 22,
-    "max_num_seqs": 1 << 16,
-    "stuck_after_s": 86_400,
+    "max_num_batched_tokens": MAX_STEP_TOKENS,
+    "max_num_seqs": MAX_SEQS,
+    "stuck_after_s": MAX_STUCK_AFTER_S,
 }
 _NAME_CHARACTERS = 256
 
