@@ -152,7 +152,7 @@ class Steps:
     def _schedule(self, only: tuple[frozenset[int], int] | None) -> Batch | None:
         """Return the next batch; if all sequences wait for blocks from host memory, wait for some.
 
-        Sets `fatal` if a copy cannot be started or has failed.
+        Sets `fatal` if that fails: by a copy, or by what has half changed the sequences of a step.
         """
         scheduler = self._scheduler
         try:
@@ -163,7 +163,7 @@ class Steps:
         except AssertionError:
             raise
         except Exception as error:
-            _log.error("blocks could not be copied", exc_info=error)
+            _log.error("no step could be scheduled", exc_info=error)
             self.fatal = error
             return None
         return batch
