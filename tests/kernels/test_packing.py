@@ -16,6 +16,7 @@ from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Implementation, Target
 from slipstream.quant import forms
 from slipstream.quant.matrix import E4M3, Kind, QuantMatrix, dequantise
+from slipstream.quant.rounding import rounded8
 from torch import Tensor
 
 STEPS = BLOCK // 16
@@ -195,6 +196,13 @@ def _without_arrangement(x: Tensor, weight: Tensor, around: Around) -> Tensor:
     assert around.groups is not None
     plain = around.groups._replace(order=None, factors=None)
     return gemm.oracle(x, weight, around._replace(groups=plain))
+
+
+@pytest.mark.parametrize("inputs", [168, 176, 177])
+def test_torch_multiplies_by_whole_sixteens_of_inputs_alone(inputs: int) -> None:
+    matrix = rounded8(torch.randn(8, inputs).bfloat16())
+    form = forms.form_of(matrix, CPU, torch.bfloat16)
+    assert (form is not None and "torch" in form.name) == (inputs % 16 == 0)
 
 
 def test_floats_whose_scales_are_no_numbers_of_16_bits_are_dequantised() -> None:

@@ -31,6 +31,7 @@ from slipstream.quant.scheme import MatrixSource
 
 _GROUPS = (32, 64, 128, 256)  # of torch's product with 4 bits
 _TILE = 32  # outputs of the same
+_WHOLE = 16  # inputs that torch's product with 8 bits reads at a time
 _BITS = {Kind.W4: 4, Kind.W8: 8}
 _CODE_TYPES: dict[Kind, CodeType] = {Kind.W4: "integers", Kind.W8: "integers", Kind.F8: "e4m3"}
 _TILE_BITS = _BITS | {Kind.F4: 4}  # of codes in tiles
@@ -77,6 +78,8 @@ def _takes_int8(matrix: QuantMatrix, target: Target, dtype: torch.dtype) -> bool
     by_row = matrix.group >= matrix.inputs and matrix.outer is None
     fits = matrix.kind is Kind.W8 and by_row and matrix.is_symmetric and matrix.is_plain
     is_here = target.device == "cpu" and dtype == torch.bfloat16  # fp32 is slower than its own
+    # Of other inputs torch reads beyond a row: infinities, or the end of the process.
+    fits = fits and matrix.inputs % _WHOLE == 0
     return fits and is_here and _is_exact(matrix.scales)
 
 
