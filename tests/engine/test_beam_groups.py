@@ -233,3 +233,17 @@ def test_too_many_beams_are_refused_by_name() -> None:
     client, _ = make(num_blocks=9)
     with pytest.raises(ContractError, match=r"beams of up to 13 tokens need 12 blocks.* has 9;"):
         client.submit([1], of_width(3, max_tokens=12))
+
+
+def test_a_search_that_just_fits_is_admitted_again() -> None:
+    """Each beam needs blocks of its own then, and none is left for what does not run."""
+    runner = CountingRunner(9, 4)
+    client = Client(Engine(Limits(4, 64, kv_cache_reuse=False), runner, Words()))
+    asked = SamplingParams(max_tokens=6, temperature=1.0, seed=3, beams=Beams(width=3), n=3)
+    client.submit([1, 2, 3, 4, 5, 6], asked)
+    for _ in range(4):
+        client.step()
+    running = client.engine._scheduler._running
+    assert len(running.sequences) == 3
+    running.preempt(next(iter(running.sequences.values())))
+    client.drain()

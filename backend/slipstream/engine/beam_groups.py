@@ -80,6 +80,8 @@ class BeamGroups:
         everything, group = self._everything, lead.group
         cache, admitted = everything.cache, list[Beam]()
         num_others = len(everything.sequences) + self.num_reserved + group.width - 1
+        if not everything.sequences:
+            num_others = 0  # the whole cache is theirs, and has all that the search can need
         for beam in group.live:
             found = match if beam is lead else cache.match(beam)
             num_tokens = beam.num_final - 1 if lead.is_spared else beam.num_tokens
