@@ -356,11 +356,16 @@ class Running:
             raise ConfigError(
                 f"pieces of {length} tokens are longer than the context, {self._plan.max_model_len}"
             )
+        model = self._plan.model
+        if model.axes.chunked and length > (chunk := max(model.windows)):
+            raise ConfigError(
+                f"pieces of {length} tokens are longer than attention chunks of {chunk} tokens"
+            )
         self._at_once = max(1, TOKENS // length)
         self._blocks = -(-length // BLOCK_SIZE)
         shape = self._plan.kv.layer_shape(self._blocks * min(self._at_once, len(pieces)))
         self._cache = torch.zeros(shape, dtype=self._plan.cache_dtype, device=self._plan.device)
-        skips, attention = self._plan.model.axes.skips, self._plan.attention
+        skips, attention = model.axes.skips, self._plan.attention
         self._skipping: Skipping | None = None
         self._skips = frozenset[int]()  # blocks whose heads skip tokens
         if skips is not None and attention.spec.skipped_tokens:

@@ -39,6 +39,7 @@ from slipstream_contract.beams import Beams
 from slipstream_contract.drafts import Drafts
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
+from slipstream_quantize.opened import Opened, Running
 from transformers.masking_utils import chunked_causal_mask_function
 
 CHUNK, VOCAB = 32, 1009
@@ -342,3 +343,10 @@ def test_a_row_over_a_border_is_a_fault(checkpoint: Path) -> None:
     layout = make_runner(checkpoint)._builder.layout
     with pytest.raises(AssertionError, match="the scheduler cuts there"):
         layout.shape_of(Batch((row,), 0))
+
+
+def test_texts_that_calibrate_end_with_the_first_chunk(checkpoint: Path) -> None:
+    opened = Opened(checkpoint, "cpu", "float32")
+    Running(opened, torch.zeros(1, CHUNK, dtype=torch.int64))
+    with pytest.raises(ConfigError, match="pieces of 33 tokens are longer than attention chunks"):
+        Running(opened, torch.zeros(1, CHUNK + 1, dtype=torch.int64))
