@@ -146,7 +146,7 @@ def test_what_is_no_prefix_of_the_model_is_refused_by_name(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v2"])
 def test_keys_that_cannot_be_brought_are_refused(family: str, tmp_path: Path) -> None:
-    runner = make_runner(save(make_model(family, **FAMILIES[family]), tmp_path / "base"))
+    runner = make_runner(save(make_model(family), tmp_path / "base"))
     directory = write_prefix(tmp_path / "prefix", torch.randn(3, 512), 2)
     with pytest.raises(CheckpointError, match="prefix tuning is not implemented: keys"):
         runner.adapters.read(str(directory))
