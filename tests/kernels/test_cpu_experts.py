@@ -237,3 +237,15 @@ def test_choice_and_places_are_those_of_the_definition(
         by = scores + correction if corrected else scores
         own, other = (by.gather(1, each.experts.long()) for each in (found, want))
         torch.testing.assert_close(own, other)
+
+
+def test_weights_of_a_choice_are_float32_whatever_the_default() -> None:
+    """The kernel writes fp32: torch's default dtype, of the process, may be another."""
+    logits, before = torch.randn(9, 8), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert route(logits[:0], Routing(8, 2), 8).weights.dtype == torch.float32  # writes nothing
+        found, want = (each(logits, Routing(8, 2), 8) for each in (route, route.oracle))
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(found.weights, want.weights)

@@ -1,7 +1,10 @@
 """Transformers' own classes with paged attention: their logits and tokens, and what is refused."""
 
+import contextlib
 import json
 import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,7 @@ from slipstream.layers.decoder import Decoder
 from slipstream.models.backends import read_checkpoint
 from slipstream.models.check import check_tensors
 from slipstream.models.foreign import decoder as foreign_decoder
+from slipstream.models.foreign.parts import empty_model
 from slipstream.models.hf import supported
 from slipstream.models.padding import with_heads_of
 from slipstream.preflight import preflight
@@ -102,6 +106,32 @@ def test_what_a_class_keeps_in_float32_is_so(tmp_path: Path) -> None:
     with torch.no_grad():
         truth = model(torch.tensor([generation.prompt])).logits[0, -1]
     assert (generation.logits[0] - truth).pow(2).mean().sqrt() <= 0.3 * truth.std()
+
+
+def test_models_made_at_once_leave_the_default_dtype() -> None:
+    """Each sets the dtype of the process and restores what it found, as transformers does."""
+    found: list[torch.dtype] = []
+    both = threading.Barrier(2)
+
+    class Kind:
+        @staticmethod
+        def _from_config(config: object, dtype: torch.dtype, **_: object) -> torch.nn.Module:
+            before = torch.get_default_dtype()
+            found.append(before)
+            torch.set_default_dtype(dtype)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.3)
+            torch.set_default_dtype(before)
+            return torch.nn.Identity()
+
+    before = torch.get_default_dtype()
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            list(threads.map(lambda _: empty_model(Kind, None, torch.bfloat16), range(2)))
+        assert found == [before, before]
+        assert torch.get_default_dtype() == before
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_a_preempted_sequence_goes_on(tmp_path: Path) -> None:

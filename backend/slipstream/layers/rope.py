@@ -37,10 +37,11 @@ def _yarn(frequencies: Tensor, config: RopeConfig) -> Tensor:
 def frequencies(config: RopeConfig, head_size: int) -> Tensor:
     """Radians a position for each of `head_size / 2` pairs, fp32; 0 for those that stay."""
     rotated = head_size if config.rotated is None else config.rotated
-    turning = _frequencies(config, rotated) if rotated else torch.zeros(0)
+    turning = _frequencies(config, rotated) if rotated else torch.zeros(0, dtype=torch.float32)
     if config.has_two:
         turning = _frequencies(config, rotated // 2).repeat(2)
-    return torch.cat((turning, torch.zeros((head_size - rotated) // 2)))
+    still = torch.zeros((head_size - rotated) // 2, dtype=torch.float32)
+    return torch.cat((turning, still))
 
 
 def magnitudes(config: RopeConfig, head_size: int) -> Tensor:

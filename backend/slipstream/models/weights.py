@@ -347,7 +347,7 @@ class FileSource(_Checkpoint):
         """Read a tensor as numbers, in fp32 where the file has its blocks, or other numbers."""
         if not _is_restored(entry):
             return self.raw(key)
-        out = torch.empty(entry.shape, device=self._device)
+        out = torch.empty(entry.shape, dtype=torch.float32, device=self._device)
         self._read_into([key], [entry], [out])
         return out
 

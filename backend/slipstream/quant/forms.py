@@ -232,7 +232,8 @@ def make_floats(matrix: QuantMatrix, of: torch.dtype) -> Matrix:
     made = Packing(4, group, matrix.outputs, matrix.inputs, of, False, "e2m1")
     values = packing.pack_e2m1(codes_of(matrix))
     groups = Groups(made, packing.by_tile(scales, made, 0), None, matrix.order, matrix.factors)
-    factors = torch.full((matrix.outputs,), 1 / packing.SHRUNK, device=scales.device)
+    shrunk = torch.tensor(1 / packing.SHRUNK, dtype=torch.float32, device=scales.device)
+    factors = shrunk.repeat(matrix.outputs)
     return Matrix(values, factors if matrix.outer is None else factors * matrix.outer, groups)
 
 

@@ -132,7 +132,8 @@ def _route(
         experts = chosen.int()
     else:
         shape = len(logits), routing.top_k
-        experts, weights = torch.empty(shape, dtype=torch.int32), torch.empty(shape)
+        experts = torch.empty(shape, dtype=torch.int32)
+        weights = torch.empty(shape, dtype=torch.float32)
         sizes = logits.stride(0), len(logits), experts.data_ptr(), weights.data_ptr()
         loaded().choose_experts(choice, logits.data_ptr(), *sizes)
     pairs = experts.numel()

@@ -110,7 +110,7 @@ class ForeignDecoder:
         size = config.dims.head_size
         # Rotates by nothing: the class has rotated queries and keys, and the cache is to be written
         # by the kernel that rotates.
-        still = torch.zeros(1, size, device=device)
+        still = torch.zeros(1, size, dtype=torch.float32, device=device)
         still[:, : size // 2] = 1.0
         self._still = still
 

@@ -1,6 +1,7 @@
 """A class of transformers without data, and its two parts: what makes states, what makes logits."""
 
 import copy
+import threading
 from typing import Any
 
 import torch
@@ -8,10 +9,12 @@ from torch import Tensor, nn
 
 from slipstream.models.foreign.interface import NAME
 
+_MAKING = threading.Lock()  # of the process' default dtype, which transformers sets and restores
+
 
 def empty_model(kind: type[Any], config: Any, dtype: torch.dtype) -> Any:
     """Return a model of the class on torch's device `meta`; `config` stays as it is."""
-    with torch.device("meta"):
+    with _MAKING, torch.device("meta"):
         model = kind._from_config(copy.deepcopy(config), dtype=dtype, attn_implementation=NAME)
     return model.eval()
 
