@@ -71,7 +71,7 @@ def seen_by(row: torch.Tensor, length: int, kv_heads: int, block: int) -> tuple[
 
 @pytest.mark.parametrize("seed", range(12))
 def test_rows_of_heads_see_what_the_mask_says(seed: int) -> None:
-    """Of decodes and of chunks anywhere, with rows of nothing among them."""
+    """The rows are decodes, or chunks that begin anywhere, with empty ones among them."""
     rng = random.Random(seed)
     block = rng.choice([8, 16])
     kv_heads, each, local = rng.choice([1, 2, 3]), rng.choice([1, 3]), rng.choice([1, 2, 4])
