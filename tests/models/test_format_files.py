@@ -194,7 +194,7 @@ BAD: dict[str, tuple[str, Spoil, str]] = {
     "excluded": (
         "awq-gemm-32",
         says(modules_to_not_convert=["mlp"]),
-        "modules_to_not_convert = ['mlp'] names model.layers.0.mlp.up_proj",
+        "modules_to_not_convert = ['mlp'] leaves out model.layers.0.mlp.up_proj",
     ),
     "names that are none": (
         "awq-gemm-32",

@@ -15,6 +15,7 @@ METHODS = (
     "awq",
     "gptq",
     "auto-round",
+    "intel/auto-round",
     "modelopt",
     "modelopt_fp4",
     "fp8",
@@ -34,7 +35,9 @@ def _is_fp8(config: Reader, key: str) -> bool:
     if not config.data.get(key):
         return False
     if isinstance(config.data[key], str):
-        if config.data[key] != "FP8":
+        # AutoFP8 says so of scales that are in the file, which are e4m3's.
+        is_static = key == "kv_cache_scheme" and config.data[key] == "static"
+        if config.data[key] != "FP8" and not is_static:
             raise config.refusal(key, "is not implemented; FP8 is")
         return True
     scheme = config.child(key)
@@ -50,10 +53,17 @@ def _beside(directory: Path) -> Reader:
     return Reader(read_json(path) if path.is_file() else {}, str(path)).child("quantization")
 
 
+def _method(config: Reader) -> object:
+    """Return quant_method, which bitsandbytes did not write before 2023-08."""
+    loads = config.data.get("load_in_4bit"), config.data.get("load_in_8bit")
+    is_old = "quant_method" not in config.data and True in loads
+    return "bitsandbytes" if is_old else config.data.get("quant_method")
+
+
 def says_fp8(config: Reader, directory: Path) -> bool:
     """Return whether either configuration asks for e4m3; raises `CheckpointError`."""
     own = config.child("quantization_config")
-    if own.data and own.data.get("quant_method") not in METHODS:
+    if own.data and _method(own) not in METHODS:
         raise own.refusal("quant_method", f"is not one of {', '.join(METHODS)}")
     keys = ("kv_cache_scheme", "kv_cache_quant_algo")
     answers = [_is_fp8(each, key) for each in (own, _beside(directory)) for key in keys]
@@ -71,7 +81,7 @@ def quantization_of(directory: Path) -> tuple[str, Reader] | None:
     config = Reader(read_json(directory / "config.json"), str(directory / "config.json"))
     own, beside = config.child("quantization_config"), _beside(directory)
     if own.data:
-        return (str(own.data.get("quant_method")), own) if _quantises(own) else None
+        return (str(_method(own)), own) if _quantises(own) else None
     if _quantises(beside):
         return "modelopt", beside
     for name, method in _OLD.items():

@@ -92,6 +92,10 @@ class _Checkpoint:
     def raw_bytes(self, name: str) -> bytes:
         """Read a tensor's bytes, by the checkpoint's name."""
         self._unread.discard(name)
+        return self.peek(name)
+
+    def peek(self, name: str) -> bytes:
+        """Read a tensor's bytes, by the checkpoint's name; it has still to be read."""
         entry = self._entries[name]
         with entry.file.open("rb") as file:
             file.seek(entry.begin)

@@ -2,7 +2,7 @@
 
 import torch
 
-from slipstream.models.formats.format import Format, Row, listed
+from slipstream.models.formats.format import Format, Row, listed, listed_by_turns, names_in_block
 from slipstream.models.formats.module import FLOATS, Module, num_words, unpack, without
 from slipstream.models.reader import Reader, words
 from slipstream.quant.matrix import Kind, QuantMatrix, halves
@@ -10,6 +10,7 @@ from slipstream.quant.matrix import Kind, QuantMatrix, halves
 _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of a word that holds column i of eight
 _BITS = 4
 VERSIONS = ("gemm", "gemv")
+_VERSION_KEYS = ("version", "format", "checkpoint_format")
 
 
 class Awq(Format):
@@ -23,7 +24,12 @@ class Awq(Format):
     )
     keys = words(
         "bits w_bit group_size q_group_size zero_point version backend modules_to_not_convert "
-        "do_fuse fuse_max_seq_len modules_to_fuse exllama_config"
+        "do_fuse fuse_max_seq_len modules_to_fuse exllama_config format checkpoint_format "
+        # as for GPTQ: transformers 5 and GPTQModel have one class for both
+        "act_group_aware batch_size block_name_to_quantize cache_block_outputs damp_percent "
+        "dataset desc_act lm_head max_input_length meta model_seqlen "
+        "module_name_preceding_first_block modules_in_block_to_quantize pack_dtype pad_token_id "
+        "sym tokenizer true_sequential"
     )
 
     def __init__(self, config: Reader) -> None:
@@ -31,9 +37,12 @@ class Awq(Format):
         bits = "bits" if config.has("bits") else "w_bit"
         if config.whole(bits, _BITS) != _BITS:
             raise config.refusal(bits, "is not 4")
-        self._version = str(config.get("version") or "gemm").lower()
-        if self._version not in VERSIONS:
-            raise config.refusal("version", f"is not one of {', '.join(VERSIONS)}")
+        said = [key for key in _VERSION_KEYS if config.has(key)]
+        for key in said:
+            if str(config.get(key)).lower() not in VERSIONS:
+                raise config.refusal(key, f"is not one of {', '.join(VERSIONS)}")
+        self._version = str(config.get(said[0])).lower() if said else "gemm"
+        self._parts = listed_by_turns(config, "modules_in_block_to_quantize")
         self._group_key = "group_size" if config.has("group_size") else "q_group_size"
         value = config.get(self._group_key)
         self._group = 0 if value == -1 else config.whole(self._group_key, 128)
@@ -48,6 +57,11 @@ class Awq(Format):
     def holds(self, module: Module) -> bool:
         """Whether there are packed weights."""
         return module.has("qweight")
+
+    def check(self, module: Module) -> None:
+        """Take as it is what `modules_in_block_to_quantize` does not name."""
+        if self.holds(module) or names_in_block(self._parts, module.name):
+            super().check(module)
 
     def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int]:
         """Return words of columns, and groups; of rows in their order, words of groups."""

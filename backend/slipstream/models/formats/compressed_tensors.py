@@ -79,12 +79,15 @@ class CompressedTensors(Format):
         Row("nvfp4-pack-quantized", "`weight_packed` u8, e4m3 scales by 16", "F4"),
         Row("mxfp4-pack-quantized", "`weight_packed` u8, powers of two by 32", "F4"),
     )
-    keys = words("config_groups format ignore global_compression_ratio targets")
+    keys = words("config_groups format ignore global_compression_ratio targets sparsity_config")
 
     def __init__(self, config: Reader) -> None:
         super().__init__(config)
         if config.has("format") and config.get("format") not in FORMATS:
             raise config.refusal("format", f"is not one of {', '.join(FORMATS)}")
+        sparsity = config.child("sparsity_config")
+        if sparsity.data and sparsity.get("format") != "dense":
+            raise sparsity.refusal("format", "is not implemented; dense is")
         self._ignored = listed(config, "ignore")
         groups = config.child("config_groups")
         self._groups = [self._group(groups.child(name)) for name in groups.data]

@@ -2,6 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 from slipstream.models.formats.module import Module
@@ -61,7 +62,7 @@ class Format(ABC):
         """Raise `CheckpointError` if a matrix is quantised and should not be, or the other way."""
         key = self.excludes(module.name)
         if self.holds(module) and key:
-            why = f"names {module.name}, whose tensors are quantised"
+            why = f"leaves out {module.name}, whose tensors are quantised"
             raise self.config.refusal(key, why)
         is_plain = module.dtype("weight") in ("F64", "F32", "F16", "BF16")
         if is_plain and not self.holds(module) and not key:
@@ -79,6 +80,22 @@ def listed(config: Reader, key: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise config.refusal(key, "is not a list of names")
     return value
+
+
+def listed_by_turns(config: Reader, key: str) -> list[str]:
+    """Return a list of texts, or of lists of texts, as one; raises `CheckpointError`."""
+    value = config.get(key)
+    turns = value if isinstance(value, list) else [] if value is None else [value]
+    every = [each for turn in turns for each in (turn if isinstance(turn, list) else [turn])]
+    found = [each for each in every if isinstance(each, str)]
+    if isinstance(value, list | None) and len(found) == len(every):
+        return found
+    raise config.refusal(key, "is not a list of names, nor of lists of names")
+
+
+def names_in_block(parts: Sequence[str], name: str) -> bool:
+    """Return whether a module is among the `parts` of blocks; none are listed: all are."""
+    return not parts or any(is_part(each, name) for each in parts)
 
 
 def matches(config: Reader, key: str, pattern: str, name: str) -> bool:

@@ -5,7 +5,14 @@ import math
 import torch
 from slipstream_contract.errors import clip
 
-from slipstream.models.formats.format import Format, Row, matches
+from slipstream.models.formats.format import (
+    Format,
+    Row,
+    is_part,
+    listed_by_turns,
+    matches,
+    names_in_block,
+)
 from slipstream.models.formats.inputs import is_sorted, order_of
 from slipstream.models.formats.module import (
     FLOATS,
@@ -21,8 +28,13 @@ from slipstream.quant.matrix import Kind, QuantMatrix, halves
 
 BITS = (2, 3, 4, 8)
 VERSIONS = ("gptq", "gptq_v2")
-_METHODS = ("gptq", "auto-round")
-_PACKINGS = ("auto_round:auto_gptq", "auto_round:gptq", "autoround:exllama", "auto_gptq")
+_METHODS = ("gptq", "auto-round", "intel/auto-round")
+_OF_V2 = ("gptq_v2", "auto_round:gptqmodel")  # zeros as they are
+_PACKINGS = (
+    *("auto_round:auto_gptq", "auto_round:gptq", "autoround:exllama", "auto_gptq"),
+    "auto_round:gptqmodel",
+)
+_PLAIN_BITS = 16  # and more: not quantised
 
 
 class Gptq(Format):
@@ -43,7 +55,10 @@ class Gptq(Format):
         "batch_size pad_token_id max_input_length cache_block_outputs modules_in_block_to_quantize "
         "use_cuda_fp16 disable_exllama backend packing_format data_type iters seqlen nsamples lr "
         "minmax_lr autoround_version enable_quanted_input enable_minmax_tuning amp "
-        "low_gpu_mem_usage train_bs scale_dtype gradient_accumulate_steps"
+        "low_gpu_mem_usage train_bs scale_dtype gradient_accumulate_steps act_group_aware "
+        "extra_config act_bits act_data_type act_dynamic act_group_size act_sym "
+        "enable_norm_bias_tuning model_free quant_block_list super_bits super_group_size "
+        "to_quant_block_names"
     )
 
     def __init__(self, config: Reader) -> None:
@@ -56,12 +71,15 @@ class Gptq(Format):
         if stored not in (*VERSIONS, *_PACKINGS) or config.get("is_marlin_format"):
             wrong = "is_marlin_format" if config.get("is_marlin_format") else key
             raise config.refusal(wrong, f"is not implemented; {' or '.join(VERSIONS)} is")
-        self._added = 0 if stored == "gptq_v2" else 1
+        self._added = 0 if stored in _OF_V2 or packing in _OF_V2 else 1
+        if config.has("act_bits") and config.whole("act_bits") < _PLAIN_BITS:
+            raise config.refusal("act_bits", "is not implemented; 16 is")
         if config.has("pack_dtype") and config.get("pack_dtype") != "int32":
             raise config.refusal("pack_dtype", "is not int32")
         self._desc_act = config.flag("desc_act", default=False)
         self._static = config.flag("static_groups", default=False)
-        self._dynamic = config.child("dynamic")
+        self._dynamic, self._extra = config.child("dynamic"), config.child("extra_config")
+        self._parts = listed_by_turns(config, "modules_in_block_to_quantize")
         self._settings(config)
 
     @staticmethod
@@ -78,17 +96,27 @@ class Gptq(Format):
         return bits, 0 if is_all else of("group_size").whole("group_size", 128)
 
     def _rule(self, name: str) -> tuple[str, Reader | None]:
-        """Return the first rule of `dynamic` for a module: "-" leaves it out, "+" overrides."""
+        """Return the key that leaves a module out, or empty and the object that overrides."""
         for rule in self._dynamic.data:
             sign, pattern = ("-", rule[2:]) if rule.startswith("-:") else ("+", rule)
             pattern = pattern.removeprefix("+:")
             if matches(self._dynamic, rule, pattern, name):
-                return sign, None if sign == "-" else self._dynamic.child(rule)
+                return ("dynamic", None) if sign == "-" else ("", self._dynamic.child(rule))
+        for rule in sorted(self._extra.data, key=lambda each: not is_part(each, name)):
+            if is_part(rule, name) or matches(self._extra, rule, rule, name):
+                own = self._extra.child(rule)
+                is_out = own.has("bits") and own.whole("bits") >= _PLAIN_BITS
+                return ("extra_config", None) if is_out else ("", own)
         return "", None
 
     def excludes(self, name: str) -> str:
-        """Return `dynamic` where a rule leaves the module out."""
-        return "dynamic" if self._rule(name)[0] == "-" else ""
+        """Return `dynamic` or AutoRound's `extra_config`, whose rule leaves the module out."""
+        return self._rule(name)[0]
+
+    def check(self, module: Module) -> None:
+        """Take as it is what `modules_in_block_to_quantize` does not name."""
+        if self.holds(module) or names_in_block(self._parts, module.name):
+            super().check(module)
 
     def holds(self, module: Module) -> bool:
         """Whether there are packed weights."""
@@ -103,7 +131,8 @@ class Gptq(Format):
 
     def load(self, module: Module, outputs: int, inputs: int) -> QuantMatrix:
         """Read it, and sort inputs by their groups if they are not."""
-        bits, group = self._settings(self.config, self._rule(module.name)[1])
+        rule = self._rule(module.name)[1]
+        bits, group = self._settings(self.config, rule)
         group = group or inputs
         order = order_of(module, "g_idx", outputs, inputs, group)
         scaled = inputs if order is None else order.scaled
@@ -116,11 +145,13 @@ class Gptq(Format):
         if self._added and not zeros.is_meta and not bool(zeros.all()):
             made = self.config.child("meta").get("quantizer") or "an unknown producer"
             module.note(f"zeros of GPTQ version 1 wrap to 0, as {clip(made)} may not have meant")
+        self._check_zeros(module, zeros, bits, rule)
         if self._desc_act and groups > 1 and not module.has("g_idx"):
             raise module.refusal("g_idx", "is missing, but desc_act = true")
         if order is not None and not (self._desc_act or self._static):
             raise self.config.refusal("desc_act", f"is not true, but {module.name}.g_idx sorts")
-        _drop_bias(module, outputs)
+        if module.has("bias") and module.is_zero("bias"):  # AutoGPTQ's, of models that have none
+            module.drop("bias", "of zeros: not needed")
         if bits == 8:
             kept = without((zeros - 128).to(torch.int8).contiguous(), 0)
             eight = (codes.int() - 128).to(torch.int8).contiguous()
@@ -130,10 +161,14 @@ class Gptq(Format):
             found = QuantMatrix(Kind.W4, halves(codes), scales, group, inputs, zeros=kept)
         return found if order is None else order.sort(found)
 
-
-def _drop_bias(module: Module, outputs: int) -> None:
-    """Leave out a bias of zeros, which AutoGPTQ writes for models that have none."""
-    if module.has("bias"):
-        bias = module.take("bias", FLOATS, (outputs,))
-        if bool(bias.is_meta) or not bool(bias.any()):
-            module.drop("bias", "of zeros: not needed")
+    def _check_zeros(
+        self, module: Module, zeros: torch.Tensor, bits: int, rule: Reader | None
+    ) -> None:
+        """Raise `CheckpointError` if symmetric codes have the zeros of the other version."""
+        says = rule if rule is not None and rule.has("sym") else self.config
+        wrong = (1 << (bits - 1)) + (1 if self._added else -1)
+        if says.get("sym") is True and not zeros.is_meta and bool((zeros == wrong).all()):
+            other = VERSIONS[self._added]
+            raise says.refusal(
+                "sym", f"is not what {module.name}.qzeros are, unless checkpoint_format is {other}"
+            )

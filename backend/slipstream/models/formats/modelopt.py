@@ -85,7 +85,7 @@ class ModelOpt(Format):
             for each in patterns:
                 if fnmatchcase(name, each) or name.startswith(f"{each}."):
                     return key
-        if not self._algorithm and self._layers.data and name not in self._layers.data:
+        if not self._algorithm and self._layers.data and not self._layer(name):
             return "quantized_layers"
         return ""
 
@@ -95,8 +95,14 @@ class ModelOpt(Format):
 
     def _at(self, module: Module) -> Reader:
         """Return what is said of a layer, else of all."""
-        own = module.name in self._layers.data
-        return self._layers.child(module.name) if own else self.config
+        own = self._layer(module.name)
+        return self._layers.child(own) if own else self.config
+
+    def _layer(self, name: str) -> str:
+        """Return the name in `quantized_layers` of a module or one around it; empty: none is."""
+        while name and name not in self._layers.data:
+            name = name.rpartition(".")[0]
+        return name
 
     def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int]:
         """Return rows and inputs of a block; of 4 bits rows that share bytes, and groups."""

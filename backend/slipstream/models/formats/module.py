@@ -36,6 +36,9 @@ class RawSource(Protocol):
     def raw_bytes(self, name: str) -> bytes:
         """Read a small tensor's bytes, whatever the device."""
 
+    def peek(self, name: str) -> bytes:
+        """Read a small tensor's bytes, which something else has still to read."""
+
     def note(self, text: str) -> None:
         """Have the start say this."""
 
@@ -122,6 +125,10 @@ class Module:
         if self.has(part):
             self._source.raw_bytes(f"{self.name}.{part}")
             self.note(f"{part}: {why}")
+
+    def is_zero(self, part: str) -> bool:
+        """Return whether all bytes of a small tensor are zero; that does not read it."""
+        return not any(self._source.peek(f"{self.name}.{part}"))
 
     def drop_activations(self) -> None:
         """Leave out static scales of activations: rows have their own, made at each step."""
