@@ -69,7 +69,9 @@ def _linear(kind: torch.dtype, inputs: int, outputs: int) -> Linear:
     return Linear(quant.named("fp8"), matrix)
 
 
-def times(layers: Sequence[Layer], name: str, num_rows: int) -> Callable[[], float]:
+def times(
+    layers: Sequence[Layer], name: str, num_rows: int, replays: int = 15
+) -> Callable[[], float]:
     """Return what measures a place, in seconds for each layer."""
     x, values = rows(num_rows, HIDDEN), rows(num_rows, HIDDEN)
     if name == "down":
@@ -80,7 +82,7 @@ def times(layers: Sequence[Layer], name: str, num_rows: int) -> Callable[[], flo
         made = Residual(values)
         return [lambda layer=layer: layer.run(name, x, made) for layer in layers]  # type: ignore[misc]
 
-    return lambda: time_graph(runs())
+    return lambda: time_graph(runs(), replays)
 
 
 def leave_out(names: Sequence[str]) -> None:

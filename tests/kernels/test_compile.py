@@ -123,6 +123,8 @@ def is_everyday(wanted: Variant) -> bool:
         return is_one and is_usual and shape in widest
     if wanted.source == "gemm/sm90/skinny.cu":  # the same for every width of a tile
         return is_one and defines["ROWS"] in ("48", "64", "224")
+    if wanted.source == "gemm/sm90/tall.cu" and not {"CLUSTER", "GROUPS"}.isdisjoint(defines):
+        return is_one and defines["ROWS"] in ("96", "144", "224")  # and so are these
     if wanted.source.startswith("experts/"):
         is_usual = defines.get("ROWS", "16") in ("16", "128") and defines.get("VALUES", "4") == "4"
         return is_usual and defines["ELEMENT"] == "BFloat16"

@@ -10,6 +10,7 @@ from slipstream.kernels.gemm.linear import answers, choose, linear
 from slipstream.kernels.gemm.op import E4M3, INT8, Around, Matrix, Spec, gemm, spec_of
 from slipstream.kernels.gemm.sm90 import gemv, skinny, tall
 from slipstream.kernels.gemm.sm90.gemv import MAX_SLOTS, PIECE, THREADS, tiling
+from slipstream.kernels.gemm.sm90.tall_tiles import TallTiling
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Target
 from torch import Tensor
@@ -324,12 +325,12 @@ def test_what_is_tall(
     if dtype != INT8:
         assert tall.takes(product._replace(gate="")) == "makes SiLU gates alone"
     if is_taken:
-        tile = tall.tile_rows(outputs, 132)
-        assert tall._variant(dtype, tile) in set(tall.variants())
-        assert tall.num_slots(tile) >= 3
-        used = tall.num_slots(tile) * (tall.slot_bytes(tile) + 8) + 8 * tile + 8
-        assert used + RESERVED <= CTA_MEMORY
-        assert tile // 8 * 256 * 16 <= tall.num_slots(tile) * tall.slot_bytes(tile)  # half the sums
+        tiles = tall.tiling(dtype, rows, outputs, 0, False, 132)
+        assert tiles == TallTiling(256, tall.tile_rows(outputs, 132))
+        assert tall._variant(dtype, tiles) in set(tall.variants())
+        assert tiles.num_slots >= 3
+        assert tiles.bytes + RESERVED <= CTA_MEMORY
+        assert tiles.rows // 8 * 256 * 16 <= tiles.num_slots * tiles.slot_bytes  # half the sums
 
 
 @pytest.mark.parametrize(
@@ -356,7 +357,8 @@ def test_where_int8_is_tall_without_a_gate(
         assert (tall.takes(found) is None) == (rows_of_tile is not None)
     if rows_of_tile is not None:
         assert tall.rows_for(rows, outputs, 132, is_ungated=True) == rows_of_tile
-        assert tall._variant(INT8, rows_of_tile, is_ungated=True) in set(tall.variants())
+        tiles = TallTiling(256, rows_of_tile)
+        assert tall._variant(INT8, tiles, is_ungated=True) in set(tall.variants())
         assert tall.takes(product._replace(scales="")) == "makes SiLU gates alone"
         assert tall.takes(product._replace(out=torch.float16)) is None
 

@@ -5,7 +5,8 @@ of the multiprocessors idle in their second wave; with thousands it is as fast, 
 kernel of its own, which reads and writes as much as the product does.
 
 Of int8 what has no gate is multiplied here, too, where tiles fill the multiprocessors: cuBLASLt
-leaves 4 bytes an output to a kernel that scales it.
+leaves 4 bytes an output to a kernel that scales it. `tall_tiles.py` has tiles that fill them with
+129 rows and more.
 """
 
 import functools
@@ -20,11 +21,13 @@ from slipstream.kernels.gemm.op import PLAIN, Around, Spec, gemm
 from slipstream.kernels.gemm.sm90.skinny import (
     CHUNK_BYTES,
     DTYPES,
-    MEMORY,
+    MAX_ROWS,
+    OUTPUTS,
     kind_of,
     kinds,
     shared_refusal,
 )
+from slipstream.kernels.gemm.sm90.tall_tiles import TallTiling, fastest, tilings
 from slipstream.kernels.runtime import jit, tensor_map
 
 MIN_ROWS = dict.fromkeys(DTYPES, 193) | {E4M3: 177, INT8: 177}  # cuBLASLt is faster with fewer
@@ -37,7 +40,9 @@ MIN_SHARE = 0.9
 # wave (o and down of an 8B, 832 to 8,192 rows).
 _INT8_SHARE, _UNGATED_SHARE = 0.72, 0.55
 TILE_ROWS = range(176, 225, 16)  # in narrower ones shared memory is the bound
-_BARRIER_BYTES = 8  # of a slot
+# Whether GEMMs of int8 of more than 128 rows come by the tiles of `tall_tiles.py`, gated or not
+# (`benchmarks/int8_tilings.py` compares them). They have not run on a GPU yet.
+tiles_int8 = False
 
 
 def tile_rows(num_weight_rows: int, multiprocessors: int) -> int:
@@ -62,6 +67,10 @@ def rows_for(num_rows: int, num_weight_rows: int, multiprocessors: int, is_ungat
     return max(TILE_ROWS, key=lambda rows: share(num_rows, num_weight_rows, multiprocessors, rows))
 
 
+def _is_tiled(dtype: torch.dtype) -> bool:
+    return tiles_int8 and dtype == INT8
+
+
 def takes(spec: Spec) -> str | None:
     """Say why the kernel is not built for a product, or not the fastest; None: it is."""
     is_ungated = not spec.gate and spec.x == INT8 and spec.scales == "both"
@@ -72,11 +81,14 @@ def takes(spec: Spec) -> str | None:
     if (why := shared_refusal(spec)) is not None:
         return why
     least = X_ROWS + 1 if is_ungated else MIN_ROWS[spec.x]
+    least = MAX_ROWS + 1 if _is_tiled(spec.x) else least
     if spec.rows < least:
         return f"is slower than cuBLASLt below {least} rows"
     multiple = 8 if is_ungated else 16
     if spec.inputs * spec.x.itemsize % CHUNK_BYTES or spec.outputs % multiple:
         return f"takes rows of multiples of {CHUNK_BYTES} bytes and multiples of {multiple} outputs"
+    if _is_tiled(spec.x):
+        return None
     multiprocessors = spec.target.multiprocessors
     rows = rows_for(spec.rows, spec.outputs, multiprocessors, is_ungated)
     if rows not in TILE_ROWS:
@@ -91,36 +103,43 @@ def takes(spec: Spec) -> str | None:
     return None
 
 
-def slot_bytes(rows: int) -> int:
-    """Bytes of a slot: a chunk of x and of a tile's weights."""
-    return (X_ROWS + rows) * CHUNK_BYTES
-
-
-def num_slots(rows: int) -> int:
-    """Count the slots that fit into the shared memory of a multiprocessor."""
-    return (MEMORY - _end_bytes(rows)) // (slot_bytes(rows) + _BARRIER_BYTES)
-
-
-def _end_bytes(rows: int) -> int:
-    """Bytes of scales and biases of columns, and of their alignment."""
-    return 2 * 4 * rows + _BARRIER_BYTES
+def tiling(
+    dtype: torch.dtype,
+    num_rows: int,
+    num_weight_rows: int,
+    num_chunks: int,
+    is_ungated: bool,
+    multiprocessors: int,
+) -> TallTiling:
+    """Return the tiles of a product whose rows have so many chunks of 128 bytes."""
+    if _is_tiled(dtype):
+        return fastest(num_rows, num_weight_rows, num_chunks, is_ungated, multiprocessors)
+    return TallTiling(X_ROWS, rows_for(num_rows, num_weight_rows, multiprocessors, is_ungated))
 
 
 def _variant(
-    dtype: torch.dtype, rows: int, is_ungated: bool = False, out: torch.dtype = torch.bfloat16
+    dtype: torch.dtype,
+    tiles: TallTiling,
+    is_ungated: bool = False,
+    out: torch.dtype = torch.bfloat16,
 ) -> jit.Variant:
     element, kind = kind_of(dtype, out)
+    sizes = {"ROWS": tiles.rows, "SLOTS": tiles.num_slots}
     more = {"UNGATED": 1} if is_ungated else {}
-    sizes = {"ROWS": rows, "SLOTS": num_slots(rows)}
+    more |= {"GROUPS": tiles.groups} if tiles.x_rows != X_ROWS else {}
+    more |= {"CLUSTER": tiles.cluster} if tiles.cluster else {}
     return jit.variant("gemm/sm90/tall.cu", element, **kind, **sizes, **more)
 
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     for (dtype, out), rows in itertools.product(kinds(), TILE_ROWS):
-        yield _variant(dtype, rows, out=out)
+        yield _variant(dtype, TallTiling(X_ROWS, rows), out=out)
         if dtype == INT8:
-            yield _variant(dtype, rows, is_ungated=True, out=out)
+            yield _variant(dtype, TallTiling(X_ROWS, rows), is_ungated=True, out=out)
+    for out, is_ungated in itertools.product(OUTPUTS[INT8], (False, True)):
+        for tiles in tilings(is_ungated):
+            yield _variant(INT8, tiles, is_ungated, out)
 
 
 @gemm.implementation("tall", "cuda", "sm_90a", takes=takes)
@@ -138,17 +157,18 @@ def tall(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
         y.stride(1) == 1 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0,
         "tall: rows of the residual must be contiguous, and aligned to 16 bytes",
     )
+    num_chunks = width * x.itemsize // CHUNK_BYTES
     multiprocessors = jit.num_multiprocessors(x.get_device())
-    rows = rows_for(num_rows, len(weight), multiprocessors, is_ungated)
-    copied = min(X_ROWS, -(-num_rows // 8) * 8)
-    outputs = rows if is_ungated else rows // 2
-    row_tiles, column_tiles = -(-num_rows // X_ROWS), -(-num_outputs // outputs)
+    tiles = tiling(x.dtype, num_rows, len(weight), num_chunks, is_ungated, multiprocessors)
+    copied = min(tiles.x_rows, -(-num_rows // 8) * 8)
+    outputs = tiles.rows if is_ungated else tiles.rows // 2
+    row_tiles, column_tiles = -(-num_rows // tiles.x_rows), -(-num_outputs // outputs)
     jit.launch(
-        _variant(x.dtype, rows, is_ungated, y.dtype),
+        _variant(x.dtype, tiles, is_ungated, y.dtype),
         "tall",
-        (row_tiles * column_tiles,),
-        256,
-        tensor_map.eights(weight, 1, rows // 2),
+        (row_tiles * column_tiles * max(1, tiles.cluster),),
+        128 * tiles.groups,
+        tensor_map.eights(weight, 1, tiles.rows // 2),
         tensor_map.boxes(x, num_rows, width, copied, x.stride(0)),
         by_row,
         by_column,
@@ -157,12 +177,12 @@ def tall(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
         y.stride(0),
         num_rows,
         num_outputs,
-        width * x.itemsize // CHUNK_BYTES,
+        num_chunks,
         copied,
         row_tiles,
         column_tiles,
         int(around.residual is not None),
-        shared_memory=num_slots(rows) * (slot_bytes(rows) + _BARRIER_BYTES) + _end_bytes(rows),
+        shared_memory=tiles.bytes,
         overlaps=True,
     )
     return y
