@@ -19,10 +19,10 @@ from slipstream_contract.sampling import SamplingParams
 
 from slipstream.core.dry import Dry
 from slipstream.core.ngrams import NoRepeat, PromptNgrams
-from slipstream.core.processors import Loaded, Processed, ProcessorError, States
+from slipstream.core.processors import Loaded, Processed, States
 from slipstream.core.records import EDIT as EDIT
-from slipstream.core.records import Frame, all_banned, banned_in, mask_of, pack
-from slipstream.core.rules import Phrases, Rule
+from slipstream.core.records import Frame, banned_in, mask_of, pack
+from slipstream.core.rules import Phrases, Rule, RuleError
 from slipstream.core.stop import RawBytes
 from slipstream.core.thinking import Thinking, ThinkingBudget
 
@@ -165,7 +165,7 @@ class Edits:
     def pack(self, outputs: Sequence[int], drafts: Sequence[int] = ()) -> bytes:
         """Return the `EDIT` records of the next output, by rising token id, each id at most once.
 
-        Where a rule fails every token is banned: `faults` says why.
+        Raises RuleError.
 
         Args:
             outputs: all outputs that are known.
@@ -176,10 +176,7 @@ class Edits:
             forced = self._budget.forced(outputs, drafts)
             if forced is not None:
                 return Frame([forced], plan.context.vocab_size).packed
-        try:
-            found = [rule.addends(outputs, drafts) for rule in self._rules]
-        except ProcessorError:
-            return all_banned(plan.context.vocab_size)
+        found = [_addends(rule, outputs, drafts) for rule in self._rules]
         if not any(found):
             return plan.packed_early if is_early else plan.packed
         addends = (plan.early if is_early else plan.addends).copy()
@@ -188,26 +185,22 @@ class Edits:
         return plan.pack(addends)
 
     def banned(self, outputs: Sequence[int]) -> set[int]:
-        """Return the tokens that cannot follow these outputs."""
+        """Return the tokens that cannot follow these outputs. Raises RuleError."""
         found = banned_in(self.pack(outputs))
         if self._plan.mask is not None:
             allowed = self._plan.sampling.allowed_token_ids
             found |= set(range(self._plan.context.vocab_size)).difference(allowed)
         return found
 
-    def faults(self, outputs: Sequence[int]) -> tuple[str, list[str]]:
-        """Return which rule fails after these outputs, and how, and which fields ban tokens."""
+    def fields(self, outputs: Sequence[int]) -> list[str]:
+        """Return which fields ban tokens after these outputs. Raises RuleError."""
         if self._budget is not None and self._budget.forced(outputs, ()) is not None:
-            return "", [self._budget.field]
+            return [self._budget.field]
         fields = self._plan.fields(len(outputs))
         for rule in self._rules:
-            try:
-                bans = -inf in rule.addends(outputs, ()).values()
-            except ProcessorError as error:
-                return str(error), []
-            if bans and rule.field not in fields:
+            if -inf in _addends(rule, outputs, ()).values() and rule.field not in fields:
                 fields.append(rule.field)
-        return "", fields
+        return fields
 
     def read_prompt(self, end: int) -> None:
         """Read the prompt's first `end` tokens ahead, as the steps compute them."""
@@ -220,6 +213,16 @@ class Edits:
             rule.fork()
         if self._budget is not None:
             self._budget.fork()
+
+
+def _addends(rule: Rule, outputs: Sequence[int], drafts: Sequence[int]) -> Mapping[int, float]:
+    """Return what a rule adds to the next token's logits. Raises RuleError."""
+    try:
+        return rule.addends(outputs, drafts)
+    except RuleError:
+        raise
+    except Exception as error:
+        raise RuleError(f"{rule.field} failed: {type(error).__name__}") from error
 
 
 def _add(addends: dict[int, float], more: Mapping[int, float]) -> None:

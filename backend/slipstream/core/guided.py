@@ -111,10 +111,10 @@ class Guided:
 
     def finishes(self, token_id: int) -> bool:
         """Return whether nothing but an end is legal after a token, if it can be taken at all."""
-        matcher = self.matcher.copy()
         try:
+            matcher = self.matcher.copy()
             return matcher.take(token_id) and matcher.is_finished
-        except GuideError:
+        except Exception:  # `take` says so
             return False
 
     def can_run(self, num_pending: int) -> bool:
@@ -150,19 +150,19 @@ class Guided:
         text: a sample without a mask is not legal if it is one of them. What is forced after a
         token may be spelled otherwise than it was before it, so each is looked for in its place.
         An end is never forced: where it is also a token of text, nothing is known from there on.
+        Raises GuideError.
         """
         if self.forced:
             return
         found: list[int] = []
-        with suppress(GuideError):  # the next mask or sample says so
-            while len(found) < MAX_DRAFT_TOKENS and (following := self.matcher.forced(1)):
-                if self.is_end(following[0]):
-                    break
-                is_legal = self.matcher.take(following[0])
-                assert is_legal, "a forced token is refused"
-                found += following
-            self.matcher.roll_back(len(found))
-            self.forced = found
+        while len(found) < MAX_DRAFT_TOKENS and (following := self.matcher.forced(1)):
+            if self.is_end(following[0]):
+                break
+            if not self.matcher.take(following[0]):
+                raise GuideError("a forced token is refused")
+            found += following
+        self.matcher.roll_back(len(found))
+        self.forced = found
 
     def fill(self) -> bytes:
         """Return the mask of the next token, which is forced: so it takes microseconds.
@@ -188,13 +188,13 @@ class Guided:
             for token_id in self.forced[: len(drafts) + 1]:
                 self.row_masks.append(self._with_ends(self.fill()))
                 if num_taken < len(drafts):
-                    is_legal = self.matcher.take(token_id)
-                    assert is_legal, "a forced token is refused"
+                    if not self.matcher.take(token_id):
+                        raise GuideError("a forced token is refused")
                     num_taken += 1
             self.matcher.roll_back(num_taken)
-        except GuideError:  # the next mask or sample says so
+        except Exception:  # the next mask or sample says so
             self.row_masks = []
-            with suppress(GuideError):
+            with suppress(Exception):
                 self.matcher.roll_back(num_taken)
             return False
         return True

@@ -21,6 +21,7 @@ from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.limits import MAX_BIASED_TOKENS
 
+from slipstream.core.rules import RuleError
 from slipstream.errors import ConfigError
 
 
@@ -43,10 +44,6 @@ class Processor(Protocol):
 
     def validate(self, arguments: Mapping[str, Any]) -> State:
         """Return the state for a request's arguments. Raises ContractError."""
-
-
-class ProcessorError(Exception):
-    """What a processor did wrong, with its name."""
 
 
 Loaded = Mapping[str, Processor]
@@ -104,22 +101,22 @@ class Processed:
         self._vocab_size = vocab_size
 
     def addends(self, outputs: Sequence[int], drafts: Sequence[int]) -> Mapping[int, float]:
-        """Return the edits of the token after outputs and drafts. Raises ProcessorError."""
+        """Return the edits of the token after outputs and drafts. Raises RuleError."""
         try:
             made = self._state.edits(self._prompt, [*outputs, *drafts] if drafts else outputs)
             edits = {int(token_id): float(addend) for token_id, addend in made.items()}
         except Exception as error:
             reason = f"{type(error).__name__}: {clip(str(error))}"
-            raise ProcessorError(f"{self.field} failed: {reason}") from error
+            raise RuleError(f"{self.field} failed: {reason}") from error
         if len(edits) > MAX_BIASED_TOKENS:
-            raise ProcessorError(
+            raise RuleError(
                 f"{self.field} edits {len(edits)} tokens, at most {MAX_BIASED_TOKENS} are served"
             )
         for token_id, addend in edits.items():
             if not 0 <= token_id < self._vocab_size:
-                raise ProcessorError(f"{self.field} edits token {token_id}, which is no token")
+                raise RuleError(f"{self.field} edits token {token_id}, which is no token")
             if not (isfinite(addend) or addend == -inf):
-                raise ProcessorError(f"{self.field} adds {addend} to token {token_id}")
+                raise RuleError(f"{self.field} adds {addend} to token {token_id}")
         return edits
 
     def fork(self) -> None:

@@ -62,7 +62,8 @@ def _mask(sequence: Sequence) -> bytes | None:
 def draft_rows(sequence: Sequence, first_sample: int) -> list[Row]:
     """Return the rows of the last token, which is known, and of each draft after it.
 
-    They make samples from number `first_sample` on. The drafts are taken from the sequence.
+    They make samples from number `first_sample` on. The drafts are taken from the sequence; one
+    behind which a rule fails is not verified, nor those after it.
     """
     drafts, sequence.drafts = sequence.drafts, []
     first, edits = chunk_row(sequence, 1, first_sample), sequence.edits
@@ -70,23 +71,27 @@ def draft_rows(sequence: Sequence, first_sample: int) -> list[Row]:
     rows = [replace(first, mask=masks[0]) if masks else first]
     other = None if edits is None or sequence.guide is not None else edits.mask
     for number, token_id in enumerate(drafts, start=1):
+        packed = sequence.drafted_edits(drafts[:number])
+        if packed is None or sequence.fault:
+            break
         rows.append(
             replace(
                 first,
                 token_ids=TokenIds("i", [token_id]),
                 start=first.start + number,
                 num_outputs=first.num_outputs + number,
-                edits=b"" if edits is None else edits.pack(sequence.outputs, drafts[:number]),
+                edits=packed,
                 is_new=False,
                 history=None,
                 prompt=None,
                 mask=masks[number] if number < len(masks) else other,
             )
         )
-    sequence.num_scheduled += len(drafts)
-    sequence.num_tokens += len(drafts)
-    sequence.num_in_flight += len(drafts)
-    sequence.num_pending += len(drafts)
+    num_drafts = len(rows) - 1
+    sequence.num_scheduled += num_drafts
+    sequence.num_tokens += num_drafts
+    sequence.num_in_flight += num_drafts
+    sequence.num_pending += num_drafts
     return rows
 
 
@@ -109,8 +114,8 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
     end = start + num_tokens
     samples, wanted = end == sequence.num_known, sequence.wanted
     guide = sequence.guide if samples else None
-    if sequence.edits is not None:
-        sequence.edits.read_prompt(end)
+    sequence.read_prompt(end)
+    packed, moved = sequence.next_rules() if samples else (b"", ())
     row = Row(
         sequence.id,
         sequence.slot,
@@ -121,7 +126,7 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
         sequence.sampling,
         sequence.seed,
         sequence.num_outputs,
-        sequence.pack_edits() if samples else b"",
+        packed,
         -1,
         sequence.is_new,
         sequence.num_prompt,
@@ -132,7 +137,7 @@ def chunk_row(sequence: Sequence, num_tokens: int, sample: int) -> Row:
         wanted.logits_mode if wanted is not None and samples else -1,
         None if wanted is None else sequence.prompt_ask(start, end),
         mask=_mask(sequence) if samples else None,
-        moved=sequence.moving.next(sequence.outputs) if sequence.moving and samples else (),
+        moved=moved,
         needs_mask=guide is None or guide.needs_all,
         adapter=sequence.adapter_at(start),
         sight=sequence.request.sight,

@@ -7,6 +7,10 @@ from typing import Protocol
 from slipstream_contract.ids import TokenIds
 
 
+class RuleError(Exception):
+    """What a rule did wrong, with its field."""
+
+
 class Rule(Protocol):
     """A rule of one sequence.
 
@@ -20,7 +24,8 @@ class Rule(Protocol):
     def addends(self, outputs: Sequence[int], drafts: Sequence[int]) -> Mapping[int, float]:
         """Return what is added to logits of the token after prompt, outputs and drafts.
 
-        The outputs are those of the last call, and more, unless `fork` was called.
+        The outputs are those of the last call, and more, unless `fork` was called. What this
+        raises ends its sequence alone.
         """
 
     def fork(self) -> None:

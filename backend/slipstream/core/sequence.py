@@ -1,5 +1,6 @@
 """Hold the state of one generation: its tokens, its blocks, its progress, and what was sent."""
 
+import logging
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -19,14 +20,19 @@ from slipstream.core.edits import (
     counts_tokens,
     needs_edits,
 )
+from slipstream.core.first_wait import FirstWait
 from slipstream.core.guided import Guided
-from slipstream.core.moving import moves, moving_of
+from slipstream.core.moving import Moved, moves, moving_of
 from slipstream.core.prefix import DigestChain
 from slipstream.core.processors import States
+from slipstream.core.records import all_banned
+from slipstream.core.rules import RuleError
 from slipstream.core.stop import Ending, RawBytes, StopChecker
 from slipstream.core.two_way import ONE_WAY, Sight
 from slipstream.core.values import Wanted
 from slipstream.wire import CancelCause, Finished, FinishReason, Perf, Submit, Tokens
+
+_log = logging.getLogger(__name__)
 
 _MASK64 = (1 << 64) - 1
 
@@ -85,22 +91,6 @@ class Request:
         return self.message.sampling
 
 
-@dataclass(slots=True)
-class FirstWait:
-    """Totals of the engine's steps before a sequence's first one, and its own part since, in ns.
-
-    `launched_ns` and `begin_ns` are of that step, by the scheduler's clock.
-    """
-
-    launched_ns: int
-    begin_ns: int
-    streams_ns: float
-    chunks_ns: float
-    host_ns: float
-    own_ns: float = 0.0
-    parts_s: dict[str, float] | None = None  # what its first token waited for, once it is there
-
-
 class Sequence:
     """The sequence with number `index` of a request.
 
@@ -118,6 +108,7 @@ class Sequence:
         "drafts",
         "edits",
         "ending",
+        "fault",
         "first_scheduled_ns",
         "first_token_ns",
         "first_wait",
@@ -183,8 +174,7 @@ class Sequence:
         max_outputs = min(sampling.max_tokens, max_model_len - len(prompt))
         self.num_tokens = len(prompt)
         self.num_final = len(prompt) + max_outputs  # `num_tokens` at the end
-        self.num_computed = 0
-        self.num_scheduled = 0
+        self.num_computed = self.num_scheduled = 0
         self.num_pending = 0
         self.num_in_flight = 0  # its rows in steps that are scheduled and not committed
         self.num_void = 0  # the next of these rows that mean nothing
@@ -206,6 +196,7 @@ class Sequence:
         self.draft: DraftState | None = None  # None: it never had drafts
         self.status = SequenceStatus.WAITING
         self.edits: Edits | None = None
+        self.fault = ""  # of its own rules: no token can follow
         self.moving = moving_of(sampling)
         self.guide: Guided | None = None  # once its guide is compiled
         self.stop = StopChecker(sampling, vocab, max_outputs)
@@ -261,25 +252,61 @@ class Sequence:
         outputs = pack(self.outputs[max(0, start - num_prompt) : end - num_prompt])
         return outputs if start >= num_prompt else self.prompt[start:] + outputs
 
-    def pack_edits(self) -> bytes:
-        """Return the edits of the next output, for which all tokens before it must be known."""
-        packed = b"" if self.edits is None else self.edits.pack(self.outputs)
-        if self.guide is None:
-            return packed
-        return self.guide.with_bans(packed, self.request.edit_context.vocab_size)
+    def next_rules(self) -> tuple[bytes, Moved]:
+        """Return edits and moved parameters of the next output; all tokens before it are known.
+
+        A rule that raises ends its sequence alone: each token is banned, and `fault` says why.
+        """
+        vocab_size = self.request.edit_context.vocab_size
+        try:
+            moved = () if self.moving is None else self.moving.next(self.outputs)
+            packed = b"" if self.edits is None else self.edits.pack(self.outputs)
+            if self.guide is not None:
+                packed = self.guide.with_bans(packed, vocab_size)
+        except Exception as error:
+            self._fail(error)
+        return (all_banned(vocab_size), ()) if self.fault else (packed, moved)
+
+    def drafted_edits(self, drafts: list[int]) -> bytes | None:
+        """Return the edits of the output behind drafts; None: a rule raises, if they are right."""
+        try:
+            return b"" if self.edits is None else self.edits.pack(self.outputs, drafts)
+        except Exception:
+            return None
+
+    def read_prompt(self, end: int) -> None:
+        """Let rules read the prompt's first `end` tokens ahead, as steps compute them."""
+        try:
+            if self.edits is not None:
+                self.edits.read_prompt(end)
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Note what the sequence's own rules raised."""
+        _log.error("a rule of request %d failed", self.request.number, exc_info=error)
+        is_named = isinstance(error, RuleError)
+        self.fault = str(error) if is_named else f"its rules failed: {type(error).__name__}"
 
     def start(self, now_ns: int) -> None:
         """Note the first time that the sequence is scheduled, and prepare its edits."""
         self.first_scheduled_ns = now_ns
         if needs_edits(self.sampling):
-            request = self.request
-            if request.edit_plan is None:
-                ends = frozenset[int]() if self.guide is None else self.guide.end_ids
-                prompt = self.texts(self.prompt)
-                parts = (prompt, request.edit_context, request.processors, ends)
-                request.edit_plan = EditPlan(self.sampling, *parts)
-            self.edits = Edits(request.edit_plan)
-            self.needs_every_token |= self.edits.needs_every_token
+            try:
+                self.edits = Edits(self._edit_plan())
+                self.needs_every_token |= self.edits.needs_every_token
+            except Exception as error:
+                self._fail(error)
+
+    def _edit_plan(self) -> EditPlan:
+        """Return the edits that the request's sequences share."""
+        request = self.request
+        if request.edit_plan is None:
+            ends = frozenset[int]() if self.guide is None else self.guide.end_ids
+            prompt = self.texts(self.prompt)
+            parts = (prompt, request.edit_context, request.processors, ends)
+            request.edit_plan = EditPlan(self.sampling, *parts)
+        return request.edit_plan
 
     def want(self, wanted: Wanted) -> None:
         """Ask for values beside the tokens, before anything is scheduled."""

@@ -15,7 +15,8 @@ from collections.abc import Sequence as Many
 from typing import NamedTuple
 
 from slipstream.core.batch import Batch
-from slipstream.core.sequence import FirstWait, Sequence
+from slipstream.core.first_wait import FirstWait
+from slipstream.core.sequence import Sequence
 from slipstream.figures import FIRST_TOKEN_PARTS
 
 

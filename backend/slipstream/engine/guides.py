@@ -15,11 +15,12 @@ from slipstream_contract.errors import Code
 from slipstream.core.batch import Batch, Outcome
 from slipstream.core.guided import Guided
 from slipstream.core.guided_later import GuidedLater
+from slipstream.core.rules import RuleError
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
 from slipstream.core.stop import Ending
 from slipstream.core.thinking import Thinking
 from slipstream.engine.beam_group import Beam, BeamGroup
-from slipstream.guide.interface import GuideError, MakeCompiler, Template
+from slipstream.guide.interface import GuideError, MakeCompiler, Template, reason_of
 from slipstream.guide.workers import Fill, Workers
 from slipstream.wire import FinishReason, Rejected
 
@@ -101,12 +102,18 @@ class Guides:
         elif first.status is not SequenceStatus.FINISHED:
             parts = (made, request.sampling, self.workers.end_ids)
             thinking = self._thinking_of(request)
-            for sequence in request.sequences:
-                sequence.guide = (
-                    Guided(*parts) if thinking is None else GuidedLater(*parts, thinking)
-                )
-            if isinstance(first, Beam):
-                first.group.count_ends()
+            try:
+                for sequence in request.sequences:
+                    sequence.guide = (
+                        Guided(*parts) if thinking is None else GuidedLater(*parts, thinking)
+                    )
+            except Exception as error:
+                is_ours = not isinstance(error, GuideError)
+                code = Code.INTERNAL if is_ours else Code.INVALID_ARGUMENT
+                self._reject(request, f"the guide cannot be followed: {reason_of(error)}", code)
+            else:
+                if isinstance(first, Beam):
+                    first.group.count_ends()
         self._wake(_leader_of(first))
 
     def _thinking_of(self, request: Request) -> Thinking | None:
@@ -120,10 +127,9 @@ class Guides:
         # A prompt that says nothing of thinking: only the request knows that the model thinks.
         return thinking if (wanted is False if is_open is None else is_open) else None
 
-    def _reject(self, request: Request, message: str) -> None:
+    def _reject(self, request: Request, message: str, code: Code = Code.INVALID_ARGUMENT) -> None:
         if request.sequences[0].status is SequenceStatus.FINISHED:
             return  # it was cancelled meanwhile
-        code = Code.INVALID_ARGUMENT
         self._rejected.append((request.bridge, Rejected(request.number, code, message)))
         for sequence in request.sequences:
             self._finish(sequence, Ending(FinishReason.ERROR, error=message))
@@ -165,12 +171,12 @@ class Guides:
         if guided.is_filling:
             return Outcome.LATE  # another thread has the matcher: sampled again, with the mask
         had_mask = guided.needs_mask and outcome == Outcome.SAMPLED
-        if outcome == Outcome.UNMASKED:
-            guided.look_ahead()  # a mask has one spelling of what is forced
         try:
+            if outcome == Outcome.UNMASKED:
+                guided.look_ahead()  # a mask has one spelling of what is forced
             is_legal = guided.take(token_id)
-        except GuideError as error:
-            guided.error = str(error)
+        except Exception as error:
+            guided.error, guided.is_our_fault = reason_of(error), not isinstance(error, GuideError)
             return Outcome.NOT_FINITE
         if not is_legal and had_mask:
             guided.error = f"token {token_id} is refused, which its mask allows"
@@ -195,32 +201,35 @@ class Guides:
         ending = sequence.append(token_id, log_prob, now_ns)
         if ending is not None and ending.reason is not FinishReason.LENGTH:
             return ending
-        if guided.is_finished:
-            sequence.stop.num_sendable = sequence.num_outputs
-            return Ending(FinishReason.STOP)
-        if ending is None:
-            if self.looks_ahead:
+        try:
+            if guided.is_finished:
+                sequence.stop.num_sendable = sequence.num_outputs
+                return Ending(FinishReason.STOP)
+            if ending is None and self.looks_ahead:
                 guided.look_ahead()
+        except Exception as error:
+            return _lost(reason_of(error), is_refusal=isinstance(error, GuideError))
+        if ending is None:
             self.advance(sequence)
         return ending
 
     def follow(self, group: BeamGroup) -> None:
         """Let the guides of beams take the tokens that were chosen for them."""
-        for move in group.moves:
-            if move.is_fork and move.parent.guide is not None:
-                move.beam.guide = move.parent.guide.copy()
-        for move in group.moves:  # only now: parents are as they were until here
-            guided = move.beam.guide
-            if guided is None:
-                return
-            try:
-                error = "" if guided.take(move.token_id) else f"token {move.token_id} is refused"
-            except GuideError as caught:
-                error = str(caught)
-            if error:
-                self._fail(move.beam, guided, error)
-                return
-            self.advance(move.beam)
+        try:
+            for move in group.moves:
+                if move.is_fork and move.parent.guide is not None:
+                    move.beam.guide = move.parent.guide.copy()
+            for move in group.moves:  # only now: parents are as they were until here
+                guided = move.beam.guide
+                if guided is None:
+                    return
+                if not guided.take(move.token_id):
+                    raise GuideError(f"token {move.token_id} is refused")
+                self.advance(move.beam)
+        except Exception as error:
+            lead = group.lead
+            assert lead.guide is not None, "a group of which some beams are guided"
+            self._fail(lead, lead.guide, error)
 
     def runnable(self, sequences: Iterable[Sequence]) -> list[Sequence]:
         """Return those that can sample now: plain ones, and those that have their mask.
@@ -262,13 +271,14 @@ class Guides:
         """Make the mask of a forced token here, as that takes less than to ask a thread."""
         try:
             guided.filled(guided.fill(), give)
-        except GuideError as error:
-            self._fail(sequence, guided, str(error))
+        except Exception as error:
+            self._fail(sequence, guided, error)
 
-    def _fail(self, sequence: Sequence, guided: Guided, error: str) -> None:
+    def _fail(self, sequence: Sequence, guided: Guided, error: Exception) -> None:
         guided.is_filling = False
         if sequence.status is not SequenceStatus.FINISHED:
-            self._finish(sequence, _lost(error, is_refusal=True))
+            is_refusal = isinstance(error, GuideError)
+            self._finish(sequence, _lost(reason_of(error), is_refusal))
 
 
 def _is_sampled(sequence: Sequence) -> bool:
@@ -297,11 +307,13 @@ def error_of(sequence: Sequence) -> Ending:
     guided, edits = sequence.guide, sequence.edits
     if guided is not None and guided.error:
         return _lost(guided.error, is_refusal=not guided.is_our_fault)
-    fault, fields = ("", []) if edits is None else edits.faults(sequence.outputs)
-    if fault or edits is None:
-        return Ending(FinishReason.ERROR, error=fault or "numerical error")
+    if sequence.fault or edits is None:
+        return Ending(FinishReason.ERROR, error=sequence.fault or "numerical error")
+    try:
+        fields, illegal = edits.fields(sequence.outputs), edits.banned(sequence.outputs)
+    except RuleError as error:
+        return Ending(FinishReason.ERROR, error=str(error))
     vocab_size = sequence.request.edit_context.vocab_size
-    illegal = edits.banned(sequence.outputs)
     if guided is not None and (guided.needs_mask or guided.row_masks):
         fields.append("the guide")
         illegal |= guided.illegal()

@@ -15,8 +15,16 @@ class GuideError(Exception):
     """A guide that cannot be compiled or followed; the text names the keyword or the bound."""
 
 
+def reason_of(error: Exception) -> str:
+    """Return why a guide cannot go on, after what a matcher raised."""
+    return str(error) if isinstance(error, GuideError) else f"{type(error).__name__} in the matcher"
+
+
 class Matcher(Protocol):
-    """A place in a grammar: that after the tokens taken so far. Used by one thread at a time."""
+    """A place in a grammar: that after the tokens taken so far. Used by one thread at a time.
+
+    Whatever a library raises ends the sequence alone.
+    """
 
     @property
     def is_accepting(self) -> bool:

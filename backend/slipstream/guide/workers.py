@@ -87,7 +87,7 @@ class Fill:
     matcher: Matcher
     pace: Pace
     take: Callable[[bytes], None]  # in whatever thread made it
-    fail: Callable[[str], None]  # in the engine's thread: why there is none
+    fail: Callable[[Exception], None]  # in the engine's thread: why there is none
 
 
 class Workers:
@@ -174,15 +174,21 @@ class Workers:
             self._buffer = bytearray(len(fills) * size)
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._buffer))
         start = time.perf_counter()
-        errors = compiler.fill_all([fill.matcher for fill in fills], address)
+        try:
+            errors = compiler.fill_all([fill.matcher for fill in fills], address)
+        except Exception:  # of one of them: the others are made again
+            _log.exception("a mask among %d could not be made", len(fills))
+            for fill in fills:
+                if (failure := self._fill_alone(fill)) is not None:
+                    fill.fail(failure)
+            return
         is_slow = time.perf_counter() - start > _FAST_S * (4 + len(fills) / 8)
         for number, (fill, error) in enumerate(zip(fills, errors, strict=True)):
             if is_slow:
                 fill.pace.note(False)
-            if error:
-                fill.fail(error)
-            else:
-                fill.take(bytes(self._buffer[number * size : (number + 1) * size]))
+            mask = bytes(self._buffer[number * size : (number + 1) * size])
+            if (failure := _give(fill, mask, error)) is not None:
+                fill.fail(failure)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there is something to poll, at most so long."""
@@ -216,9 +222,9 @@ class Workers:
         for report in job.waiting:
             report(made)
 
-    def _filled(self, fill: Fill, error: str) -> None:
+    def _filled(self, fill: Fill, error: Exception | None) -> None:
         self.num_jobs -= 1
-        if error:
+        if error is not None:
             fill.fail(error)
 
     # --- threads -------------------------------------------------------------------------------
@@ -249,21 +255,30 @@ class Workers:
     def _fill_all(self) -> None:
         while True:
             fill = self._fills.get()
-            try:
-                error = self._fill_alone(fill)
-            except Exception as caught:
-                _log.exception("a mask could not be made")
-                error = f"its mask cannot be made: {type(caught).__name__}"
-            self._finish(self._filled, fill, error)
+            self._finish(self._filled, fill, self._fill_alone(fill))
 
-    def _fill_alone(self, fill: Fill) -> str:
+    def _fill_alone(self, fill: Fill) -> Exception | None:
         """Make a mask; return why there is none."""
         assert self._compiler is not None, "a matcher without its compiler"
         buffer = bytearray(self._compiler.num_mask_bytes)
         start = time.perf_counter()
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
-        (error,) = self._compiler.fill_all([fill.matcher], address)
+        try:
+            (error,) = self._compiler.fill_all([fill.matcher], address)
+        except Exception as caught:
+            _log.exception("a mask could not be made")
+            return caught
         fill.pace.note(time.perf_counter() - start < _FAST_S)
-        if not error:
-            fill.take(bytes(buffer))
-        return error
+        return _give(fill, bytes(buffer), error)
+
+
+def _give(fill: Fill, mask: bytes, error: str) -> Exception | None:
+    """Hand on a mask that was made without an error; return why it cannot be used."""
+    if error:
+        return GuideError(error)
+    try:
+        fill.take(mask)
+    except Exception as caught:
+        _log.exception("a mask could not be taken")
+        return caught
+    return None
