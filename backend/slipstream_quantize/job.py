@@ -155,6 +155,8 @@ class Job:
         else:
             q = self._grid.round(weight, fitted)
         rounded = self._grid.values(q, fitted)
+        if not bool(rounded.isfinite().all()):
+            raise self._opened.too_large(f"{probe.names[0]}.weight")
         probe.values.copy_(rounded)
         stays = self._opened.names.stored(probe.names[0]) in self._rows16
         probe.rounding = None if stays else self._rounding

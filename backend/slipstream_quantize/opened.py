@@ -217,16 +217,26 @@ class Opened:
         return [p if p.rows is None or p.rows[0] in probes else replace(p, rows=None) for p in kept]
 
     def _round_others(self) -> None:
-        """Round to `dtype` what is written in it: all but the matrices of blocks."""
+        """Round to `dtype` what is written in it: all but the matrices of blocks.
+
+        Raises `CheckpointError` for values that are beyond it.
+        """
         matrices = {f"{name}.weight" for probe in self.probes for name in probe.names}
         for name, tensor in self.source.tensors.items():
             if name not in matrices:
                 for rows in torch.split(tensor, ROWS) if tensor.ndim else [tensor]:
                     rows.copy_(rows.to(self.dtype))
+                if not bool(torch.stack(tensor.aminmax()).isfinite().all()):
+                    raise self.too_large(name)
         norms = [(each.input_norm, each.mlp_norm) for each in self.decoder.blocks]
         for norm in (*itertools.chain(*norms), self.decoder.norm):
             if isinstance(norm, LayerNorm):
                 norm.refresh()
+
+    def too_large(self, name: str) -> CheckpointError:
+        """Return the error of a tensor whose numbers, or scales, `dtype` cannot hold."""
+        said = f"has values beyond {self.dtype}; --dtype bfloat16 holds larger ones"
+        return CheckpointError(f"{self.directory}: tensor {self.names.stored(name)} {said}")
 
     def _places(self, block: AnyBlock) -> list[ProbedLayer]:
         """Put probes into a block; return its places in the order in which they run."""

@@ -62,10 +62,15 @@ def read_texts(path: Path) -> list[str]:
             continue
         try:
             text = json.loads(line)["text"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             text = None
         if not isinstance(text, str):
             raise ConfigError(f"{path}: line {number} is no object with a string `text`")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            wrong = "half of a pair of surrogates, which is no letter"
+            raise ConfigError(f"{path}: line {number}: `text` has {wrong}") from None
         texts.append(text)
     return texts
 

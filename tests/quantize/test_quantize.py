@@ -242,6 +242,8 @@ def test_wrong_options(
         ("a.txt", b"\xff\xfe", "is not UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n{"words": 1}', "line 2 is no object with a string `text`"),
         ("a.jsonl", b"[1", "line 1 is no object"),
+        ("a.jsonl", b"[" * 99_999, "line 1 is no object"),
+        ("a.jsonl", b'{"text": "\\ud800"}', "line 1: `text` has half of a pair of surrogates"),
     ],
 )
 def test_wrong_texts(
@@ -413,3 +415,16 @@ def test_wrong_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "quantization_config says awq" in capsys.readouterr().err
     assert quantize(tmp_path / "none", tmp_path / "out", "int8") == 1
     assert "no such directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["embed_tokens", "layers.0.mlp.down_proj"])
+def test_numbers_beyond_a_dtype_are_refused(
+    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An embedding's, and a scale's: bfloat16 holds what would be infinite in float16."""
+    directory, key = tiny.checkpoint(tmp_path / "original"), f"model.{part}.weight"
+    rewrite(directory, lambda tensors: tensors[key].mul_(1e9))
+    options = ["--no-measure", "--dtype", "float16"]
+    assert quantize(directory, tmp_path / "out", "int8", *options) == 1
+    assert f"tensor {key} has values beyond torch.float16; --dtype bfl" in capsys.readouterr().err
+    assert quantize(directory, tmp_path / "out", "int8", "--no-measure") == 0
