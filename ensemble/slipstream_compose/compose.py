@@ -28,6 +28,7 @@ from slipstream_contract.deployment import (
     split_name,
 )
 from slipstream_contract.errors import clip
+from slipstream_contract.generation_config import read_defaults
 from slipstream_contract.shares import check_shares
 from slipstream_contract.tensors import LLMAPI, MODELS
 from slipstream_contract.vocab import TokenBytes
@@ -252,13 +253,14 @@ def _name(checkpoint: Path) -> str:
 
 
 def _check_text(directory: Path, info: CheckpointInfo) -> list[str]:
-    """Check tokenizer and chat template as the stages read them, and return notes.
+    """Check tokenizer, chat template and defaults as stages and gateway read them; return notes.
 
     Raises UnsupportedTokenizerError or ContractError.
     """
     notes = list(_beyond(load_tokenizer(directory), info))
     TokenBytes.load(directory)
     ChatTemplate.load(directory)
+    read_defaults(directory)
     return notes
 
 

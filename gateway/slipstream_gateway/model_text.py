@@ -1,14 +1,14 @@
 """What turns text into the tokens of one model, and back: tokenizer, template, defaults."""
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from slipstream import wire
 from slipstream_contract.errors import ContractError
+from slipstream_contract.generation_config import read_defaults
 from slipstream_contract.vocab import TokenBytes
 from slipstream_preprocessing.chat import ChatTemplate
 from slipstream_preprocessing.encode import Encoder
@@ -20,8 +20,6 @@ from slipstream_gateway.token_texts import TokenTexts
 
 T = TypeVar("T")
 _SHORT_BYTES = 2000  # of texts that are encoded in less time than another thread needs to wake
-# As vLLM, from generation_config.json: what requests get that do not say.
-_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class ModelText:
@@ -32,7 +30,8 @@ class ModelText:
     ) -> None:
         """Read the tokenizer and the template; `welcome`: what the engine says of itself.
 
-        Raises what `Encoder.load` does, OSError, and ApiError for unknown parsers.
+        Raises what `Encoder.load` does, OSError, ApiError for unknown parsers, ContractError for
+        a template or defaults that cannot be used.
         """
         self.checkpoint = checkpoint
         self.max_model_len = welcome.max_model_len
@@ -48,7 +47,7 @@ class ModelText:
         own = read_response_template(checkpoint)
         self.answers = choose(source, added, settings.tool_parser, settings.reasoning_parser, own)
         self.token_texts = TokenTexts(self.encoder.vocab)
-        self.defaults = _read_defaults(checkpoint)
+        self.defaults = read_defaults(checkpoint)
         self._pool = pool
 
     @property
@@ -80,17 +79,3 @@ class ModelText:
                 raise ContractError(
                     f"{field}[{place}] is {token_id}; the vocabulary has {self.vocab_size} tokens"
                 )
-
-
-def _read_defaults(checkpoint: Path) -> dict[str, Any]:
-    """Return the sampling parameters of generation_config.json that are numbers."""
-    path = checkpoint / "generation_config.json"
-    given = json.loads(path.read_bytes()) if path.is_file() else {}
-    if not isinstance(given, dict):
-        return {}
-    found = {name: given[name] for name in _DEFAULTS if name in given}
-    return {
-        name: value
-        for name, value in found.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }

@@ -165,7 +165,9 @@ class Model:
             self._fault = self._unreadable = ""
             rest_collector()
         except (OSError, ValueError, ContractError, ApiError) as error:
-            self.text, self._unreadable = None, f"the tokenizer cannot be read: {error}"
+            said = f"the tokenizer cannot be read: {error}"
+            said = error.message if isinstance(error, ContractError) else said
+            self.text, self._unreadable = None, said
             _log.error("%s: %s; its requests are refused", welcome.model, self._unreadable)
         except Exception as error:
             self.text, self._fault = None, f"the tokenizer cannot be read: {error}"

@@ -253,6 +253,14 @@ def test_a_chat_template_that_no_stage_could_read_is_refused(checkpoint, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_defaults_that_no_request_could_have_are_refused(checkpoint, tmp_path):
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    (copy / "generation_config.json").write_text('{"top_p": 0}')
+    with pytest.raises(ContractError, match=r"copy/generation_config.json: top_p is 0, not a "):
+        run(copy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_commands_that_are_printed_can_be_pasted(checkpoint, tmp_path, capsys):
     copy = shutil.copytree(checkpoint, tmp_path / "ein Modell's")
     assert run(copy, tmp_path / "ein Ort") == 0
