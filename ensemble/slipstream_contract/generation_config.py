@@ -1,8 +1,8 @@
 """Sampling parameters of `generation_config.json`: what requests get that do not say, as in vLLM.
 
-A value that is out of bounds is refused when the file is read, not once a request: with null or a
 A value that is out of bounds is refused when the file is read, not once a request: null and a
-`top_k` of 0 or -1 say nothing. Where `do_sample` is false transformers reads none of the
+`top_k` of 0 or -1 say nothing. Where `do_sample` is false transformers reads none of the values by
+which it samples, so that those it could not use are none; vLLM reads the others.
 """
 
 import json
