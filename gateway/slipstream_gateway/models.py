@@ -112,6 +112,13 @@ class Model:
         return str(name) if is_adapter else ""
 
     @property
+    def may_have_more(self) -> bool:
+        """Whether its engine may have adapters, but is away, so that no name of one is known."""
+        config = self.config
+        can_have = config.adapters or config.adapter_root or config.adapter_dir
+        return bool(can_have) and self.engine.welcome() is None
+
+    @property
     def is_loaded(self) -> bool:
         """Whether there is an engine, or was one a moment ago, or there will be."""
         if self._runtime.unloaded.exists():
@@ -197,7 +204,9 @@ class Models:
     def find(self, name: object) -> Model:
         """Return the model of that name; without a name the only one.
 
-        A deployment's own name goes before public names, which several may share. Raises ApiError.
+        A deployment's own name goes before public names, which several may share.
+
+        Raises ApiError, or ContractError for a name that an engine may know which is away.
         """
         models = self.all
         if name is None or name == "":
@@ -214,6 +223,13 @@ class Models:
         if found:
             those = ", ".join(model.deployment.name for model in found)
             raise ApiError(400, f"model {name!r:.128} is the name of several: {those}", "model")
+        for away in (model for model in models if model.may_have_more):
+            raise ContractError(
+                f"the engine of {away.names[0]}, which may have {name!r:.128}, is not running; it "
+                "is being restarted",
+                Code.UNAVAILABLE,
+                "engine_down",
+            )
         message = f"model {name!r:.128} does not exist; there are {self._known()}"
         raise ApiError(404, message, "model", "model_not_found")
 

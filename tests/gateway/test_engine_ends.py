@@ -4,10 +4,11 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
-from fixtures.gateway.served import DONE, Gateway, serving, wait_ready
+from fixtures.gateway.served import DONE, Gateway, make_repository, serving, wait_ready
 from fixtures.server.support import LONG
 
 
@@ -39,3 +40,22 @@ def test_a_killed_engine(long_repository: Path, tmp_path: Path):
         assert engine_of(gateway) != before
         assert gateway.complete(prompt="a", max_tokens=1).status == 200
         gateway.wait_idle()
+
+
+@pytest.mark.rest
+def test_an_adapter_of_an_engine_that_is_away_is_not_called_unknown(tmp_path: Path):
+    (tmp_path / "adapters").mkdir()
+    repository = make_repository(tmp_path, adapter_root=str(tmp_path / "adapters"))
+    body = {"lora_name": "one"}
+    with serving(repository, tmp_path / "log") as gateway:
+        assert gateway.post("/v1/unload_lora_adapter", body).status == 404
+        os.kill(engine_of(gateway), signal.SIGKILL)
+        end_s = time.monotonic() + 60.0
+        down = gateway.post("/v1/unload_lora_adapter", body)
+        while down.status != 503 and time.monotonic() < end_s:  # until the gateway has noticed
+            assert down.status == 404
+            down = gateway.post("/v1/unload_lora_adapter", body)
+        assert "is not running; it is being restarted" in down.error["message"]
+        assert int(down.headers["retry-after-ms"]) > 0
+        wait_ready(gateway)
+        assert gateway.post("/v1/unload_lora_adapter", body).status == 404
