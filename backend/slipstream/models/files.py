@@ -178,7 +178,11 @@ def header_entries(
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
         if entry.begin < at:
             raise CheckpointError(f"{path}: tensors {name} and {last} overlap")
+        if entry.begin > at:
+            raise CheckpointError(f"{path}: bytes {at} to {entry.begin} belong to no tensor")
         at, last = entry.end, name
+    if at < size:
+        raise CheckpointError(f"{path}: bytes {at} to {size}, its end, belong to no tensor")
     return entries
 
 
