@@ -1,6 +1,7 @@
 """Configurations as libraries write them beside quantised weights; a matrix each."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from fixtures.models.quantised import NAME, K, N, Tensors, config_of, directory_
 from slipstream.errors import CheckpointError
 from slipstream.models.axes import TensorNames
 from slipstream.models.cache_scheme import says_fp8
+from slipstream.models.formats.compressed_tensors import CompressedTensors
+from slipstream.models.formats.gptq import Gptq
 from slipstream.models.reader import Reader
 from slipstream.models.weights import FileSource, ShapeSource
 from slipstream.quant.matrix import QuantMatrix, dequantise
@@ -166,3 +169,62 @@ def test_scales_of_a_cache_by_autofp8() -> None:
     config = {"quant_method": "fp8", "kv_cache_scheme": "static"}
     reader = Reader({"quantization_config": config}, "config.json")
     assert says_fp8(reader, Path("/nowhere"))
+
+
+OLD, NEW = "language_model.model.layers.0.mlp.up_proj", "model.language_model.layers.0.mlp.up_proj"
+_W4 = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": 32}
+GROUPS = {"one": {"targets": [NEW], "weights": _W4}, "rest": {"targets": ["Linear"]}}
+OF_TOWERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "compressed-tensors": ("ct-pack-4", {"config_groups": GROUPS}),
+    "ModelOpt": (
+        "modelopt-nvfp4",
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": {NEW: {"quant_algo": "NVFP4"}}},
+    ),
+    "GPTQ": ("gptq-v1-4-32", {"bits": 8, "dynamic": {"+:^model\\.language_m": {"bits": 4}}}),
+    "AutoRound": ("gptq-v1-4-32", {"bits": 8, "extra_config": {NEW: {"bits": 4}}}),
+}
+
+
+@pytest.mark.parametrize("name", OF_TOWERS)
+def test_modules_are_named_as_in_memory(name: str, tmp_path: Path) -> None:
+    """Transformers writes `language_model.model`; its modules are `model.language_model`."""
+    case, changes = OF_TOWERS[name]
+    config = config_of(case) | changes
+    directory = directory_of(tmp_path, tensors_of(case)[0], config, OLD)
+    matrix = FileSource(directory, torch.device("cpu"), TensorNames()).quantized(OLD, N, K)
+    assert matrix is not None
+    want = tensors_of(case)[1]
+    torch.testing.assert_close(dequantise(matrix)[::8], want, rtol=1e-6, atol=1e-7)
+
+
+LEFT: dict[str, tuple[str, dict[str, Any]]] = {
+    "compressed-tensors": ("ct-pack-4", {"ignore": [NEW]}),
+    "expressions": ("ct-pack-4", {"ignore": ["re:^model[.]language_model.*up_proj"]}),
+    "ModelOpt": ("modelopt-nvfp4", {"ignore": ["model.language_model.layers.0*"]}),
+    "AWQ": ("awq-gemm-32", {"modules_to_not_convert": ["model.language_model.layers.0."]}),
+    "fp8": ("hf-fp8-float", {"modules_to_not_convert": [NEW]}),
+    "bitsandbytes": ("bnb-nf4", {"llm_int8_skip_modules": ["model.language_model.layers.0.mlp"]}),
+    "GPTQ": ("gptq-v1-4-32", {"dynamic": {"-:model.language_model": {}}}),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_out_is_named_as_in_memory(name: str, tmp_path: Path) -> None:
+    case, changes = LEFT[name]
+    config = config_of(case) | changes
+    directory = directory_of(tmp_path, {"weight": torch.zeros(N, K)}, config, OLD)
+    assert ShapeSource(directory, TensorNames()).quantized(OLD, N, K) is None
+
+
+def test_rules_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of them, for each of thousands of experts, took minutes."""
+    rules = [f"-:model[.]layers[.]{i}[.]" for i in range(1, 9)]
+    gptq = Gptq(Reader({"dynamic": {rule: {} for rule in rules}}, ""))
+    ignore = [f"re:{rule[2:]}" for rule in rules]
+    compressed = CompressedTensors(Reader({"config_groups": GROUPS, "ignore": ignore}, ""))
+    monkeypatch.setattr(re, "match", None)
+    monkeypatch.setattr(re, "compile", None)
+    assert gptq.excludes("model.layers.8.x") == "dynamic"
+    assert gptq.excludes("model.layers.9.x") == ""
+    assert compressed.excludes("model.layers.8.x") == "ignore"
+    assert compressed.excludes(NEW) == ""

@@ -2,7 +2,14 @@
 
 import torch
 
-from slipstream.models.formats.format import Format, Row, listed, listed_by_turns, names_in_block
+from slipstream.models.formats.format import (
+    Format,
+    Names,
+    Row,
+    listed,
+    listed_by_turns,
+    spellings,
+)
 from slipstream.models.formats.module import FLOATS, Module, num_words, unpack, without
 from slipstream.models.reader import Reader, words
 from slipstream.quant.matrix import Kind, QuantMatrix, halves
@@ -42,7 +49,7 @@ class Awq(Format):
             if str(config.get(key)).lower() not in VERSIONS:
                 raise config.refusal(key, f"is not one of {', '.join(VERSIONS)}")
         self._version = str(config.get(said[0])).lower() if said else "gemm"
-        self._parts = listed_by_turns(config, "modules_in_block_to_quantize")
+        self._blocks = Names(listed_by_turns(config, "modules_in_block_to_quantize"))
         self._group_key = "group_size" if config.has("group_size") else "q_group_size"
         value = config.get(self._group_key)
         self._group = 0 if value == -1 else config.whole(self._group_key, 128)
@@ -51,7 +58,7 @@ class Awq(Format):
 
     def excludes(self, name: str) -> str:
         """Return `modules_to_not_convert` where a name in it is part of the module's."""
-        is_out = any(each in name for each in self._excluded)
+        is_out = any(each in own for each in self._excluded for own in spellings(name))
         return "modules_to_not_convert" if is_out else ""
 
     def holds(self, module: Module) -> bool:
@@ -60,7 +67,7 @@ class Awq(Format):
 
     def check(self, module: Module) -> None:
         """Take as it is what `modules_in_block_to_quantize` does not name."""
-        if self.holds(module) or names_in_block(self._parts, module.name):
+        if self.holds(module) or not self._blocks.names or self._blocks.has(module.name):
             super().check(module)
 
     def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int]:

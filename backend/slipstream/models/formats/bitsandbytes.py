@@ -8,7 +8,7 @@ import torch
 from slipstream_contract.errors import clip
 from torch import Tensor
 
-from slipstream.models.formats.format import Format, Row, is_part, listed
+from slipstream.models.formats.format import Format, Names, Row, listed
 from slipstream.models.formats.module import FLOATS, Module
 from slipstream.models.reader import Reader, words
 from slipstream.quant.matrix import Kind, QuantMatrix, halves
@@ -42,12 +42,11 @@ class BitsAndBytes(Format):
             raise config.refusal("bnb_4bit_quant_type", "is not implemented; nf4 is")
         if self._is_4 and config.get("bnb_4bit_quant_storage") not in (None, "uint8"):
             raise config.refusal("bnb_4bit_quant_storage", "is not uint8")
-        self._excluded = listed(config, "llm_int8_skip_modules")
+        self._excluded = Names(listed(config, "llm_int8_skip_modules"))
 
     def excludes(self, name: str) -> str:
         """Return `llm_int8_skip_modules` where it has the module or one around it."""
-        is_out = any(is_part(each, name) for each in self._excluded)
-        return "llm_int8_skip_modules" if is_out else ""
+        return "llm_int8_skip_modules" if self._excluded.has(name) else ""
 
     def holds(self, module: Module) -> bool:
         """Whether there are scales of blocks or of rows."""

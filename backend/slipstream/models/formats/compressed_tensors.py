@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.models.formats.format import Format, Row, is_part, listed, matches
+from slipstream.models.formats.format import Format, Names, Row, compiled, listed
 from slipstream.models.formats.inputs import is_sorted, order_of
 from slipstream.models.formats.module import (
     FLOATS,
@@ -40,6 +40,7 @@ _HARMLESS = words(
     "observer observer_kwargs dynamic actorder scale_dtype zp_dtype num_bits type symmetric "
     "strategy group_size block_structure"
 )
+_CLASS, _RE = "Linear", "re:"  # what names all modules; what is before a regular expression
 _BYTES = ("U8", "F8_E8M0")  # of exponents
 
 
@@ -88,11 +89,13 @@ class CompressedTensors(Format):
         sparsity = config.child("sparsity_config")
         if sparsity.data and sparsity.get("format") != "dense":
             raise sparsity.refusal("format", "is not implemented; dense is")
-        self._ignored = listed(config, "ignore")
+        self._ignored = self._named("ignore", listed(config, "ignore"))
         groups = config.child("config_groups")
-        self._groups = [self._group(groups.child(name)) for name in groups.data]
+        found = [self._group(groups.child(name)) for name in groups.data]
+        # Those by class last.
+        self._groups = sorted(found, key=lambda group: _CLASS in group[0].names)
 
-    def _group(self, group: Reader) -> tuple[list[str], GroupScheme | None]:
+    def _group(self, group: Reader) -> tuple[Names, GroupScheme | None]:
         if group.has("format") and group.get("format") not in FORMATS:
             raise group.refusal("format", f"is not one of {', '.join(FORMATS)}")
         if group.child("output_activations").data:
@@ -101,7 +104,7 @@ class CompressedTensors(Format):
         if group.has("weights"):
             weights, activations = group.child("weights"), group.child("input_activations")
             scheme = self._scheme(weights, *_rows_of(activations, weights))
-        return listed(group, "targets"), scheme
+        return self._named("config_groups", listed(group, "targets")), scheme
 
     @staticmethod
     def _scheme(at: Reader, row_type: RowType, kept_rows: str) -> GroupScheme:
@@ -136,20 +139,20 @@ class CompressedTensors(Format):
 
     def excludes(self, name: str) -> str:
         """Return `ignore` or `config_groups`, where they leave the module out."""
-        if any(self._names("ignore", each, name) for each in self._ignored):
+        if _CLASS in self._ignored.names or self._ignored.has(name):
             return "ignore"
         return "" if self._scheme_of(name) else "config_groups"
 
-    def _names(self, key: str, pattern: str, name: str) -> bool:
-        if pattern.startswith("re:"):
-            return matches(self.config, key, pattern[3:], name)
-        return pattern == "Linear" or is_part(pattern, name)
+    def _named(self, key: str, patterns: list[str]) -> Names:
+        """Return what names and, behind `re:`, regular expressions name."""
+        own = [each.removeprefix(_RE) for each in patterns if each.startswith(_RE)]
+        expressions = [compiled(self.config, key, each) for each in own]
+        return Names((each for each in patterns if not each.startswith(_RE)), expressions)
 
     def _scheme_of(self, name: str) -> GroupScheme | None:
         """Return the scheme of the first group that names the module, those by class last."""
-        ordered = sorted(self._groups, key=lambda group: "Linear" in group[0])
-        for targets, scheme in ordered:
-            if any(self._names("config_groups", each, name) for each in targets):
+        for targets, scheme in self._groups:
+            if _CLASS in targets.names or targets.has(name):
                 return scheme
         return None
 

@@ -2,13 +2,15 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, NamedTuple
 
 from slipstream.models.formats.module import Module
 from slipstream.models.reader import Reader, words
 from slipstream.quant.matrix import QuantMatrix
 
+# Names of a text model beside a tower: in files, in transformers since 4.52, and by itself.
+_TEXTS = ("language_model.model.", "model.language_model.", "model.")
 _STAGES = words("quant_method quantization_status version quant_library producer kv_cache_scheme")
 
 
@@ -93,17 +95,53 @@ def listed_by_turns(config: Reader, key: str) -> list[str]:
     raise config.refusal(key, "is not a list of names, nor of lists of names")
 
 
-def names_in_block(parts: Sequence[str], name: str) -> bool:
-    """Return whether a module is among the `parts` of blocks; none are listed: all are."""
-    return not parts or any(is_part(each, name) for each in parts)
+def spellings(name: str) -> tuple[str, ...]:
+    """Return the names of a module by which configurations may call it; its own is the first.
+
+    Files of models that see images have the names of before transformers 4.52, and what is written
+    beside them, as llm-compressor's `ignore`, those of the modules in memory.
+    """
+    for start in _TEXTS[:2]:
+        if name.startswith(start):
+            rest = name.removeprefix(start)
+            return (name, *(f"{each}{rest}" for each in _TEXTS if each != start))
+    return (name,)
 
 
-def matches(config: Reader, key: str, pattern: str, name: str) -> bool:
-    """Whether a regular expression of the file matches the beginning of a name."""
+def compiled(config: Reader, key: str, pattern: str) -> re.Pattern[str]:
+    """Return a regular expression of the file; raises `CheckpointError`."""
     try:
-        return re.match(pattern, name) is not None
-    except re.error:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError):
         raise config.refusal(key, f"has {pattern[:64]!r}, which is no regular expression") from None
+
+
+def parts_of(name: str) -> Iterator[str]:
+    """Yield a module's name and all runs of its parts, for each of its `spellings`."""
+    for each in spellings(name):
+        parts = each.split(".")
+        for count in range(len(parts), 0, -1):
+            for start in range(len(parts) - count + 1):
+                yield ".".join(parts[start : start + count])
+
+
+class Names:
+    """Modules that a configuration names: by runs of parts of their names, or by what begins them.
+
+    Args:
+        names: whole names, or such parts, as `is_part` takes them.
+        expressions: for the beginning of a name.
+    """
+
+    def __init__(self, names: Iterable[str], expressions: Iterable[re.Pattern[str]] = ()) -> None:
+        self.names, self._expressions = frozenset(names), tuple(expressions)
+
+    def has(self, module: str) -> bool:
+        """Return whether one of them names the module, in any of its `spellings`."""
+        if self.names and any(each in self.names for each in parts_of(module)):
+            return True
+        own = spellings(module)
+        return any(found.match(each) for found in self._expressions for each in own)
 
 
 def is_part(name: str, module: str) -> bool:

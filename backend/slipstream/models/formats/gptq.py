@@ -1,17 +1,19 @@
 """GPTQ as AutoGPTQ and GPTQModel store it, versions 1 and 2; also AutoRound's in that layout."""
 
 import math
+import re
 
 import torch
 from slipstream_contract.errors import clip
 
 from slipstream.models.formats.format import (
     Format,
+    Names,
     Row,
-    is_part,
+    compiled,
     listed_by_turns,
-    matches,
-    names_in_block,
+    parts_of,
+    spellings,
 )
 from slipstream.models.formats.inputs import is_sorted, order_of
 from slipstream.models.formats.module import (
@@ -34,6 +36,7 @@ _PACKINGS = (
     *("auto_round:auto_gptq", "auto_round:gptq", "autoround:exllama", "auto_gptq"),
     "auto_round:gptqmodel",
 )
+_SIGNS = frozenset("*+?[](){}|^$\\")  # of regular expressions, which names do not have
 _PLAIN_BITS = 16  # and more: not quantised
 
 
@@ -79,7 +82,14 @@ class Gptq(Format):
         self._desc_act = config.flag("desc_act", default=False)
         self._static = config.flag("static_groups", default=False)
         self._dynamic, self._extra = config.child("dynamic"), config.child("extra_config")
-        self._parts = listed_by_turns(config, "modules_in_block_to_quantize")
+        self._blocks = Names(listed_by_turns(config, "modules_in_block_to_quantize"))
+        self._rules = [self._compiled(each) for each in self._dynamic.data]
+        self._extra_rules = [
+            (compiled(self._extra, each, each), each)
+            for each in self._extra.data
+            if _SIGNS & {*each}
+        ]
+        self._found: dict[str, tuple[str, Reader | None]] = {}  # of modules
         self._settings(config)
 
     @staticmethod
@@ -95,19 +105,38 @@ class Gptq(Format):
         is_all = of("group_size").get("group_size") == -1
         return bits, 0 if is_all else of("group_size").whole("group_size", 128)
 
+    def _compiled(self, rule: str) -> tuple[re.Pattern[str], str, bool]:
+        """Return a rule of `dynamic` as an expression, and whether it leaves modules out."""
+        is_out = rule.startswith("-:")
+        pattern = rule[2:] if is_out else rule.removeprefix("+:")
+        return compiled(self._dynamic, rule, pattern), rule, is_out
+
     def _rule(self, name: str) -> tuple[str, Reader | None]:
         """Return the key that leaves a module out, or empty and the object that overrides."""
-        for rule in self._dynamic.data:
-            sign, pattern = ("-", rule[2:]) if rule.startswith("-:") else ("+", rule)
-            pattern = pattern.removeprefix("+:")
-            if matches(self._dynamic, rule, pattern, name):
-                return ("dynamic", None) if sign == "-" else ("", self._dynamic.child(rule))
-        for rule in sorted(self._extra.data, key=lambda each: not is_part(each, name)):
-            if is_part(rule, name) or matches(self._extra, rule, rule, name):
-                own = self._extra.child(rule)
-                is_out = own.has("bits") and own.whole("bits") >= _PLAIN_BITS
-                return ("extra_config", None) if is_out else ("", own)
-        return "", None
+        if name not in self._found:
+            self._found[name] = self._dynamic_rule(name) or self._extra_rule(name) or ("", None)
+        return self._found[name]
+
+    def _dynamic_rule(self, name: str) -> tuple[str, Reader | None] | None:
+        own = spellings(name)
+        for expression, rule, is_out in self._rules:
+            if any(expression.match(each) for each in own):
+                return ("dynamic", None) if is_out else ("", self._dynamic.child(rule))
+        return None
+
+    def _extra_rule(self, name: str) -> tuple[str, Reader | None] | None:
+        """Return AutoRound's: of the longest name that is part of the module's, else by pattern."""
+        own = spellings(name)
+        named = (each for each in parts_of(name) if each in self._extra.data)
+        by_pattern = (
+            rule for found, rule in self._extra_rules if any(found.match(each) for each in own)
+        )
+        rule = next(named, None) or next(by_pattern, None)
+        if rule is None:
+            return None
+        settings = self._extra.child(rule)
+        is_out = settings.has("bits") and settings.whole("bits") >= _PLAIN_BITS
+        return ("extra_config", None) if is_out else ("", settings)
 
     def excludes(self, name: str) -> str:
         """Return `dynamic` or AutoRound's `extra_config`, whose rule leaves the module out."""
@@ -115,7 +144,7 @@ class Gptq(Format):
 
     def check(self, module: Module) -> None:
         """Take as it is what `modules_in_block_to_quantize` does not name."""
-        if self.holds(module) or names_in_block(self._parts, module.name):
+        if self.holds(module) or not self._blocks.names or self._blocks.has(module.name):
             super().check(module)
 
     def holds(self, module: Module) -> bool:

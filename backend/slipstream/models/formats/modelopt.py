@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from slipstream.models.formats.compressed_tensors import powers
-from slipstream.models.formats.format import Format, Row, listed
+from slipstream.models.formats.format import Format, Row, listed, spellings
 from slipstream.models.formats.module import FLOATS, Module, check_numbers, num_groups, over_rows
 from slipstream.models.reader import Reader, words
 from slipstream.quant.matrix import Kind, QuantMatrix, RowType, halves
@@ -83,7 +83,8 @@ class ModelOpt(Format):
         """Return the key that leaves the module out; `*` stands for anything."""
         for key, patterns in self._excluded.items():
             for each in patterns:
-                if fnmatchcase(name, each) or name.startswith(f"{each}."):
+                own = spellings(name)
+                if any(fnmatchcase(n, each) or n.startswith(f"{each}.") for n in own):
                     return key
         if not self._algorithm and self._layers.data and not self._layer(name):
             return "quantized_layers"
@@ -100,9 +101,10 @@ class ModelOpt(Format):
 
     def _layer(self, name: str) -> str:
         """Return the name in `quantized_layers` of a module or one around it; empty: none is."""
-        while name and name not in self._layers.data:
-            name = name.rpartition(".")[0]
-        return name
+        found = spellings(name)
+        while any(found) and not any(each in self._layers.data for each in found):
+            found = tuple(each.rpartition(".")[0] for each in found)
+        return next((each for each in found if each in self._layers.data), "")
 
     def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int]:
         """Return rows and inputs of a block; of 4 bits rows that share bytes, and groups."""
