@@ -66,6 +66,7 @@ def test_each_target_alone_and_all_in_one_batch_are_peft_s(
     )
     names = [name for name in sorted(recorded) if not by_tables or name.endswith("_proj")]
     numbers = []
+    runner.adapters.by_tables = by_tables
     for name in names:
         folder = tmp_path / name
         folder.mkdir()
@@ -73,7 +74,6 @@ def test_each_target_alone_and_all_in_one_batch_are_peft_s(
         own = {key: x for key, x in given.items() if name == "all" or f".{name}." in key}
         save_file(own, folder / TENSORS)
         numbers.append(runner.adapters.add(runner.adapters.read(str(folder))))
-    runner.adapters.by_tables = by_tables
     ids = load_file(PEFT / "logits.safetensors")["ids"].tolist()
     try:
         for count in range(1, len(ids) + 1):

@@ -3,7 +3,6 @@
 import copy
 import random
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from fixtures.models.adapters import (
     merged,
     scale_of,
     targets_of,
+    terms_of,
     write_adapter,
 )
 from fixtures.models.checkpoints import (
@@ -30,6 +30,7 @@ from fixtures.models.parity import check_against
 from fixtures.tiers import quick_of
 from safetensors.torch import save_file
 from slipstream.core.batch import Batch, Row
+from slipstream.runner.adapter_forms import Loaded
 from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.sampling import SamplingParams
 
@@ -133,11 +134,15 @@ def test_terms_by_tables_are_those_of_torch(case: str, tmp_path: Path) -> None:
         numbers.append(load(runner, write_adapter(tmp_path / str(i), pairs, rank)))
     assert all(each.laid is not None for each in runner.adapters.of(batch_of(numbers)).values())
     found = generate(runner, [*numbers, *numbers[::-1]], 11)
-    runner.adapters.by_tables = False
-    wanted = generate(runner, [*numbers, *numbers[::-1]], 11)
-    for number, each in runner.adapters.of(batch_of(numbers)).items():  # as torch reads pages
-        runner.adapters._loaded[number] = replace(each, own={}, is_host=False)
+    loaded = runner.adapters._loaded
+    of_pages = {number: terms_of(loaded[number]) for number in numbers[1:]}
+    for number, terms in of_pages.items():
+        loaded[number] = Loaded(terms, None)
     from_pages = generate(runner, [*numbers, *numbers[::-1]], 11)
+    runner.adapters.by_tables = False
+    for i, number in enumerate(numbers[1:]):
+        loaded[number] = loaded[load(runner, tmp_path / str(i))]
+    wanted = generate(runner, [*numbers, *numbers[::-1]], 11)
     assert [each.tokens for each in from_pages] == [each.tokens for each in wanted]
     for ours, theirs in zip(found, wanted, strict=True):
         if quantization == "fp8":  # a sum in another order may round rows anew: tokens may differ
@@ -168,14 +173,14 @@ def test_what_is_read_lies_as_the_processors_kernels_take_it(tmp_path: Path) -> 
         adapters.evict(number)
         adapters.start_load(number)
         adapters.settle(number)
-    for name, terms in adapters._loaded[number].terms.items():
+    for name, terms in terms_of(adapters._loaded[number]).items():
         given = own[name]
         assert torch.equal(torch.cat([x.b for x in terms]), torch.cat([x.b for x in given]))
         assert all(any(torch.equal(x.a, y.a) for y in given) for x in terms)
 
 
 def test_adapters_that_torch_alone_can_add_run_beside_others(tmp_path: Path) -> None:
-    """A step with one of them takes no tables; one without does."""
+    """A step with one of them is no graph; one without may be."""
     model = make_model("llama", **EVEN)
     runner = make_runner(save(model, tmp_path / "base"))
     runner.adapters.by_tables = True

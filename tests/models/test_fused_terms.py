@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fixtures.models.adapters import Pairs, draw_pairs, scale_of, write_adapter
+from fixtures.models.adapters import Pairs, draw_pairs, scale_of, terms_of, write_adapter
 from fixtures.models.checkpoints import (
     Driver,
     Generation,
@@ -129,9 +129,9 @@ def test_what_is_laid_out_is_what_was_read(tmp_path: Path) -> None:
     read = runner.adapters.read(str(folder))
     host = read.host  # type: ignore[attr-defined]
     assert len(host.memory) < 1.2 * read.num_bytes  # 1.35 with an A each
-    laid = runner.adapters._loaded[runner.adapters.add(read)].laid
-    assert laid is not None
-    found = laid.terms()
+    number = runner.adapters.add(read)
+    assert runner.adapters._loaded[number].laid is not None
+    found = terms_of(runner.adapters._loaded[number])
     assert found.keys() == read.terms.keys()
     for name, [whole] in read.terms.items():
         assert whole.a is not None

@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.models.adapters import draw_pairs, merged, scale_of, targets_of, write_adapter
+from fixtures.models.adapters import (
+    draw_pairs,
+    expert_pairs,
+    merged,
+    scale_of,
+    targets_of,
+    write_adapter,
+    write_magnitudes,
+)
 from fixtures.models.checkpoints import (
     Driver,
     Generation,
@@ -82,6 +90,45 @@ def test_bits_of_a_sequence_do_not_depend_on_adapters_beside_it(
         alone = generated([i])[0]
         assert alone.outputs == row.outputs
         assert alone.log_probs == row.log_probs
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_bits_beside_adapters_that_torch_adds_are_those_alone(family: str, tmp_path: Path) -> None:
+    """Magnitudes and a head, which have no graph, beside rows whose steps alone are graphs."""
+    model = make_model(family, **SIZES)
+    options = {"device": "cuda", "dtype": "bfloat16", "deterministic": True}
+    runner = make_runner(save(model, tmp_path / "base"), **options)
+    names = [name for name in targets_of(model) if name != "gate"]  # routers have no terms
+    drawn = {rank: draw_pairs(model, names, rank, rank, 0.1) for rank in (5, 21)}
+    head = torch.randn(4, 256), torch.randn(len(model.lm_head.weight), 4) * 0.1
+    ends = draw_pairs(model, names[:1], 4) | {"lm_head": head}
+    directories = [
+        write_adapter(tmp_path / "low", drawn[21], 21),
+        write_magnitudes(model, drawn[5], tmp_path / "magnitudes"),
+        write_adapter(tmp_path / "head", ends, 4),
+    ]
+    if family == "mixtral":
+        experts = expert_pairs(runner, [0, 2, 3], 3, ("_proj",))[1]
+        directories.append(write_adapter(tmp_path / "experts", experts, 3))
+    adapters = runner.adapters
+    numbers = [0, *(adapters.add(adapters.read(str(each))) for each in directories)]
+    laid = [adapters._loaded[number].laid is not None for number in numbers[1:]]
+    assert laid == [True, False, False, True][: len(laid)]
+    prompts = random_prompts([20, 5, 31, 9, 14])
+
+    def generated(chosen: list[int]) -> list[Generation]:
+        rows = [Generation(prompts[i], 4, adapter=numbers[i]) for i in chosen]
+        driver = Driver(runner)
+        while not all(row.is_finished for row in rows):
+            driver.step(rows, 16)
+        return rows
+
+    every = [*range(len(numbers))]
+    for together in (every, every[::-1], [1, 2]):
+        for i, row in zip(together, generated(together), strict=True):
+            [alone] = generated([i])
+            assert alone.outputs == row.outputs, (i, together)
+            assert alone.log_probs == row.log_probs, (i, together)
 
 
 @pytest.mark.parametrize("num_pages", [0, 1, 32, 33, 100])

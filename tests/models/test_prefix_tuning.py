@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.models.adapters import write_prefix
+from fixtures.models.adapters import key_size, write_prefix
 from fixtures.models.checkpoints import Driver, Generation, make_model, make_runner, save
 from fixtures.models.ranks import ranks_of
 from fixtures.tiers import quick_of
@@ -34,14 +34,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "llama4": {"use_qk_norm": False, "attention_chunk_size": 16},
 }
-
-
-def key_size(model: torch.nn.Module) -> tuple[int, int, int]:
-    """Layers, heads of keys, and their size, as transformers has them."""
-    with torch.no_grad():
-        past = model(torch.tensor([[1]]), use_cache=True).past_key_values
-    _, heads, _, size = past.layers[0].keys.shape
-    return len(past.layers), heads, size
 
 
 def draw_keys(model: torch.nn.Module, tokens: int, seed: int = 0) -> Tensor:

@@ -9,7 +9,15 @@ import pytest
 import torch
 from fixtures.bridge.launching import wait_for
 from fixtures.engine.adapted import RANKS, House
-from fixtures.models.adapters import Pairs, draw_pairs, expert_pairs, targets_of, write_adapter
+from fixtures.models.adapters import (
+    Pairs,
+    draw_pairs,
+    expert_pairs,
+    targets_of,
+    terms_of,
+    write_adapter,
+    write_magnitudes,
+)
 from fixtures.models.checkpoints import (
     make_model,
     make_runner,
@@ -169,11 +177,13 @@ def test_a_stage_keeps_its_layers_alone_and_pages_are_those_of_the_stage_with_mo
     wait_for(lambda: number in other._loaded or other._loads)
     other.settle(number)
     layers = [
-        sorted({int(part.place.split(".")[2]) for part in each._loaded[number].laid.parts()})
+        sorted({int(place.split(".")[2]) for place in terms_of(each._loaded[number])})
         for each in (adapters, other)
     ]
     assert layers == [[*range(1, begin)], [*range(end - begin)]]
-    own, of_other = (each._own.num_pages(each._loaded[number].terms) for each in (adapters, other))
+    own, of_other = (
+        each._own.num_pages(terms_of(each._loaded[number])) for each in (adapters, other)
+    )
     assert adapters.pages_of(number) == of_other > own > 0
     group.end()
     assert group.errors == []
@@ -191,7 +201,7 @@ def test_a_rank_keeps_its_part_alone(tmp_path: Path) -> None:
     wait_for(lambda: other._loads or number in other._loaded)
     other.settle(number)
     whole = make_runner(base).adapters.read(str(directory)).terms
-    parts = [each._loaded[number].terms for each in (adapters, other)]
+    parts = [terms_of(each._loaded[number]) for each in (adapters, other)]
     for name, (term,) in whole.items():
         (first,), (second,) = (part[name] for part in parts)
         is_row = name.endswith("o_proj")
@@ -215,7 +225,7 @@ def test_what_others_have_of_an_adapter_keeps_no_memory(
     model = make_model("llama", num_key_value_heads=4)
     pairs = draw_pairs(model, ["q_proj", "o_proj"], 8)
     if size * num_stages == 1:
-        directory = with_magnitudes(model, pairs, tmp_path / "a")
+        directory = write_magnitudes(model, pairs, tmp_path / "a")
         runner = make_runner(save(model, tmp_path / "base"))
         terms = runner.adapters.read(str(directory)).terms
     else:
@@ -227,21 +237,6 @@ def test_what_others_have_of_an_adapter_keeps_no_memory(
     tensors = [x for (term,) in terms.values() for x in term[1:] if x is not None]
     assert tensors
     assert [x.untyped_storage().nbytes() for x in tensors] == [x.nbytes for x in tensors]
-
-
-def with_magnitudes(model: torch.nn.Module, pairs: Pairs, folder: Path) -> Path:
-    """An adapter (DoRA) whose rows are half to twice as long as the base's."""
-    rank = len(next(iter(pairs.values()))[0])
-    directory = write_adapter(folder, pairs, rank, use_dora=True)
-    path, generator = directory / "adapter_model.safetensors", torch.Generator().manual_seed(rank)
-    found = load_file(path)
-    for name, (_, b) in pairs.items():
-        weight = model.get_submodule(name).weight.detach()
-        rows = weight if len(weight) == len(b) and "c_" not in name else weight.t()
-        length = rows.float().norm(dim=1) * (0.5 + 1.5 * torch.rand(len(b), generator=generator))
-        found[f"base_model.model.{name}.lora_magnitude_vector"] = length
-    save_file(found, path)
-    return directory
 
 
 ROUTERS = ("gate", "shared_expert_gate", "kv_b_proj")  # and what is not multiplied alone
@@ -273,7 +268,7 @@ def test_ranks_find_together_how_long_rows_are(case: str, tmp_path: Path) -> Non
             shapes = (3, head.in_features), (head.out_features, 3)
             a, b = (torch.randn(shape, generator=drawn) * 0.1 for shape in shapes)
             pairs["lm_head"] = a, b
-        directories.append(with_magnitudes(model, pairs, tmp_path / str(rank)))
+        directories.append(write_magnitudes(model, pairs, tmp_path / str(rank)))
     directories.append(write_adapter(tmp_path / "plain", draw_pairs(model, names[:2], 4), 4))
     compare(save(model, tmp_path / "base"), directories, size, num_stages=num_stages)
 
@@ -284,7 +279,7 @@ def test_magnitudes_behind_the_first_stage_alone_are_folded_by_all(tmp_path: Pat
     last = f".layers.{len(model.model.layers) - 1}."
     drawn = draw_pairs(model, targets_of(model), 4, size=0.1)
     own = {name: pair for name, pair in drawn.items() if last in name}
-    directories = [with_magnitudes(model, own, tmp_path / "a")]
+    directories = [write_magnitudes(model, own, tmp_path / "a")]
     base = save(model, tmp_path / "base")
     wanted = generated(make_runner(base), directories, by_tables=False)
     with ranks_of(base, 1, 2) as leader:
@@ -293,12 +288,27 @@ def test_magnitudes_behind_the_first_stage_alone_are_folded_by_all(tmp_path: Pat
     check_same(wanted, found)
 
 
+def test_lengths_are_of_the_terms_that_are_stored(tmp_path: Path) -> None:
+    """In 16 bits of an adapter in 32: stages fold bit for bit what one rank folds."""
+    model = make_model("llama", intermediate_size=192)
+    directory = write_magnitudes(model, draw_pairs(model, targets_of(model), 5), tmp_path / "a")
+    base = save(model, tmp_path / "base")
+    wanted = make_runner(base, dtype="bfloat16").adapters.read(str(directory)).terms
+    with ranks_of(base, 1, 2, dtype="bfloat16") as leader:
+        adapters = leader.adapters
+        found = adapters._stored[adapters.add(adapters.read(str(directory)))].terms
+    assert 0 < len(found) < len(wanted)
+    for place, terms in found.items():
+        for one, other in zip(terms, wanted[place], strict=True):
+            assert all(map(torch.equal, one[1:], other[1:])), place
+
+
 @pytest.mark.parametrize("name", quick_of(BASES, {"bnb-nf4"}))
 def test_rows_of_a_quantised_matrix_are_as_long_as_they_are_multiplied(
     name: str, tmp_path: Path
 ) -> None:
     model = model_of(name, tmp_path)
-    directory = with_magnitudes(model, draw_pairs(model, targets_of(model), 5), tmp_path / "a")
+    directory = write_magnitudes(model, draw_pairs(model, targets_of(model), 5), tmp_path / "a")
     compare(tmp_path / "model", [directory], 2)
 
 
@@ -339,7 +349,7 @@ def test_magnitudes_of_a_row_of_zeros_are_refused_on_all_ranks(
     pairs = draw_pairs(model, ["q_proj", "o_proj"], 4)
     name = f"model.layers.{len(model.model.layers) - 1}.self_attn.q_proj"
     pairs[name][1][-1] = 0
-    directory = with_magnitudes(model, pairs, tmp_path / "a")
+    directory = write_magnitudes(model, pairs, tmp_path / "a")
     path = directory / "adapter_model.safetensors"
     found = load_file(path)
     found[f"base_model.model.{name}.lora_magnitude_vector"][-1] = 1.0

@@ -49,7 +49,7 @@ class Memory:
 
 def loaded() -> tuple[Loaded, "ref[Memory]"]:
     memory = Memory()
-    return Loaded({"place": (memory,)}, None, False), ref(memory)  # type: ignore[dict-item]
+    return Loaded({"place": (memory,)}, None), ref(memory)  # type: ignore[dict-item]
 
 
 def copied(loads: Loads, number: int) -> Loaded:

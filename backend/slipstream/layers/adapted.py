@@ -6,8 +6,9 @@ made; so rows without an adapter, and rows whose term is zero, keep their bits. 
 product complete: such a place multiplies, adds and then applies the gate. Of one or two rows a GEMM
 may add the terms itself, where it adds a bias.
 
-A step's adapters are known by tables in device memory, which kernels read, or by groups of rows,
-for which torch adds one term after another.
+Kernels add the terms of adapters in a step's tables, which lie in device memory. Those of adapters
+that they do not take torch adds, one after another, to groups of the step's rows. No row is in
+both, and none's bits depend on what is added to others, or by what.
 """
 
 from collections.abc import Mapping, Sequence
@@ -77,7 +78,7 @@ class KeyRows(NamedTuple):
 
 
 class StepGroups:
-    """The groups of the step that runs, or its tables; none where no row has an adapter.
+    """The tables and groups of the step that runs; none where no row has an adapter.
 
     `tokens` are of all its tokens, `kept` of those that the last block goes on with behind its
     attention, `sampled` of the rows that are sampled; `head` of those that the head sees now.
@@ -101,6 +102,13 @@ class StepGroups:
         self.tokens = self.kept = self.sampled = self.head = ()
         self.tables = {}
         self.key_rows = []
+
+
+class Started(NamedTuple):
+    """What a place's terms are made of."""
+
+    x: Tensor  # rows for groups, `[n, inputs]`; before a norm if it has none and kernels norm
+    partial: Tensor | None  # what `shrink` made for kernels
 
 
 class Delta:
@@ -150,51 +158,59 @@ class Delta:
         return [group for group in found if group.terms.get(self.name)]
 
     def terms(self, num_rows: int) -> TermTable | None:
-        """Return the terms as a GEMM of few rows takes them; None: it cannot."""
+        """Return the terms as a GEMM of few rows takes them; None: it cannot, or not all."""
         table = self._table
         if table is None or table.scratch is None or num_rows > MOST_ADAPTED_ROWS:
             return None
+        if self.groups():
+            return None
         return TermTable(table.groups, table.rows, self._number, table.scratch, self._sizes)
 
-    def start(self, x: Tensor, norm: RowNorm | None = None) -> Tensor:
+    def start(self, x: Tensor, norm: RowNorm | None = None) -> Started:
         """Return what `finish` needs of the rows `x [n, inputs]`, behind a norm if there is one.
 
         Before the product: kernels do this while its weights are on their way.
         """
-        table = self._table
-        if table is None:
-            return x if norm is None else norm(x)
-        fused = None
-        if isinstance(norm, Norm) and not self.is_fixed:
+        table, fused = self._table, None
+        may_fuse = table is not None and not self.is_fixed and not self.groups()
+        if may_fuse and isinstance(norm, Norm):
             fused = RmsNorm(norm.weight, norm.eps, norm.plus_one)
         elif norm is not None:
             x = norm(x)
-        given = table.groups, table.rows, self._number, table.width
-        return shrink(x, *given, fused, self.is_fixed)
-
-    def finish(self, y: Tensor, started: Tensor) -> None:
-        """Add the terms to `y [n, outputs]`, in place."""
-        table = self._table
         if table is None:
-            self._add_groups(y, started)
-            return
-        expand(y, table.groups, table.rows, started, self._number, self._sizes)
+            return Started(x, None)
+        given = table.groups, table.rows, self._number, table.width
+        return Started(x, shrink(x, *given, fused, self.is_fixed))
 
-    def finish_gated(self, y: Tensor, started: Tensor, gate: str) -> Tensor:
+    def finish(self, y: Tensor, started: Started) -> None:
+        """Add the terms to `y [n, outputs]`, in place."""
+        self._add_groups(y, started.x)
+        if (table := self._table) is not None:
+            assert started.partial is not None, "started with the same tables"
+            given = table.groups, table.rows, started.partial
+            expand(y, *given, self._number, self._sizes)
+
+    def finish_gated(self, y: Tensor, started: Started, gate: str) -> Tensor:
         """Add the terms to `y [n, outputs]` and return it behind a gate."""
-        table = self._table
+        table, groups = self._table, self.groups()
         if table is None or gate not in GATES:
             self.finish(y, started)
             return activate(gate, y)
-        given = table.groups, table.rows, started, self._number, self._sizes
-        return expand_gated(y, *given, gate)
+        assert started.partial is not None, "started with the same tables"
+        self._add_groups(y, started.x)
+        apart = activate(gate, y) if groups else None  # as it is without tables
+        given = table.groups, table.rows, started.partial, self._number, self._sizes
+        out = expand_gated(y, *given, gate)
+        for group in groups:
+            assert apart is not None, "there are groups"
+            out[group.rows] = apart[group.rows]
+        return out
 
     def put(self, out: Operand, values: Tensor) -> None:
         """Replace the rows of `out` that have adapters by those of `values`."""
-        table = self._table
-        if table is None:
-            for group in self.groups():
-                _put(out, group.rows, values)
+        for group in self.groups():
+            _put(out, group.rows, values)
+        if (table := self._table) is None:
             return
         mask = table.marks[:, None] != 0
         if isinstance(out, Tensor):
@@ -254,7 +270,7 @@ class AdaptedNormLinear(NormLinear):
 
 def _multiplied(
     place: NormLinear, norm: RowNorm, residual: Residual, delta: Delta
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Started]:
     """Return what a place makes, and what its terms were started with. One kernel computes a norm
     for both.
     """

@@ -1,7 +1,7 @@
 """Terms that adapters add to routed experts: to what pairs of rows and experts have that have one.
 
-By tables kernels add all of a step, those of gates and ups before the gate. By groups torch adds
-them, one expert after another, to what the grouped GEMMs made. Pairs whose terms are zero keep
+Kernels add those of adapters in tables, of gates and ups before the gate. Those of groups torch
+adds, one expert after another, to what the grouped GEMMs made. Pairs whose terms are zero keep
 their bits, as all others do.
 """
 
@@ -78,9 +78,9 @@ class ExpertTerms:
         self, x: Tensor, inner: Tensor, routed: Routed, products: Tensor, started: Started
     ) -> None:
         """Change the experts' outputs, `[n * k, hidden]` of `inner [n * k, i]`, in place."""
+        self._add_groups(x, routed, products)
         step, table = self._table, started.table
         if step is None or table is None:
-            self._add_groups(x, routed, products)
             return
         number, size = self._numbers[1], products.shape[-1]
         given = number, step.width, None, self._layer.is_fixed

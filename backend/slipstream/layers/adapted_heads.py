@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from slipstream.kernels.lora.add import INPUTS
 from slipstream.layers.adapted import Group, StepGroups, Term
 from slipstream.layers.sliced import ROWS, sliced
 
@@ -56,14 +58,19 @@ class AdaptedHeads:
         a = term.a.float()
         b = term.b.float().view(-1, sum(self._rows), term.b.shape[1])
         keys, values = torch.split(b, list(self._rows), 1)
-
-        def multiply(rows: Tensor) -> Tensor:
-            if self._of_keys:
-                return torch.einsum("nhk,hkr->nhr", rows, keys) @ a
-            return torch.einsum("nhr,hvr->nhv", rows @ a.t(), values)
-
+        first, second = (keys, a) if self._of_keys else (a.t(), values.transpose(1, 2))
         x, count = x.float(), len(x)
         if not self._is_fixed:
-            return multiply(x)
-        padded = torch.cat([x, x.new_zeros(-count % ROWS, *x.shape[1:])])
-        return sliced(multiply)(padded)[:count]
+            return _times(x, first, second)
+        of_x, of_t = (-size % INPUTS for size in first.shape[-2:])
+        first = functional.pad(first, (0, of_t, 0, of_x)).contiguous()
+        second = functional.pad(second, (0, 0, 0, of_t)).contiguous()
+        padded = functional.pad(x, (0, of_x, 0, 0, 0, -count % ROWS))
+        return sliced(lambda rows: _times(rows, first, second))(padded)[:count]
+
+
+def _times(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Return rows `x [n, heads, a]` times `first [a, r]` and `second [r, b]`, of all heads or
+    `[heads, ...]`: `[n, heads, b]`.
+    """
+    return (x.transpose(0, 1) @ first @ second).transpose(0, 1)

@@ -1,6 +1,7 @@
 """An adapter in host memory, as it is read, and on the device, as steps use it."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,23 +16,13 @@ def has_kernels(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and library() is not None
 
 
-@dataclass(slots=True)
-class Loaded:
-    """An adapter on the device."""
+class Loaded(NamedTuple):
+    """An adapter on the device: in every step kernels add its terms, or in every step torch does,
+    whatever is beside it.
+    """
 
-    own: Terms  # in one piece each, if torch adds them
-    laid: Laid | None  # in pages, as kernels find it
-    is_host: bool  # whether copies may be kept: the device's memory is bounded
-
-    @property
-    def terms(self) -> Terms:
-        """Return the terms for torch: copies of those in pages, beside an adapter that has none."""
-        if self.own or self.laid is None:
-            return self.own
-        made = self.laid.terms()
-        if self.is_host:
-            self.own = made
-        return made
+    terms: Terms  # those that torch adds; none if kernels do
+    laid: Laid | None  # in pages, as kernels find it; None: they do not take it
 
 
 @dataclass(frozen=True, slots=True)

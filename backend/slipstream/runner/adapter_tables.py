@@ -23,7 +23,6 @@ from slipstream.runner.adapter_pages import (
     PageCopies,
     Spot,
     Tile,
-    at,
     filled,
     in_a_row,
     pack,
@@ -35,23 +34,6 @@ from slipstream.runner.step_shape import StepShape
 
 WIDEST = lora.PARTS * MAX_RANK  # of any adapter: graphs have room for it
 _ROW_BYTES = 80  # of both tables, with what lies between arrays
-
-
-class InPages(NamedTuple):
-    """A term of some outputs of a place, in tiles."""
-
-    place: str
-    first: int  # output
-    rank: int
-    tiles: list[Pair]
-    outputs: int
-    is_turned: bool  # the tiles of B
-
-    def whole(self) -> Term:
-        """Return a copy of the term in one piece, for torch."""
-        a = torch.cat([a for a, _ in self.tiles])[: self.rank]
-        tiles = [lora.turned(b) if self.is_turned else b for _, b in self.tiles]
-        return Term(self.first, a, torch.cat(tiles, 1)[: self.outputs, : self.rank])
 
 
 class HostPages(NamedTuple):
@@ -76,31 +58,6 @@ class Laid(NamedTuple):
     pages: list[Tensor]
     host: HostPages  # without its memory, where that is not the device's
     layout: "TileLayout"
-
-    def parts(self) -> list[InPages]:
-        """Return the terms where they lie."""
-        host, layout, found = self.host, self.layout, list[InPages]()
-        tiles = (
-            at(self.pages[spot.page], spot.offset, shape, layout.dtype)
-            for spot, shape in zip(host.spots, host.shapes, strict=True)
-        )
-        places = [(place.name, 0, place.sizes) for place in layout.places]
-        if len(host.ranks) > host.num_dense:
-            places += [(each.name, each.first, each.sizes) for each in layout.experts]
-        for (name, first, sizes), of_parts in zip(places, host.ranks, strict=True):
-            for size, rank in zip(sizes, of_parts, strict=True):
-                pairs = [(next(tiles), next(tiles)) for _ in range(-(-rank // TILE))]
-                if pairs:
-                    found.append(InPages(name, first, rank, pairs, size, layout.is_turned))
-                first += size
-        return found
-
-    def terms(self) -> Terms:
-        """Return copies of the terms, for steps in which torch adds all."""
-        found: dict[str, list[Term]] = {}
-        for part in self.parts():
-            found.setdefault(part.place, []).append(part.whole())
-        return found
 
 
 class Uploaded(NamedTuple):

@@ -52,8 +52,8 @@ class Adapters:
     evicted at any time.
 
     `are_expected`: whether options of the start name some, or memory for them.
-    `by_tables`: whether kernels add the terms that they take, on a GPU in 16 bits, on a CPU in
-    fp32; else torch adds all, one after another.
+    `by_tables`: whether kernels add the terms of adapters that they take, on a GPU in 16 bits, on a
+    CPU in fp32; torch adds those of others, one after another.
     """
 
     def __init__(
@@ -280,7 +280,6 @@ class Adapters:
             self._loads.evict(loaded)
 
     def _copy(self, weights: AdapterWeights) -> Loaded:
-        is_host = self._device.type == "cpu"
         host = laid = None
         if isinstance(weights, ReadAdapter):
             host, laid = weights.host, weights.laid
@@ -289,12 +288,12 @@ class Adapters:
         if host is not None and laid is None:
             laid = self._tables.place(host)
         if laid is not None:
-            return Loaded({}, laid, is_host)
+            return Loaded({}, laid)
         own: Terms = {
             place: tuple(term.to(self._device) for term in terms)
             for place, terms in weights.terms.items()
         }
-        return Loaded(own, None, is_host)
+        return Loaded(own, None)
 
     def settle(self, number: int) -> None:
         """Wait until an adapter that is being loaded has arrived. Raises why it does not."""
@@ -315,12 +314,8 @@ class Adapters:
         return {number: self._loaded[number] for number in sorted(numbers) if number}
 
     def can_be_graph(self, active: Active) -> bool:
-        """Whether a step with these adapters can be a graph."""
-        return not active or self._are_laid(active)
-
-    def _are_laid(self, active: Active) -> bool:
-        """Whether kernels add all terms of a step."""
-        return self.by_tables and all(each.laid is not None for each in active.values())
+        """Whether a step with these adapters can be a graph: kernels add all terms."""
+        return not _by_torch(active)
 
     @property
     def kinds_of_steps(self) -> Sequence[bool]:
@@ -386,10 +381,22 @@ class Adapters:
         if not active:
             yield
             return
-        if self._are_laid(active):
-            with self.having(self.upload(active, tokens, shape, arrays, keeps_all).tables):
-                yield
-            return
+        groups, by_torch = self._groups, _by_torch(active)
+        if len(by_torch) < len(active):
+            laid = {n: each for n, each in active.items() if n not in by_torch}
+            own = np.where(np.isin(tokens, [*by_torch]), 0, tokens) if by_torch else tokens
+            groups.tables = self.upload(laid, own, shape, arrays, keeps_all).tables
+        if by_torch:
+            self._group(by_torch, tokens, shape, arrays, keeps_all)
+        try:
+            yield
+        finally:
+            groups.clear()
+
+    def _group(
+        self, active: Active, tokens: Int64s, shape: StepShape, arrays: StepArrays, keeps_all: bool
+    ) -> None:
+        """Make the groups of a step; arguments are those of `step`."""
         has_kept = self._has_kept(shape, keeps_all)
         kept = tokens[arrays.sample_rows] if has_kept else tokens
         groups = self._groups
@@ -400,10 +407,6 @@ class Adapters:
             groups.sampled = self._grouped(tokens[arrays.sample_rows], active)
         else:
             groups.head = groups.sampled
-        try:
-            yield
-        finally:
-            groups.clear()
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -418,8 +421,8 @@ class Adapters:
     @contextmanager
     def end(self, active: Active, tokens: Int64s, arrays: StepArrays) -> Iterator[None]:
         """Have the head add terms to rows that are sampled, where they come from another stage."""
-        if active and not self._are_laid(active):
-            self._groups.head = self._grouped(tokens[arrays.sample_rows], active)
+        if by_torch := _by_torch(active):
+            self._groups.head = self._grouped(tokens[arrays.sample_rows], by_torch)
         try:
             yield
         finally:
@@ -434,3 +437,8 @@ class Adapters:
         found = [(each.terms, (numbers == n).nonzero()[0]) for n, each in active.items()]
         there = ((terms, torch.from_numpy(rows)) for terms, rows in found if len(rows))
         return [RowGroup(terms, rows.to(self._device)) for terms, rows in there]
+
+
+def _by_torch(active: Active) -> Active:
+    """Return those whose terms torch adds; kernels add those of the others."""
+    return {n: each for n, each in active.items() if each.laid is None}

@@ -356,13 +356,13 @@ def _term(part: Part, stored: Stored, dtype: torch.dtype, path: Path, targets: T
             raise _misshapen(part, stored, where)
         return Term(0, stored.a.t().to(dtype).contiguous(), _rounded(b, dtype))
     a, b = _sides(part, stored, b, where)
-    gain = None
+    a, gain = _rounded(a, dtype), None
     if stored.magnitude is not None:
         gain = part.of_b(stored.magnitude.float()[:, None])[:, 0]
         if targets.num_ranks > 1 or not targets.has_weights:
-            return Term(part.first, _rounded(a, dtype), b.contiguous(), gain)
+            return Term(part.first, a, b.contiguous(), gain)
         b, gain = folded(b, gain, part.squares(a, b))
-    return Term(part.first, _rounded(a, dtype), _rounded(b, dtype), gain)
+    return Term(part.first, a, _rounded(b, dtype), gain)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
