@@ -88,6 +88,7 @@ def test_inputs_are_scaled_behind_a_pre_quant_scale(tmp_path: Path) -> None:
 _E4M3 = {"num_bits": 8, "type": "float"}
 _OF_GROUPS = _E4M3 | {"strategy": "group", "group_size": 128, "dynamic": True}
 _OF_TOKENS = _E4M3 | {"strategy": "token", "dynamic": True}
+_OF_TENSOR = _E4M3 | {"strategy": "tensor", "dynamic": False}
 
 
 def of_blocks(activations: object) -> dict[str, Any]:
@@ -101,7 +102,7 @@ BLOCKS: dict[str, tuple[dict[str, Any], bool]] = {
     "hf, static": ({"quant_method": "fp8", "activation_scheme": "static"}, True),
     "compressed-tensors, groups": (of_blocks(_OF_GROUPS), True),
     "compressed-tensors, tokens": (of_blocks(_OF_TOKENS), True),
-    "compressed-tensors, static": (of_blocks(_OF_TOKENS | {"dynamic": False}), False),
+    "compressed-tensors, static": (of_blocks(_OF_TENSOR), True),
     "compressed-tensors, 16 bits": (of_blocks(None), False),
     "modelopt, weights alone": ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, False),
 }

@@ -1,5 +1,6 @@
 """Rows in int8 and e4m3: which files ask for such, and the forms that weights have by GPU."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from slipstream.models.axes import TensorNames
 from slipstream.models.weights import FileSource, ShapeSource
 from slipstream.quant import row_forms
 from slipstream.quant.forms import form_of, form_of_ends, form_of_experts
-from slipstream.quant.matrix import QuantMatrix, dequantise, stack
+from slipstream.quant.matrix import Kind, QuantMatrix, dequantise, stack
 from slipstream.quant.rounding import rounded8
 from slipstream.quant.row_forms import Factored
 
@@ -28,7 +29,7 @@ ROWS: dict[str, tuple[dict[str, Any] | None, str, str]] = {
     "with zeros": (OF_TOKENS | {"symmetric": False}, "", "8 bits by token with zeros"),
     "by group": (OF_TOKENS | {"strategy": "group", "group_size": 32}, "", "8 bits by group"),
     "in 4 bits": (OF_TOKENS | {"num_bits": 4}, "", "4 bits by token"),
-    "in e4m3": (OF_TOKENS | {"type": "float"}, "", ""),
+    "in e4m3": (OF_TOKENS | {"type": "float"}, "", "rows in e4m3 beside weights in integers of 8"),
     "as they are": (None, "", ""),
 }
 INT8, E4M3 = (f"{each} products, rows quantised by token" for each in ("int8", "e4m3"))
@@ -51,10 +52,44 @@ def test_a_group_says_what_rows_are_rounded_to(case: str, tmp_path: Path) -> Non
         tensors["input_scale"] = torch.ones(1)
     found, source = read(directory_of(tmp_path, tensors, config))
     assert found.row_type == row_type
-    rows = [note for note in source._notes if note.startswith("rows in integers")]
+    rows = [note for note in source._notes if note.startswith("rows in ")]
     assert [said in note and "they are not rounded" in note for note in rows] == [True] * bool(said)
     scales = [note for note in source._notes if note.startswith("input_scale: read and not used")]
     assert len(scales) == ("input_scale" in tensors)
+
+
+CT = [f"ct-{name}" for name in ("int-rows", "int-tensor", "int-rows-zeros", "float-rows")]
+CT += [f"ct-{name}" for name in ("float-tensor", "float-blocks", "naive-4", "nvfp4", "mxfp4")]
+CT += [f"ct-{name}" for name in ("pack-4", "pack-4-symmetric", "pack-8", "pack-2")]
+
+
+@pytest.mark.parametrize("case", CT)
+def test_rows_that_a_group_asks_for_are_rounded_or_the_start_says_why_not(
+    case: str, tmp_path: Path
+) -> None:
+    """By strategies, types and sizes; static or made at each step."""
+    tensors, config = tensors_of(case)[0], config_of(case)
+    directory = directory_of(tmp_path, tensors, config)
+    for strategy in ("token", "tensor", "group", "tensor_group", "channel"):
+        for is_static in (False, True):
+            for number, bits in (("int", 8), ("float", 8), ("float", 4), ("int", 4)):
+                asked = {"type": number, "num_bits": bits, "strategy": strategy}
+                asked |= {"dynamic": not is_static, "symmetric": True}
+                config["config_groups"]["group_0"]["input_activations"] = asked
+                (directory / "config.json").write_text(json.dumps({"quantization_config": config}))
+                found, source = read(directory)
+                said = [note for note in source._notes if "they are not rounded" in note]
+                wanted = {("int", 8): "int8", ("float", 8): "e4m3"}.get((number, bits), "none")
+                assert (found.row_type == wanted) != bool(said), (asked, source._notes)
+                assert found.row_type in ("", wanted)
+                if found.kind is Kind.W4 and found.is_symmetric and found.is_plain:
+                    is_e4m3 = wanted == "e4m3" and strategy in ("token", "tensor")
+                    assert (found.row_type == "e4m3") == is_e4m3, "static or not"
+    config["config_groups"]["group_0"]["input_activations"] = None
+    (directory / "config.json").write_text(json.dumps({"quantization_config": config}))
+    found, source = read(directory)
+    assert not found.row_type
+    assert not [note for note in source._notes if "not rounded" in note]
 
 
 def test_rows_of_another_library_are_as_its_algorithm_says(tmp_path: Path) -> None:
@@ -64,6 +99,10 @@ def test_rows_of_another_library_are_as_its_algorithm_says(tmp_path: Path) -> No
         found, source = read(directory_of(tmp_path, tensors, config))
         assert found.row_type == ("" if name == "W8A16" else "int8")
         assert any(note.startswith("input_scale: read and not used") for note in source._notes)
+    for name, rows in (("NVFP4", "floats of 4 bits"), ("W4A8_NVFP4_FP8", "e4m3")):
+        config = config_of("modelopt-nvfp4") | {"quant_algo": name}
+        _, source = read(directory_of(tmp_path, tensors_of("modelopt-nvfp4")[0], config))
+        assert any(note.startswith(f"rows in {rows} beside weights in ") for note in source._notes)
 
 
 E4M3_OF_TOKENS = OF_TOKENS | {"type": "float"}

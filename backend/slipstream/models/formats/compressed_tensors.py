@@ -48,8 +48,7 @@ class GroupScheme(NamedTuple):
     """What a group says of its weights; `at` reads the object, for refusals.
 
     `row_type` says to what rows are to be rounded, a scale for each, and `kept_rows`, why they are
-    not, though the group rounds them to integers; `is_sorted`, whether inputs have groups by a
-    `weight_g_idx`.
+    not, though the group rounds them; `is_sorted`, whether inputs have groups by a `weight_g_idx`.
     """
 
     at: Reader
@@ -197,11 +196,11 @@ class CompressedTensors(Format):
 
 
 def _rows_of(activations: Reader, weights: Reader) -> tuple[RowType, str]:
-    """Return to what a group rounds its rows, and why those that it rounds to integers stay.
+    """Return to what a group rounds its rows, and why those stay that are not rounded.
 
-    e4m3 has a scale for each row; beside weights in blocks, for each group of its inputs, and
-    beside e4m3 by outputs or tensors, any. int8 is symmetric, by rows or by tensors: a scale for
-    each row is at least as exact as one for all.
+    Both types are symmetric, by rows or by tensors, static too: a scale for each row is at least as
+    exact as one for all. e4m3 may be by groups of inputs beside weights in blocks, and beside e4m3
+    by outputs or tensors by anything.
     """
     data = activations.data
     if not data:
@@ -209,10 +208,14 @@ def _rows_of(activations: Reader, weights: Reader) -> tuple[RowType, str]:
     bits, strategy = data.get("num_bits", 8), data.get("strategy") or "tensor"
     if data.get("type", "int") != "int":
         own, is_float = weights.data.get("strategy"), weights.data.get("type") == "float"
-        strategies = ("token", "group") if own == "block" else ("token",)
-        is_taken = strategy in strategies and data.get("dynamic") is True
-        is_taken = is_taken or (is_float and own in (None, "tensor", "channel"))
-        return ("e4m3", "") if is_taken and bits == 8 else ("", "")
+        strategies = ("token", "tensor", "group") if own == "block" else ("token", "tensor")
+        is_taken = strategy in strategies or (is_float and own in (None, "tensor", "channel"))
+        if is_taken and bits == 8:
+            return "e4m3", ""
+        return "", (
+            f"rows in floats of {bits} bits by {strategy}: they are not rounded; e4m3 by token or "
+            "tensor would be"
+        )
     has_zeros = not activations.flag("symmetric", default=True)
     if bits == 8 and strategy in ("token", "tensor") and not has_zeros:
         return "int8", ""
@@ -331,16 +334,27 @@ def _of_integers(
     zeros = _zeros(module, scheme, outputs, num_groups(scaled, group))
     if scheme.bits > 4:
         kept = None if zeros is None else without(zeros.to(torch.int8), 0)
-        eight: RowType = "int8" if scheme.row_type == "int8" else ""
+        eight = _rounded(module, scheme, "int8", "integers of 8 bits")
         sizes = (codes.to(torch.int8), scales, group, inputs)
         found = QuantMatrix(Kind.W8, *sizes, zeros=kept, row_type=eight)
         return found if order is None else order.sort(found)
     kept = None if zeros is None else without((zeros + 8).to(torch.uint8), 8)
-    four: RowType = scheme.row_type if kept is None and order is None else ""
+    four = scheme.row_type
+    if kept is not None or order is not None:
+        what = "with zeros" if order is None else "with sorted inputs"
+        four = _rounded(module, scheme, "", f"integers of 4 bits {what}")
     found = QuantMatrix(
         Kind.W4, halves(codes + 8), scales, group, inputs, zeros=kept, row_type=four
     )
     return found if order is None else order.sort(found)
+
+
+def _rounded(module: Module, scheme: GroupScheme, taken: RowType, weights: str) -> RowType:
+    """Return the type that rows are to be rounded to if it is taken; else the start says so."""
+    if scheme.row_type in ("", taken):
+        return scheme.row_type
+    module.note(f"rows in {scheme.row_type} beside weights in {weights}: they are not rounded")
+    return ""
 
 
 def _e4m3(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> QuantMatrix:
@@ -356,6 +370,7 @@ def _e4m3(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> Qua
 def _e2m1(module: Module, scheme: GroupScheme, outputs: int, inputs: int) -> QuantMatrix:
     """Read nvfp4 and mxfp4, which differ in their scales."""
     _check(scheme, module, (4,), is_float=True)
+    _rounded(module, scheme, "", "floats of 4 bits")
     codes = module.take("weight_packed", ("U8",), (outputs, inputs // 2))
     _check_shape(module, outputs, inputs)
     if module.has("weight_global_scale"):

@@ -38,6 +38,13 @@ _ROWS: dict[str, RowType] = {  # to what rows are rounded
     "W8A8_SQ_PER_CHANNEL": "int8",
     "INT8_SQ": "int8",
 }
+_KEPT_ROWS = {  # which stay in 16 bits
+    "NVFP4": "floats of 4 bits",
+    "NVFP4_AWQ": "floats of 4 bits",
+    "W4A8_NVFP4_FP8": "e4m3",
+    "MXFP4": "floats of 4 bits",
+    "W4A8_MXFP4_FP8": "e4m3",
+}
 _POWERS = ("U8", "F8_E8M0")
 _BLOCK = 128
 
@@ -130,6 +137,8 @@ class ModelOpt(Format):
             raise at.refusal("quant_algo", f"is not what the scales of {module.name} are")
         row_type = _ROWS.get(algorithm, "") if algorithm else self._unnamed_rows(module)
         module.drop_activations()
+        if kept := _KEPT_ROWS.get(algorithm):
+            module.note(f"rows in {kept} beside weights in floats of 4 bits: they are not rounded")
         factors = None
         if module.has("pre_quant_scale"):
             factors = module.take("pre_quant_scale", FLOATS, (inputs,)).float()
