@@ -45,6 +45,8 @@ BITS = {
     "Q5_K": 9,
     "Q6_K": 9,
     "MXFP4": 4.5,  # and a factor of each row
+    "IQ4_NL": 8.5,
+    "IQ4_XS": 9,
 }
 PACKED = "kept packed, multiplied with 16-bit rows"
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from slipstream.kernels.gemm.packing import e2m1_table
 from slipstream.models.gguf.types import QUANTISED, BlockType
 
+# What 4 bits stand for in IQ4_NL and IQ4_XS: closer together around 0.
+_UNEVEN = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _PIECE = 1 << 22  # values that are dequantised at a time: some 100 MB of intermediate tensors
 
 
@@ -144,6 +146,27 @@ def _q6_k(b: Tensor) -> Tensor:
     return scale.unsqueeze(2) * (sixes(b).float() - 32).view(-1, 16, 16)
 
 
+def uneven(packed: Tensor) -> Tensor:
+    """Unpack numbers of the table of 16, `[n, k] u8 -> [n, 2 k] i8`; 32 in 16 bytes."""
+    table = torch.tensor(_UNEVEN, dtype=torch.int8, device=packed.device)
+    return table[nibbles(packed, 16).long()]
+
+
+def scales_of_uneven(b: Tensor) -> Tensor:
+    """Join scales of IQ4_XS, 4 bits and two above them, -32 .. 31: `[n, 8] i8`."""
+    high = _fields(b[:, 2:4], range(0, 8, 2), 2, 1).flatten(1)
+    return (nibbles(b[:, 4:8], 1) | high << 4).view(torch.int8) - 32
+
+
+def _iq4_nl(b: Tensor) -> Tensor:
+    return half(b, 0) * uneven(b[:, 2:]).float()
+
+
+def _iq4_xs(b: Tensor) -> Tensor:
+    scale = half(b, 0) * scales_of_uneven(b).float()
+    return scale.unsqueeze(2) * uneven(b[:, 8:]).float().view(-1, 8, 32)
+
+
 _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -156,5 +179,7 @@ _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "MXFP4": _mxfp4,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
 }
 assert _FORMULAS.keys() == QUANTISED.keys()

@@ -1,9 +1,9 @@
 """Keep the blocks of GGUF's types of 3 to 8 bits as scales and codes, by 32 inputs or 16.
 
 Values are `code * scale` or `code * scale + minimum`, as `blocks.py` has them to the last bit.
-Codes of 4 bits stay so, those of 3, 5 and 6 bits have a byte each. Scales stay fp16 where they are
-in the file as they multiply; those of K types stay whole numbers of units, which are fp16. MXFP4 is
-e2m1 with powers of two, in fp32.
+Codes of 4 bits stay so, those of 3, 5 and 6 bits, and numbers of IQ4's table, have a byte each.
+Scales stay fp16 where they are in the file as they multiply; those of K types and of IQ4_XS stay
+whole numbers of units, which are fp16. MXFP4 is e2m1 with powers of two, in fp32.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from slipstream.models.entries import TensorEntry
-from slipstream.models.gguf.blocks import fives, nibbles, powers, scales_and_leasts, sixes, threes
+from slipstream.models.gguf.blocks import (
+    fives,
+    nibbles,
+    powers,
+    scales_and_leasts,
+    scales_of_uneven,
+    sixes,
+    threes,
+    uneven,
+)
 from slipstream.models.gguf.restore import rows_in_order
 from slipstream.models.gguf.types import QUANTISED
 from slipstream.quant.matrix import Kind, QuantMatrix, halves
@@ -112,6 +121,16 @@ def _mxfp4(b: Tensor) -> Parts:
     return Parts(nibbles(b[:, 1:], 16), powers(b))
 
 
+def _iq4_nl(b: Tensor) -> Parts:
+    return Parts(uneven(b[:, 2:]), _fp16(b, 0))
+
+
+def _iq4_xs(b: Tensor) -> Parts:
+    """Give each scale to two groups of 16, as Q3_K and Q6_K have them."""
+    scales = scales_of_uneven(b).repeat_interleave(2, 1)
+    return Parts(uneven(b[:, 8:]), scales, units=_fp16(b, 0))
+
+
 _PARTS: dict[str, Callable[[Tensor], Parts]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -123,5 +142,7 @@ _PARTS: dict[str, Callable[[Tensor], Parts]] = {
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
     "MXFP4": _mxfp4,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
 }
 KEPT = tuple(_PARTS)

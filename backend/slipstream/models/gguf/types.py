@@ -30,6 +30,8 @@ BLOCK_TYPES = {
     12: BlockType("Q4_K", 256, 144),
     13: BlockType("Q5_K", 256, 176),
     14: BlockType("Q6_K", 256, 210),
+    20: BlockType("IQ4_NL", 32, 18),
+    23: BlockType("IQ4_XS", 256, 136),
     30: BF16,
     39: BlockType("MXFP4", 32, 17),
 }
