@@ -54,10 +54,11 @@ def test_what_is_read_serves_each_request(
         (named,) = (name for name in NAMES if refused.startswith(f"{path}: {name} is "))
         assert content[named] is not None
         return
-    text: Any = SimpleNamespace(defaults=defaults, max_model_len=99)
-    sampling = read_request({"messages": []} if is_chat else {}, text, is_chat).sampling
-    for name, value in defaults.items():
-        assert getattr(sampling, name) == (0 if (name, value) == ("top_k", -1) else value)
+    body: dict[str, Any] = {"messages": []} if is_chat else {}
+    texts: list[Any] = [SimpleNamespace(defaults=d, max_model_len=99) for d in (defaults, {})]
+    silent = read_request(body, texts[0], is_chat)
+    assert silent.sampling == read_request(body | defaults, texts[1], is_chat).sampling
+    assert defaults.items() <= content.items()
 
 
 @pytest.mark.parametrize(
