@@ -123,6 +123,15 @@ def test_a_processor_that_fails_ends_its_request_alone(kind: str, said: str, mos
     assert (stream.reason, stream.last.finished.error) == (FinishReason.ERROR, said)  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("most", [0, 3])
+def test_a_processor_that_changes_what_it_is_given_changes_no_sequence(most: int) -> None:
+    client, plain = client_of(most=most), greedy(9)
+    for processors in (asked_for("odd", kind="changes"), ()):  # the second finds the first's prefix
+        number = client.submit([4, 2, 3, 1, 5], greedy(9, logits_processors=processors))
+        client.drain()
+        check(client, number, [4, 2, 3, 1, 5], plain)
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [

@@ -31,8 +31,8 @@ class State(Protocol):
     def edits(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> Mapping[int, float]:
         """Return what is added to logits of the token after these: -inf bans it.
 
-        A function of its arguments, which it must not change: outputs may be drafts, and come and
-        go. At most 4,096 tokens are edited.
+        A function of its arguments, of which it has copies: outputs may be drafts, and come and go.
+        At most 4,096 tokens are edited.
         """
 
 
@@ -97,13 +97,13 @@ class Processed:
     def __init__(self, name: str, state: State, prompt: TokenIds, vocab_size: int) -> None:
         self.field = f"logits_processors.{name}"
         self._state = state
-        self._prompt = prompt
+        self._prompt = prompt[:]  # as `outputs` below: whatever is done to it harms no sequence
         self._vocab_size = vocab_size
 
     def addends(self, outputs: Sequence[int], drafts: Sequence[int]) -> Mapping[int, float]:
         """Return the edits of the token after outputs and drafts. Raises RuleError."""
         try:
-            made = self._state.edits(self._prompt, [*outputs, *drafts] if drafts else outputs)
+            made = self._state.edits(self._prompt, [*outputs, *drafts])
             edits = {int(token_id): float(addend) for token_id, addend in made.items()}
         except Exception as error:
             reason = f"{type(error).__name__}: {clip(str(error))}"
