@@ -31,11 +31,15 @@ BOUND = 0.05
 BOUND_OF_EXPERTS = 0.3
 
 
+def _size(config: object) -> int:
+    return getattr(config, "hidden_size", 0) or config.d_model  # type: ignore[attr-defined]
+
+
 def checkpoint(family: str, path: Path) -> Path:
     """Write a checkpoint in bf16."""
     if family not in FAMILIES:
         drawn = (REMOTE[family](random.Random(f"{family} {seed}")) for seed in itertools.count())
-        model = next(each for each in drawn if each.config.hidden_size % 16 == 0)
+        model = next(each for each in drawn if _size(each.config) % 16 == 0)
         model.tensors = {name: x.bfloat16() for name, x in model.tensors.items()}
         return model.save(path)
     sizes = sizes_of(family, **SIZES) | OWN.get(family, {})

@@ -129,7 +129,7 @@ class Experts:
             shared = Shared(self.shared(x), gate)
         if self.config.scales_inputs:
             assert outputs is not None, "they are kept for it"
-            x = _scaled(x, outputs, routed)
+            x = _scaled(x, outputs[:, : self.config.routing.num_experts])
         if self.out_norm is None:
             self.add(x, routed, residual.values, shared)
             return
@@ -173,10 +173,11 @@ class Experts:
         return tile_rows(pairs, count, is_fp8, fixed, target, packings)
 
 
-def _scaled(x: Tensor, outputs: Tensor, routed: Routed) -> Tensor:
-    """Return rows `[n, h]` times a logistic function of the logit of the one expert of each."""
-    logits = outputs.gather(1, routed.experts.long())
-    return x * logits.float().sigmoid().to(x.dtype)
+def _scaled(x: Tensor, logits: Tensor) -> Tensor:
+    """Return rows `[n, h]` times a logistic function of the logit, of `[n, e]`, of the one expert
+    of each, which is the largest.
+    """
+    return x * logits.amax(-1, keepdim=True).float().sigmoid().to(x.dtype)
 
 
 def _router(w: WeightSource, config: ExpertsConfig, hidden: int) -> Linear:

@@ -27,7 +27,7 @@ def check_scheme(
     else:  # what makes keys and values of latents keeps the dtype
         inputs["num_attention_heads * v_head_dim"] = d.num_heads * latent.value
         inputs |= {"q_lora_rank": latent.query_rank} if latent.query_rank else {}
-    if experts is not None:
+    if experts is not None and len(model.axes.dense_layers) < d.num_layers:
         inputs["the inner size of experts"] = experts.inner_size
         _check_experts(inputs, device, dtype)
     quant.named(config.quantization).check(inputs, device, dtype)
