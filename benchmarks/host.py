@@ -56,6 +56,7 @@ class Nothing:
     max_in_flight = 2
     transfers = None
     attention_doubles_at = 0
+    graph_tokens = 0
 
     def __init__(self, window: AttentionWindow = ALL) -> None:
         self.window = window

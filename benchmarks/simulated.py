@@ -22,6 +22,7 @@ from traces import Answers, Trace
 
 NS = 1_000_000_000
 HOST_S = 0.0003  # of the host, between two launches
+EAGER_S = 0.014  # of the host, for a step of more prompt tokens than graphs have; the device runs
 MAX_ROWS = 256
 NUM_BLOCKS = 13_000  # of 32 tokens: what an H100 has beside 16 GB of weights
 _TOKEN = 7
@@ -37,9 +38,11 @@ class _Step:
 
     def wait(self) -> Sampled:
         """Advance the clock to the end of the step."""
-        self._runner.now_s = max(self._runner.now_s, self._end_s)
-        count = self._num_samples
-        return Sampled([_TOKEN] * count, [0.0] * count, [int(Outcome.SAMPLED)] * count)
+        runner, count = self._runner, self._num_samples
+        ago_ns = int(max(0.0, runner.now_s - self._end_s) * NS)
+        runner.now_s = max(runner.now_s, self._end_s)
+        outcomes = [int(Outcome.SAMPLED)] * count
+        return Sampled([_TOKEN] * count, [0.0] * count, outcomes, ended_ago_ns=ago_ns)
 
     def give_mask(self, sample: int, mask: bytes) -> None:
         """Refuse: nothing is guided here."""
@@ -54,6 +57,7 @@ class SimulatedRunner:
     transfers = None
     max_in_flight = 2
     attention_doubles_at = 0
+    graph_tokens = 512
 
     def __init__(self, times: StepTimes, num_blocks: int = NUM_BLOCKS) -> None:
         self.num_blocks = num_blocks
@@ -76,7 +80,9 @@ class SimulatedRunner:
         took = self._times.step_ms(num_decodes, context, chunks) / 1e3
         self.now_s += HOST_S
         begin = max(self.now_s, self.free_s)
-        self.free_s = begin + took
+        if sum(size for _, size in chunks) > self.graph_tokens:
+            self.now_s += EAGER_S
+        self.free_s = max(begin + took, self.now_s)
         self.steps.append((begin, took, num_decodes, sum(size for _, size in chunks)))
         return _Step(self, sum([row.samples for row in rows]), self.free_s)
 

@@ -194,6 +194,7 @@ class Timed:
     window = AttentionWindow()
     transfers = None
     attention_doubles_at = 0
+    graph_tokens = 0
     launch_ms, device_ms = 20, 40
     now_ms = ready_ms = 0
 

@@ -317,3 +317,27 @@ def test_only_large_steps_and_cut_ones_tell_what_a_token_costs():
     assert budget.take(1) == 148
     run(4, 148, 2 + 2.22)
     assert budget.take(1) == 100
+
+
+@pytest.mark.parametrize(("target_ns", "room"), [(0, 512), (60 * MS, 5800)])
+def test_prompts_fill_a_graph_at_most_unless_the_target_is_set(target_ns, room):
+    now_ns = 0
+    budget = PrefillBudget(lambda: now_ns, 0, target_ns, None, graph_tokens=512)
+    assert budget.room() > 1 << 32  # nothing is measured
+    for num_decodes, num_tokens, took in [(4, 0, 2), (0, 1000, 10)]:
+        budget.start_step(num_decodes, num_tokens)
+        now_ns += took * MS
+        budget.finish_step()
+    assert budget.room() == room
+
+
+def test_a_step_ends_when_the_device_says():
+    now_ns = 0
+    budget = PrefillBudget(lambda: now_ns)
+    budget.start_step(4, 0)
+    now_ns = 14 * MS  # the host launched another meanwhile
+    budget.start_step(0, 1000)
+    assert budget.finish_step(11 * MS).took_ns == 3 * MS
+    now_ns = 20 * MS
+    budget.finish_step()
+    assert budget.token_ns == 6000  # 20 ms less 14, as it was launched then

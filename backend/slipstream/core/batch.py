@@ -155,6 +155,7 @@ class Sampled:
     # rows of a sequence, that which samples the first token that the next row does not have.
     drafts: Mapping[int, list[int]] = field(default_factory=dict)
     draft_ns: int = 0  # of the step's time, what the drafter on the device took
+    ended_ago_ns: int = 0  # since the device ended the step, when the host saw that it had
 
     def part(self, numbers: slice) -> "Sampled":
         """Return the entries of some rows."""

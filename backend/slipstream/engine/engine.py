@@ -81,6 +81,7 @@ class Engine:
             window=runner.window,
             mover=runner.transfers,
             attention_doubles_at=runner.attention_doubles_at,
+            graph_tokens=runner.graph_tokens,
             speculation=speculation,
             device_drafts=device_drafts,
             room=self.adapters.room,

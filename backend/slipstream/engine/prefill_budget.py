@@ -2,7 +2,9 @@
 
 Every running stream gets its next token from every step, so whatever else a step computes delays
 all streams. What a step may take is its **target**: a time that the operator sets, or `_STEP` times
-what decodes alone take. Prompts get what is left of it. If a prompt has waited for more than
+what decodes alone take. Prompts get what is left of it; by the second target no more than a graph
+has room for, as the host takes longer to launch a larger step than many devices to compute it, and
+tells nobody of tokens meanwhile. If a prompt has waited for more than
 `_PATIENCE` times its own computation and a target, more come than a target has room for: then the
 step may be as large as steps can be, which computes prompts at the least cost.
 
@@ -56,6 +58,7 @@ class PrefillBudget:
         doubles_at: context in tokens at which a token costs twice as much as without; 0: none.
         target_ns: what a step with decodes may take; 0: by what decodes take.
         long_tokens: a prompt with more is long; None: by what it takes.
+        graph_tokens: of prompts, that a graph has room for beside decodes; 0: there are none.
     """
 
     def __init__(
@@ -64,11 +67,13 @@ class PrefillBudget:
         doubles_at: int = 0,
         target_ns: int = 0,
         long_tokens: int | None = None,
+        graph_tokens: int = 0,
     ) -> None:
         self._clock = clock
         self._doubles_at = doubles_at
         self._fixed_target_ns = target_ns
         self._long_tokens = long_tokens
+        self._graph_tokens = graph_tokens
         # For each step in flight: start, decodes, tokens of chunks, whether `take` cut these.
         self._started: deque[tuple[int, int, int, bool]] = deque()
         self._ended_ns = 0  # end of the last step
@@ -141,11 +146,13 @@ class PrefillBudget:
         self._started.append((self._clock(), num_decodes, num_chunk_tokens, self._is_cut))
         self._is_cut = False
 
-    def finish_step(self) -> StepSpan:
-        """Note the end of the oldest step, which ran since its launch or the end before it."""
+    def finish_step(self, ago_ns: int = 0) -> StepSpan:
+        """Note the end of the oldest step, `ago_ns` ago; it ran since its launch or the end before
+        it, whichever was later.
+        """
         started_ns, num_decodes, num_tokens, is_cut = self._started.popleft()
-        now_ns = self._clock()
-        begin_ns = max(started_ns, self._ended_ns)
+        now_ns = self._clock() - ago_ns
+        begin_ns = min(max(started_ns, self._ended_ns), now_ns)
         took_ns = now_ns - begin_ns
         self._ended_ns = now_ns
         if not num_tokens:
@@ -187,7 +194,9 @@ class PrefillBudget:
         if not self._is_measured:
             return _NO_BOUND
         left_ns = self.target_ns - median(self._decodes_ns)
-        return max(_MIN, int(left_ns / max(1.0, self.work_ns(1))))
+        room = max(_MIN, int(left_ns / max(1.0, self.work_ns(1))))
+        is_bound = self._graph_tokens and not self._fixed_target_ns
+        return min(room, self._graph_tokens) if is_bound else room
 
     def take(self, num_long: int, start: int = 0) -> int:
         """Return how many tokens of `num_long` long prompts the next step may compute.

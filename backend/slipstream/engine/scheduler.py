@@ -84,13 +84,13 @@ class Scheduler:
         window: AttentionWindow | None = None,
         mover: Mover | None = None,
         attention_doubles_at: int = 0,
+        graph_tokens: int = 0,
         speculation: Speculation | None = None,
         device_drafts: DeviceDrafts | None = None,
         room: AdapterRoom | None = None,
     ) -> None:
-        self._prefill_budget = prefill_budget = PrefillBudget(
-            clock, attention_doubles_at, limits.target_itl_ns, limits.long_prompt_tokens
-        )
+        bounds = (limits.target_itl_ns, limits.long_prompt_tokens, graph_tokens)
+        self._prefill_budget = prefill_budget = PrefillBudget(clock, attention_doubles_at, *bounds)
         pool = (num_blocks, block_size, limits.kv_cache_reuse, clock)
         self._clock = clock
         self.cache = KVCache(*pool, window, mover, lambda: prefill_budget.token_ns)
@@ -268,7 +268,7 @@ class Scheduler:
         Returns the sequences of its rows.
         """
         self.cache.complete()
-        span = self._prefill_budget.finish_step()
+        span = self._prefill_budget.finish_step(sampled.ended_ago_ns)
         took_ns = span.took_ns
         # A step without drafts is known by what it takes where none are made behind it, either.
         self._verification.step_took(

@@ -46,6 +46,7 @@ class Runner(Protocol):
     transfers: Mover | None  # copies of blocks to host memory and back, if there is any
     max_in_flight: int  # steps: 2, if one may be launched while the one before it runs; else 1
     attention_doubles_at: int  # context at which a token costs twice as much; 0: none
+    graph_tokens: int  # of prompts beside decodes, that a graph has room for; 0: there are none
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start a step. A row's `source` is the number of a sample of the step launched before."""

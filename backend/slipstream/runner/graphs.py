@@ -113,6 +113,11 @@ class Buckets:
         return mixed + chunks + drafts + [self._of_rows(rows) for rows in reversed(self._rows)]
 
     @property
+    def max_prompt_tokens(self) -> int:
+        """The most tokens of prompts beside decodes; 0: no shape has both."""
+        return self._beside[-1] if self._decodes and self._beside else 0
+
+    @property
     def max_rows(self) -> int:
         """The most rows of any shape."""
         return max(shape.num_rows for shape in self.shapes)

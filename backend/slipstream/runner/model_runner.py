@@ -23,7 +23,7 @@ from slipstream.runner.draft_loading import load_drafter
 from slipstream.runner.drafting import Drafting
 from slipstream.runner.graphs import Buckets, Captured, Graphs, largest_shapes, layout_of
 from slipstream.runner.group import ALONE, Group
-from slipstream.runner.launched import LaunchedStep
+from slipstream.runner.launched import LaunchedStep, StepEnds
 from slipstream.runner.layer_inputs import LayerInputs
 from slipstream.runner.load_weights import load_weights
 from slipstream.runner.log_probs import Ask, Tops
@@ -82,7 +82,7 @@ class ModelRunner:
         self._make_buffers(plan, buckets)
         self.adapters = Adapters(plan, self._model, self._num_tokens, group)
         self._drafting = self._make_drafting(plan)
-        self._graphs = None
+        self._graphs, self.graph_tokens = None, 0
         left = left_in_share(plan, before, self._measure(plan, buckets, laps))
         self.num_blocks = self._group.agree(num_blocks(plan, self.adapters.reserve(left)))
         self._make_caches(plan, self.num_blocks)
@@ -92,6 +92,7 @@ class ModelRunner:
         has_graphs = plan.attention.has_graphs and plan.model.build is None  # classes have none yet
         if has_graphs and plan.config.cuda_graphs:
             self._graphs = Graphs(buckets, group.all_can, None, plan.config.tensor_parallel > 1)
+            self.graph_tokens = buckets.max_prompt_tokens
             self._graphs.capture(self.padding)
             laps.lap("graphs")
         laps.log(_log, "runner")
@@ -158,7 +159,8 @@ class ModelRunner:
         self._copies = Staging(device, 1 << 16)
         self._tops = Tops(num_places, self.vocab_size, device)
         if device.type == "cuda":
-            self._done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(plan.max_in_flight + 1)]  # type: ignore[no-untyped-call]
+            self._step_ends = StepEnds(events)
 
     def _make_drafting(self, plan: Plan) -> Drafting | None:
         """Load the drafter on the device, if the plan has one."""
@@ -179,9 +181,10 @@ class ModelRunner:
         if self._device.type == "cpu":
             return LaunchedStep(lambda: self._read(first, size, *self._run(*given)), masks)
         made = self._run(*given)
-        done = self._done[first > 0]
-        done.record()
-        return LaunchedStep(lambda: self._read(first, size, *made), masks, done)
+        number = self._step_ends.record()
+        return LaunchedStep(
+            lambda: self._read(first, size, *made), masks, lambda: self._step_ends.wait(number)
+        )
 
     def _next_places(self) -> tuple[int, int]:
         """Return the first places of a new step's results, and of the last step's."""
