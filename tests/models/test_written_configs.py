@@ -141,6 +141,12 @@ BAD: dict[str, tuple[str, dict[str, Any], Tensors, str]] = {
         {},
         "sparsity_config.format = 'sparse-24-bitmask' is not implemented; dense is",
     ),
+    "tiles of a GPU": (
+        "bnb-int8",
+        {},
+        {"weight_format": torch.tensor(2, dtype=torch.uint8)},
+        "up_proj.weight_format is not 0, rows: tiles of a GPU",
+    ),
     "a bias without a place": (
         "gptq-v1-4-32",
         {},

@@ -78,7 +78,13 @@ class BitsAndBytes(Format):
             return _nf4(module, outputs, inputs)
         codes = module.take("weight", ("I8",), (outputs, inputs))
         scales = module.take("SCB", FLOATS, (outputs,)).float()[:, None] / 127
-        module.drop("weight_format", "rows, as everywhere but on a GPU of before 2020")
+        if module.has("weight_format") and not module.is_zero("weight_format"):
+            raise module.refusal(
+                "weight_format",
+                "is not 0, rows: tiles of a GPU, as bitsandbytes before 0.45 saved them, are not "
+                "implemented; save the checkpoint again with a newer one",
+            )
+        module.drop("weight_format", "rows")
         return QuantMatrix(Kind.W8, codes, scales, inputs, inputs)
 
 
