@@ -23,6 +23,7 @@ from slipstream.core.dry import Dry
 from slipstream.core.edits import EditContext, Edits
 from slipstream.core.moving import Mirostat, Reset
 from slipstream.core.ngrams import NoRepeat, PromptNgrams
+from slipstream.core.stop import StopChecker
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
@@ -42,6 +43,7 @@ PLACES: list[tuple[type, str, dict[str, Any]]] = [
     (Reset, "next", RESET),
     (Mirostat, "next", {"mirostat": 2}),
     (Edits, "pack", {"no_repeat_ngram_size": 2}),
+    (StopChecker, "_match", {"stop_words": (b"cccccc",)}),
 ]
 CROWDS = st.lists(
     st.tuples(st.lists(token_ids, min_size=1, max_size=12), samplings()), min_size=1, max_size=4
@@ -97,6 +99,8 @@ def test_a_rule_that_raises_ends_its_request_alone(
         plain = [
             (p, replace(s, bad_words=(), allowed_token_ids=(), min_tokens=0)) for p, s in plain
         ]
+    if kind is StopChecker:
+        plain = [(p, replace(s, stop_words=())) for p, s in plain]
     if kind in (Mirostat, Reset):  # which no drafts and no beams have
         shape, drafts.most = {}, 0
     with pytest.MonkeyPatch.context() as patch:

@@ -264,7 +264,7 @@ class Sequence:
             if self.guide is not None:
                 packed = self.guide.with_bans(packed, vocab_size)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         return (all_banned(vocab_size), ()) if self.fault else (packed, moved)
 
     def drafted_edits(self, drafts: list[int]) -> bytes | None:
@@ -280,10 +280,10 @@ class Sequence:
             if self.edits is not None:
                 self.edits.read_prompt(end)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
-    def _fail(self, error: Exception) -> None:
-        """Note what the sequence's own rules raised."""
+    def fail(self, error: Exception) -> None:
+        """Note what was raised by what is the sequence's own: it ends with `fault`."""
         _log.error("a rule of request %d failed", self.request.number, exc_info=error)
         is_named = isinstance(error, RuleError)
         self.fault = str(error) if is_named else f"its rules failed: {type(error).__name__}"
@@ -296,7 +296,7 @@ class Sequence:
                 self.edits = Edits(self._edit_plan())
                 self.needs_every_token |= self.edits.needs_every_token
             except Exception as error:
-                self._fail(error)
+                self.fail(error)
 
     def _edit_plan(self) -> EditPlan:
         """Return the edits that the request's sequences share."""

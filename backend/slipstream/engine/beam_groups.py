@@ -134,7 +134,11 @@ class BeamGroups:
                 continue  # it was late
             group = sequence.group
             if group.deliver(sequence, sampled.tops[number]):
-                ending = group.advance(now_ns)
+                try:
+                    ending = group.advance(now_ns)
+                except Exception as error:  # of its stop words, or of the choice of beams
+                    sequence.fail(error)
+                    ending = Ending(FinishReason.ERROR, error=sequence.fault)
                 if ending is None:
                     self._ready[group.lead.id] = group
                 changed.append((group.lead, ending))

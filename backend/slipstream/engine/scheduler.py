@@ -348,10 +348,14 @@ class Scheduler:
                 self.cache.computed(sequence)
             if has_deferred:
                 self.waiting.wake(sequence.id)
-            if append is None:
-                ending = sequence.append(token_id, log_prob, now)  # a beam has its own
-            else:
-                ending = append(sequence, token_id, log_prob, now)
+            try:
+                if append is None:
+                    ending = sequence.append(token_id, log_prob, now)  # a beam has its own
+                else:
+                    ending = append(sequence, token_id, log_prob, now)
+            except Exception as error:  # of its stop words, or of values beside the token
+                sequence.fail(error)
+                ending = error_of(sequence)
             if ending is not None:
                 if ending.reason is FinishReason.END:
                     self._telemetry.uncount_token(sequence)
