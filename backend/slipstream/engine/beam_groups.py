@@ -76,14 +76,17 @@ class BeamGroups:
         return taken + sequence.group.width > self._everything.max_running
 
     def admit(self, lead: Beam, match: PrefixMatch) -> bool:
-        """Give all beams that are live their blocks; False: there are not enough for all."""
+        """Give all beams that are live their blocks; False: there are not enough for all.
+
+        A beam may get blocks that `match` has found: it is for the first that is admitted alone.
+        """
         everything, group = self._everything, lead.group
         cache, admitted = everything.cache, list[Beam]()
         num_others = len(everything.sequences) + self.num_reserved + group.width - 1
         if not everything.sequences:
             num_others = 0  # the whole cache is theirs, and has all that the search can need
         for beam in group.live:
-            found = match if beam is lead else cache.match(beam)
+            found = cache.match(beam) if admitted or beam is not lead else match
             num_tokens = beam.num_final - 1 if lead.is_spared else beam.num_tokens
             if not cache.admit(beam, found, num_tokens, num_others):
                 for other in admitted:
