@@ -234,3 +234,14 @@ def test_rules_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gptq.excludes("model.layers.9.x") == ""
     assert compressed.excludes("model.layers.8.x") == "ignore"
     assert compressed.excludes(NEW) == ""
+
+
+def test_fp8_by_rows_as_fbgemm_has_it(tmp_path: Path) -> None:
+    """As in Llama-3.1-405B-Instruct-FP8."""
+    codes, scales = torch.randn(N, K).to(torch.float8_e4m3fn), torch.rand(N, 1) + 0.5
+    bound = {"input_scale_ub": torch.tensor([1200.0])}
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    tensors = {"weight": codes, "weight_scale": scales}
+    matrix = read(directory_of(tmp_path, tensors | bound, config))
+    assert matrix.row_type == "e4m3"
+    assert torch.equal(dequantise(matrix), codes.float() * scales)

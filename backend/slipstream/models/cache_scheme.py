@@ -19,6 +19,7 @@ METHODS = (
     "modelopt",
     "modelopt_fp4",
     "fp8",
+    "fbgemm_fp8",
     "bitsandbytes",
     "mxfp4",
 )

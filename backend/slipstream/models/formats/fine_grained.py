@@ -15,7 +15,7 @@ class FineGrained(Format):
     Rows are e4m3, too, by either `activation_scheme`.
     """
 
-    methods = ("fp8",)
+    methods = ("fp8", "fbgemm_fp8")  # the second has a scale for each output
     title = "Hugging Face `fp8`"
     rows = (
         Row(
@@ -28,7 +28,7 @@ class FineGrained(Format):
     )
     keys = words(
         "fmt weight_block_size activation_scheme modules_to_not_convert ignored_layers scale_fmt "
-        "dequantize expert_dtype"
+        "dequantize expert_dtype activation_scale_ub"
     )
 
     def __init__(self, config: Reader) -> None:
@@ -71,7 +71,8 @@ class FineGrained(Format):
         codes = module.take("weight", ("F8_E4M3",), (outputs, inputs))
         check_numbers(module, "weight", codes)
         module.drop_activations()
-        module.drop("activation_scale", "not used: rows have a scale for each token")
+        for bound in ("activation_scale", "input_scale_ub"):
+            module.drop(bound, "not used: rows have a scale for each token")
         part = "weight_scale_inv" if module.has("weight_scale_inv") else "weight_scale"
         if self._block is None:
             scales = _scales(module, part, (), (1,), (1, 1), (outputs, 1), (outputs,))
