@@ -18,6 +18,7 @@ from torch import Tensor
 
 INDEX, SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 ADAPTER = "adapter_model.bin"  # of PEFT before 0.7
+_RESERVED = "__metadata__"  # of safetensors' header
 # What safetensors holds and the engine reads.
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8}
 _DTYPES |= {torch.int64, torch.int32, torch.int16, torch.int8}
@@ -82,6 +83,13 @@ def _tensors(path: Path) -> dict[str, Tensor]:
                 f"{path}: tensor {clip(name)} is {value.dtype}, {value.layout}; dense ones of "
                 f"{known} are read"
             )
+        if value.nbytes > value.untyped_storage().nbytes():
+            raise CheckpointError(
+                f"{path}: tensor {clip(name)} is {list(value.shape)}, {value.nbytes} bytes, of "
+                f"{value.untyped_storage().nbytes()} that are there"
+            )
+    if _RESERVED in content:
+        raise CheckpointError(f"{path}: {_RESERVED} is no name that a tensor may have")
     return content
 
 
@@ -101,5 +109,7 @@ def _reason(error: Exception) -> str:
     """Return the sentence of torch's error that says what was met, without its advice."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
+    if isinstance(error, KeyError | IndexError):  # of the unpickler's tables, by a byte's number
+        lines = [f"it is no pickle ({type(error).__name__}: {error})"]
     reason = (named or lines or [f"it ends too early ({type(error).__name__})"])[0]
     return reason.partition(". ")[0][:200]

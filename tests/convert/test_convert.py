@@ -154,6 +154,12 @@ def damage(folder: Path, kind: str) -> None:
         write(folder, [{"a": torch.eye(3).to_sparse()}])
     elif kind == "complex":
         write(folder, [{"a": torch.ones(3, dtype=torch.complex64)}])
+    elif kind == "expanded":  # a file of some 1 kB that would be 40 TB
+        write(folder, [{"a": torch.ones(1).expand(10**6, 10**7)}])
+    elif kind == "reserved":
+        write(folder, [{"__metadata__": torch.ones(1)}])
+    elif kind == "a text":
+        one.write_bytes(b"hello")
     elif kind == "twice":
         write(folder, [{"a": torch.ones(1)}, {"a": torch.ones(1)}])
         files = sorted(path.name for path in folder.glob("pytorch_model-*"))
@@ -183,6 +189,9 @@ def damage(folder: Path, kind: str) -> None:
         ("within", "'state_dict' is of type dict"),
         ("sparse", "sparse_coo"),
         ("complex", "complex64"),
+        ("expanded", "'a' is [1000000, 10000000], 40000000000000 bytes, of 4 that are there"),
+        ("reserved", "__metadata__ is no name that a tensor may have"),
+        ("a text", "pytorch_model.bin: cannot be read as tensors: it is no pickle (KeyError: 101)"),
         ("twice", "is also in pytorch_model-1-of-2.bin"),
         ("missing", "x.bin: no such file"),
         ("outside", "is not a file name"),
