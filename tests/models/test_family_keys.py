@@ -166,3 +166,19 @@ def test_queries_grow_by_the_context_before_it_was_stretched(
     config = read_config(files("ministral3", tmp_path, "rope_parameters", **keys))
     assert config.axes.query_growth == Growth(0.4, every)
     assert config.rope.original_max_positions == every
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt2", {"summary_use_proj": False, "summary_type": "mean", "summary_activation": "tanh"}),
+        ("gptj", {"summary_first_dropout": 0.0, "summary_proj_to_labels": False}),
+        ("mpt", {"emb_pdrop": 0.1, "init_device": "meta"}),
+    ],
+)
+def test_keys_of_training_and_of_classifiers_change_nothing(
+    family: str, changes: dict[str, object], tmp_path: Path
+) -> None:
+    plain = read_config(files(family, tmp_path))
+    edit_config(tmp_path, **changes)
+    assert read_config(tmp_path) == plain

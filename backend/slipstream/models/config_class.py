@@ -18,7 +18,8 @@ HARMLESS = words(
     "label2id problem_type num_labels output_attentions attn_implementation _attn_implementation "
     "experts_implementation name_or_path _commit_hash use_cache initializer_range bos_token_id "
     "pad_token_id attention_dropout hidden_dropout classifier_dropout resid_pdrop embd_pdrop "
-    "attn_pdrop pretraining_tp router_aux_loss_coef output_router_logits"
+    "attn_pdrop pretraining_tp router_aux_loss_coef output_router_logits emb_pdrop init_device "
+    "summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout"
 )
 
 # Keys of theta for layers with full attention, and for layers with a window.
