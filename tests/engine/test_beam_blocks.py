@@ -58,3 +58,19 @@ def test_a_beam_gets_no_block_that_another_has_evicted() -> None:
     scheduler._groups.fork_all = preempt_and_fork
     check(client)
     assert order[0] != group.lead.index
+
+
+def test_a_search_that_just_fits_is_admitted_without_blocks_to_copy_from() -> None:
+    """Four beams of three blocks each, in twelve, one of which begins with the prompt."""
+    client = Client(Engine(Limits(8, 64), CountingRunner(12, 4), Words()))
+    asked = SamplingParams(max_tokens=9, temperature=0.0, n=4, beams=Beams(width=4))
+    number = client.submit([1], asked)
+    group = client.engine._requests[client.name, number].sequences[0].group
+    running, num_preemptions = client.engine._scheduler._running, 0
+    while client.engine.has_work:
+        if group.is_running and num_preemptions < 3 and group.lead.num_outputs:
+            running.preempt(group.lead)
+            num_preemptions += 1
+        client.step()
+    assert num_preemptions == 3
+    assert len(client.streams[number, 0].beams) == 4

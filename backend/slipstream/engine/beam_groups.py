@@ -79,26 +79,38 @@ class BeamGroups:
         """Give all beams that are live their blocks; False: there are not enough for all.
 
         A beam may get blocks that `match` has found: it is for the first that is admitted alone.
+        Where nothing else runs they are enough, if no other block is kept to be copied from.
         """
         everything, group = self._everything, lead.group
-        cache, admitted = everything.cache, list[Beam]()
-        num_others = len(everything.sequences) + self.num_reserved + group.width - 1
-        if not everything.sequences:
-            num_others = 0  # the whole cache is theirs, and has all that the search can need
-        for beam in group.live:
-            found = cache.match(beam) if admitted or beam is not lead else match
-            num_tokens = beam.num_final - 1 if lead.is_spared else beam.num_tokens
-            if not cache.admit(beam, found, num_tokens, num_others):
-                for other in admitted:
-                    cache.release(other)
-                return False
-            admitted.append(beam)
+        admitted = self._give_blocks(group, match, copies=True)
+        if not admitted and not everything.sequences:
+            admitted = self._give_blocks(group, everything.cache.match(lead), copies=False)
+        if not admitted:
+            return False
         everything.waiting.admit(lead)
         for beam in admitted:
             everything.start(beam)
         group.is_running = True
         self._running[lead.id] = group
         return True
+
+    def _give_blocks(self, group: BeamGroup, match: PrefixMatch, copies: bool) -> list[Beam]:
+        """Give all live beams their blocks; return them, or none if there are too few blocks."""
+        everything, lead = self._everything, group.lead
+        cache, admitted = everything.cache, list[Beam]()
+        num_others = len(everything.sequences) + self.num_reserved + group.width - 1
+        if not everything.sequences:
+            num_others = 0  # the whole cache is theirs, and has all that the search can need
+        for beam in group.live:
+            found = cache.match(beam) if admitted or beam is not lead else match
+            found.num_copied *= copies
+            num_tokens = beam.num_final - 1 if lead.is_spared else beam.num_tokens
+            if not cache.admit(beam, found, num_tokens, num_others):
+                for other in admitted:
+                    cache.release(other)
+                return []
+            admitted.append(beam)
+        return admitted
 
     # --- steps ---------------------------------------------------------------------------------
 

@@ -179,7 +179,9 @@ class KVCache:
             self._blocks.share(shared)
             self.tier.has_room(num_new + num_spare)
             self._blocks.free(reversed(shared))
+            most = match.num_copied
             match = self.match(sequence)  # what was found in host memory may have gone
+            match.num_copied = min(match.num_copied, most)
             shared, _, num_more = self._blocks_needed(match, num_tokens)
         return match, shared, num_more
 
