@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from fixtures.models.checkpoints import make_model, make_runner, random_prompts, save, ticks
+from fixtures.models.checkpoints import (
+    Untimed,
+    make_model,
+    make_runner,
+    random_prompts,
+    save,
+    ticks,
+)
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
 from slipstream.engine.settings import limits_of
@@ -54,7 +61,7 @@ def answers(directory: Path, settings: dict[str, object], with_drafts: bool) -> 
     config = EngineConfig(checkpoint=str(directory), **given)
     runner = make_runner(directory, **given)
     engine, rng = (
-        Engine(limits_of(config, resolve(config)), runner, None, ticks()),
+        Engine(limits_of(config, resolve(config)), Untimed(runner), None, ticks()),
         random.Random(2),
     )
     outputs: list[list[int]] = [[] for _ in crowd()]
