@@ -18,6 +18,8 @@ from torch import Tensor
 
 INDEX, SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
 ADAPTER = "adapter_model.bin"  # of PEFT before 0.7
+_PICKLED = (".bin", ".pt", ".pth")
+_MOST_NAMES = 8  # of files, in an error
 _RESERVED = "__metadata__"  # of safetensors' header
 # What safetensors holds and the engine reads.
 _DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool, torch.uint8}
@@ -32,7 +34,21 @@ def pickled_files(directory: Path) -> list[Path]:
     for name in (SINGLE, ADAPTER):
         if (directory / name).is_file():
             return [directory / name]
-    raise CheckpointError(f"{directory}: has neither {SINGLE} nor {INDEX} nor {ADAPTER}")
+    raise _without(directory)
+
+
+def _without(directory: Path) -> CheckpointError:
+    """Return the error of a directory without the files that are read, with pickles that it has."""
+    pickles = sorted(each.name for each in directory.iterdir() if each.suffix in _PICKLED)
+    shards = [name for name in pickles if name.startswith(Path(SINGLE).stem)]
+    named = shards or pickles
+    shown = ", ".join(map(clip, named[:_MOST_NAMES]))
+    if len(named) > _MOST_NAMES:
+        shown += f" and {len(named) - _MOST_NAMES} more"
+    if shards:
+        return CheckpointError(f"{directory}: {INDEX} is missing, which names the shards: {shown}")
+    others = f"; {shown} is not read" if shown else ""
+    return CheckpointError(f"{directory}: has neither {SINGLE} nor {INDEX} nor {ADAPTER}{others}")
 
 
 def _weight_map(directory: Path) -> dict[str, str]:

@@ -112,6 +112,22 @@ def test_a_file_is_told_from_a_directory_that_is_not_there(tmp_path: Path, capsy
     assert "none: no such directory" in capsys.readouterr().err
 
 
+def test_shards_without_an_index_are_named(tmp_path: Path, capsys) -> None:
+    source = write(tmp_path / "in", [{str(i): torch.ones(2)} for i in range(9)])
+    (source / INDEX).unlink()
+    assert cli.main(["convert", str(source)]) == 1
+    error = capsys.readouterr().err
+    assert f"{INDEX} is missing, which names the shards: 'pytorch_model-1-of-9.bin'" in error
+    assert "'pytorch_model-8-of-9.bin' and 1 more" in error
+    for path in source.glob("pytorch_model-[2-9]*"):
+        path.unlink()
+    (source / "pytorch_model-1-of-9.bin").rename(source / "consolidated.00.pth")
+    assert cli.main(["convert", str(source)]) == 1
+    assert "has neither pytorch_model.bin nor " in (error := capsys.readouterr().err)
+    assert "'consolidated.00.pth' is not read" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
 class Evil:
     """What a pickle may name: a command."""
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures.models.checkpoints import (
+    FAMILIES,
     Driver,
     Generation,
     edit_config,
@@ -14,9 +15,11 @@ from fixtures.models.checkpoints import (
     rewrite,
     save,
 )
+from fixtures.tiers import quick_of
 from slipstream.config import EngineConfig
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.models.check import check_tensors
+from slipstream.models.files import tensor_entries
 from slipstream.models.hf import read_config
 from slipstream.models.padding import with_heads_of
 from slipstream.models.weights import FileSource
@@ -56,6 +59,43 @@ def test_names_may_lack_a_prefix_and_files_may_hold_masks(
     assert torch.equal(logits_of(tmp_path), before)
     rewrite(tmp_path, lambda t: t.update({"h.0.attn.biases": torch.ones(1)}))
     with pytest.raises(CheckpointError, match=r"h\.0\.attn\.biases .* has no place"):
+        check_tensors(tmp_path)
+
+
+def without_head(family: str, directory: Path, *, is_tied: bool) -> torch.nn.Module:
+    """Write the files of transformers' class below the one with a head; return the latter."""
+    model = make_model(family, tie_word_embeddings=is_tied, vocab_size=300)
+    save(model.base_model, directory)
+    edit_config(directory, architectures=[type(model).__name__])
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen3", "falcon", "mpt"])
+def test_files_of_a_class_without_a_head(family: str, tmp_path: Path) -> None:
+    save(without_head(family, tmp_path / "base", is_tied=True), tmp_path / "whole")
+    assert not any(name.startswith("model.") for name in tensor_entries(tmp_path / "base"))
+    assert torch.equal(logits_of(tmp_path / "base"), logits_of(tmp_path / "whole"))
+
+
+# Heads of these have a bias, and Llama 4's class below is the same.
+TIED = sorted({*FAMILIES} - {"codegen", "gptj", "phi", "llama4"})
+
+
+@pytest.mark.parametrize("family", quick_of(TIED, {"qwen3", "gpt_neox", "opt", "gpt_bigcode"}))
+def test_files_without_a_head_are_read_where_it_is_tied(family: str, tmp_path: Path) -> None:
+    """A head that no file has is missing, where transformers would make up numbers."""
+    without_head(family, tmp_path, is_tied=True)
+    check_tensors(tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"tensor (lm_head|embed_out)\.weight is missing"):
+        check_tensors(tmp_path)
+
+
+def test_files_of_two_ways_to_name_are_refused(tmp_path: Path) -> None:
+    """One name with a prefix: the others should have it, too."""
+    without_head("qwen3", tmp_path, is_tied=True)
+    rewrite(tmp_path, renamed("norm.", "model.norm."))
+    with pytest.raises(CheckpointError, match=r"tensor model\.embed_tokens\.weight is missing"):
         check_tensors(tmp_path)
 
 

@@ -266,7 +266,6 @@ class TensorNames:
     dots, as `self_attn.o_proj` to `attention.dense`, all replaced at once, the longest first.
     Tensors that end in one of `unread` may be left over: buffers that config.json makes again; so
     may those that begin with one of `unused`.
-    Names may lack the prefix `optional`, all of them.
 
     qkv: how q, k and v lie; joins_gate_up: whether gate and up are one matrix, in this order; both
     need names in `own`, see `joined`.
@@ -286,7 +285,6 @@ class TensorNames:
     own: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = (".rotary_emb.inv_freq",)
     unused: tuple[str, ...] = ()
-    optional: str = ""
     qkv: QkvOrder = QkvOrder.SPLIT
     joins_gate_up: bool = False
     transposed: tuple[str, ...] = ()
@@ -298,6 +296,11 @@ class TensorNames:
     moves: Callable[[str], Moves | None] = field(default=_unmoved, compare=False)
     cuts: Cuts | None = None
     layers: LayerRange | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What names of the decoder begin with, and lack in files of the decoder alone."""
+        return f"{self.stored('model.layers').partition('.')[0]}."
 
     def may_be_unread(self, name: str) -> bool:
         """Return whether a tensor, by the checkpoint's name, is a buffer, or another rank's."""

@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,8 +59,7 @@ class _Checkpoint:
             tensor_entries(directory, single), tensors.stacked, tensors.turned
         )
         self._unread = set(self._entries)
-        lacks = tensors.optional and not any(n.startswith(tensors.optional) for n in self._entries)
-        self._lacking = tensors.optional if lacks else ""
+        self._lacking = lacking(tensors, self._entries)
         self._matrices = Matrices(directory, tensors, self, self.stored("lm_head"))
         self._notes: dict[str, int] = {}
 
@@ -213,12 +212,20 @@ class _Checkpoint:
 
     def finish(self) -> None:
         """Raise `CheckpointError` if a tensor was never read and is not known to be unused."""
-        left = sorted(name for name in self._unread if not self._tensors.may_be_unread(name))
+        may_be = self._tensors.may_be_unread
+        left = sorted(n for n in self._unread if not may_be(n) and not may_be(self._lacking + n))
         if left:
             file = self._entries[left[0]].file
             raise CheckpointError(
                 f"{file}: tensor {left[0]} (of {len(left)} such) has no place in this architecture"
             )
+
+
+def lacking(tensors: TensorNames, names: Collection[str]) -> str:
+    """Return the prefix that names of a file lack, saved by a class without a head; or nothing."""
+    layers = f"{tensors.stored('model.layers').removeprefix(tensors.prefix)}."
+    has_it = any(name.startswith(tensors.prefix) for name in names)
+    return tensors.prefix if not has_it and any(n.startswith(layers) for n in names) else ""
 
 
 def _is_restored(entry: TensorEntry) -> bool:

@@ -192,7 +192,7 @@ class Targets:
         self._size = 1 if names.cuts is None else names.cuts.size  # of a stage
         self._bounds = bounds
         self.num_ranks = self._size * max(1, len(bounds))
-        self._optional = names.optional
+        self._prefix = names.prefix
         self.key_refusal = next((each.key_refusal for each in places if each.key_refusal), "")
         self._given = places, names, dtype, device
 
@@ -245,7 +245,7 @@ class Targets:
 
     def mixture(self, module: str) -> Mixture | None:
         """Return the experts that a module has, which need not be by its name in the checkpoint."""
-        names = (module, module.replace(_WRAPPED, "", 1), f"{self._optional}{module}")
+        names = (module, module.replace(_WRAPPED, "", 1), f"{self._prefix}{module}")
         return next((self._mixtures[name] for name in names if name in self._mixtures), None)
 
     @staticmethod
@@ -328,7 +328,7 @@ class Targets:
 
     def parts(self, module: str) -> list[Part]:
         """Return the parts of a module; none: adapters cannot change it."""
-        for name in (module, module.replace(_WRAPPED, "", 1), f"{self._optional}{module}"):
+        for name in (module, module.replace(_WRAPPED, "", 1), f"{self._prefix}{module}"):
             is_of_experts = name.rpartition(".")[0].rpartition(".")[0] in self._mixtures
             parts = (self._of_experts if is_of_experts else self._found).parts
             if found := parts.get(name):

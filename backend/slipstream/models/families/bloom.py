@@ -51,7 +51,7 @@ def derived(config: Reader) -> Mapping[str, object]:
     read_ropes=no_rope,
     aliases=f"{KEYS} rms_norm_eps=layer_norm_epsilon",
     derived=derived,
-    tensors=TensorNames(NAMES, optional="transformer.", qkv=QkvOrder.HEADS),
+    tensors=TensorNames(NAMES, qkv=QkvOrder.HEADS),
     gguf=GgufForm("bloom", qkv=QkvOrder.BLOCKS, numbers={"seq_length": "context_length"}),
 )
 def bloom(config: Reader) -> Axes:

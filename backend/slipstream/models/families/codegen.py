@@ -38,7 +38,6 @@ PLACES = {"q_proj": 0, "v_proj": 1, "k_proj": 2}
     tensors=TensorNames(
         NAMES,
         unread=(".attn.bias", ".attn.causal_mask", ".attn.masked_bias"),
-        optional="transformer.",
         changed={f"self_attn.{name}.weight": block(place) for name, place in PLACES.items()},
     ),
 )

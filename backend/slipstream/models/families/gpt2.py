@@ -31,7 +31,6 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 TENSORS = TensorNames(
     NAMES,
     unread=(".attn.bias", ".attn.masked_bias"),
-    optional="transformer.",
     qkv=QkvOrder.BLOCKS,
     transposed=(*QKV, "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"),
 )

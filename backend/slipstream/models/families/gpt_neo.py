@@ -55,7 +55,6 @@ def derived(config: Reader) -> Mapping[str, object]:
     tensors=TensorNames(
         NAMES,
         unread=(f".{ATTENTION}.bias", f".{ATTENTION}.masked_bias"),
-        optional="transformer.",
     ),
 )
 def gpt_neo(config: Reader) -> Axes:

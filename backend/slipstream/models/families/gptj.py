@@ -37,7 +37,7 @@ def read_rotary_dim(
     read_ropes=read_rotary_dim,
     aliases=gpt2.KEYS,
     derived=gpt2.derived,
-    tensors=TensorNames(NAMES, unread=(".attn.bias", ".attn.masked_bias"), optional="transformer."),
+    tensors=TensorNames(NAMES, unread=(".attn.bias", ".attn.masked_bias")),
 )
 def gptj(config: Reader) -> Axes:
     """Return the axes, which no key of config.json changes."""

@@ -40,7 +40,7 @@ def derived(config: Reader) -> Mapping[str, object]:
     read_ropes=no_rope,
     aliases="intermediate_size=ffn_dim",
     derived=derived,
-    tensors=TensorNames(NAMES, optional="model."),
+    tensors=TensorNames(NAMES),
 )
 def opt(config: Reader) -> Axes:
     """Read whether matrices have biases, and norms weights, and where norms stand."""
