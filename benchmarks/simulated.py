@@ -22,7 +22,6 @@ from traces import Answers, Trace
 
 NS = 1_000_000_000
 HOST_S = 0.0003  # of the host, between two launches
-EAGER_S = 0.014  # of the host, for a step of more prompt tokens than graphs have; the device runs
 MAX_ROWS = 256
 NUM_BLOCKS = 13_000  # of 32 tokens: what an H100 has beside 16 GB of weights
 _TOKEN = 7
@@ -81,7 +80,7 @@ class SimulatedRunner:
         self.now_s += HOST_S
         begin = max(self.now_s, self.free_s)
         if sum(size for _, size in chunks) > self.graph_tokens:
-            self.now_s += EAGER_S
+            self.now_s += self._times.eager_ms / 1e3  # while the device runs
         self.free_s = max(begin + took, self.now_s)
         self.steps.append((begin, took, num_decodes, sum(size for _, size in chunks)))
         return _Step(self, sum([row.samples for row in rows]), self.free_s)
