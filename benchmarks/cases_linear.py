@@ -60,7 +60,7 @@ class Weights:
 def cases() -> list[Result]:
     weights = Weights()
     results = []
-    for n in (1, 2, 8, 16, 32, 64, 128):
+    for n in (1, 2, 8, 16, 32, 64, 128, 160, 176, 192, 256):
         total = 0
         for name, (outputs, inputs) in SHAPES.items():
             layers = range(len(weights.matrices[name]))

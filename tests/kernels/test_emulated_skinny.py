@@ -6,7 +6,6 @@ from fixtures.kernels.emulation import emulate
 from fixtures.tiers import quick_of
 from slipstream.kernels.gemm.linear import choose
 from slipstream.kernels.gemm.op import Around, Spec, gemm
-from slipstream.kernels.gemm.sm90 import skinny as module
 from slipstream.kernels.gemm.sm90.skinny import skinny
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.registry import Target
@@ -41,10 +40,8 @@ def test_products(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("outputs", [28672, 14336, 6144])
-def test_gated_rows_beyond_128_are_taken_where_that_is_on(
-    outputs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a multiprocessor has a tile of 128 outputs and more, up to 192 rows, in 16 bits."""
+def test_169_to_192_rows_are_taken_with_a_gate(outputs: int) -> None:
+    """Where a multiprocessor has a tile of 128 outputs and more, in 16 bits."""
     bf16, target = torch.bfloat16, Target("cuda", "sm_90a", 132)
 
     def chosen(rows: int, gate: str = "silu") -> str:
@@ -54,9 +51,8 @@ def test_gated_rows_beyond_128_are_taken_where_that_is_on(
         )
         return choose(spec).gemm.name
 
-    assert [chosen(rows) for rows in (128, 129, 192)] == ["skinny", "cublaslt", "cublaslt"]
-    monkeypatch.setattr(module, "gated_rows", module.MOST_GATED_ROWS)
     kernel = "cublaslt" if outputs == 6144 else "skinny"
-    assert [chosen(rows) for rows in (128, 129, 192)] == ["skinny", kernel, kernel]
+    found = [chosen(rows) for rows in (128, 129, 168, 169, 192)]
+    assert found == ["skinny", "cublaslt", "cublaslt", kernel, kernel]
     assert chosen(193) != "skinny"
-    assert chosen(160, gate="") == "cublaslt"
+    assert chosen(176, gate="") == "cublaslt"

@@ -6,6 +6,8 @@ import pytest
 import torch
 from fixtures.kernels.emulation import emulate, on_ctas
 from fixtures.tiers import quick_of
+from hypothesis import example, given
+from hypothesis import strategies as st
 from slipstream.kernels.gemm.linear import choose
 from slipstream.kernels.gemm.op import Around, Spec, gemm
 from slipstream.kernels.gemm.sm90 import tall as module
@@ -13,7 +15,7 @@ from slipstream.kernels.gemm.sm90.tall import tall
 from slipstream.kernels.gemm.sm90.tall_tiles import CLUSTERS, TallTiling, fastest, tilings
 from slipstream.kernels.runtime.registry import Target
 
-INT8 = torch.int8
+INT8, E4M3 = torch.int8, torch.float8_e4m3fn
 # Rows of x; outputs, of which the last tile has some; inputs, 384 of which leave one of four CTAs
 # without any; tiles.
 CASES = {
@@ -44,7 +46,6 @@ def drawn(rows: int, outputs: int, inputs: int) -> tuple[torch.Tensor, torch.Ten
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     emulate(monkeypatch)
-    monkeypatch.setattr(module, "tiles_int8", True)
     return monkeypatch
 
 
@@ -84,7 +85,7 @@ def test_tilings_have_room_and_are_compiled(is_ungated: bool) -> None:
         assert sent + (16 if ctas > 1 else 0) <= tiles.bytes <= 226 << 10
         kept = tiles.x_rows if ctas > 1 else 64 * tiles.groups
         assert ctas * -(-tiles.rows // 8 // ctas) * 8 * kept * 4 <= slots * tiles.slot_bytes
-        assert module._variant(INT8, tiles, is_ungated) in variants
+        assert module._variant(INT8, tiles) in variants
         assert (tiles.cluster in CLUSTERS) == is_ungated
 
 
@@ -99,20 +100,60 @@ def test_clusters_fill_the_multiprocessors() -> None:
     assert fastest(2048, 4096, 112, True, 132).cluster == 1
 
 
-@pytest.mark.parametrize("gate", ["", "silu"])
-def test_they_are_taken_where_that_is_on(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From 129 rows on, of int8 alone."""
+LAUNCHABLE = frozenset(module.variants())
+
+
+@given(
+    rows=st.integers(129, 16384),
+    outputs=st.integers(1, 8192).map(lambda count: 16 * count),
+    chunks=st.integers(1, 256),
+    gate=st.sampled_from(["", "silu"]),
+    target=st.sampled_from([Target("cuda", "sm_90a", count) for count in (132, 114, 78, 16)]),
+)
+@example(rows=129, outputs=16, chunks=1, gate="", target=Target("cuda", "sm_90a", 132))
+def test_every_product_of_129_rows_and_more_has_tiles(
+    rows: int, outputs: int, chunks: int, gate: str, target: Target
+) -> None:
+    """Of int8: the tall GEMM is chosen, by tiles that are compiled, in clusters where there is no
+    gate; on a part of a GPU, too.
+    """
+    made = product(rows, outputs, 128 * chunks, gate, target)
+    assert choose(made).gemm.name == "tall"
+    is_ungated, count = not gate, target.multiprocessors
+    tiles = module.tiling(INT8, rows, outputs, chunks, is_ungated, count)
+    assert module._variant(INT8, tiles) in LAUNCHABLE
+    assert (tiles.cluster > 0) == is_ungated
+
+
+def product(rows: int, outputs: int, inputs: int, gate: str, target: Target) -> Spec:
+    """Of int8, with its scales."""
+    return Spec(
+        *(rows, inputs, outputs, INT8, INT8, torch.bfloat16),
+        *("", "both", False, gate, False, True, True, True, True, target),
+    )
+
+
+@pytest.mark.parametrize("rows", [129, 256, 512])
+@pytest.mark.parametrize(("inputs", "outputs"), [(576, 576), (1536, 576), (576, 3072)])
+def test_small_matrices_wait_for_no_second_wave(rows: int, inputs: int, outputs: int) -> None:
+    """Each multiprocessor has a tile at most; the model says as much as launches alone take."""
+    for is_ungated in (True, False):
+        tiles = fastest(rows, outputs, -(-inputs // 128), is_ungated, 132)
+        assert tiles.num_tiles(rows, outputs) * max(1, tiles.cluster) <= 132
+        assert tiles.clocks(rows, outputs, -(-inputs // 128), 132) < 17_000  # 10 us
+
+
+def test_they_are_of_int8_with_scales() -> None:
+    """From 129 rows on; of multiples of 128 inputs, and with a gate of 16 outputs."""
     target = Target("cuda", "sm_90a", 132)
-
-    def chosen(rows: int, dtype: torch.dtype = INT8) -> str:
-        spec = Spec(
-            *(rows, 4096, 6144, dtype, dtype, torch.bfloat16),
-            *("", "both", False, gate, False, True, True, True, True, target),
-        )
-        return choose(spec).gemm.name
-
-    counts = (128, 129, 256, 512)
-    assert [chosen(rows) for rows in counts] == ["skinny", *["cublaslt"] * 3]
-    monkeypatch.setattr(module, "tiles_int8", True)
-    assert [chosen(rows) for rows in counts] == ["skinny", *["tall"] * 3]
-    assert chosen(256, torch.float8_e4m3fn) == "cublaslt"
+    made = product(256, 4096, 4096, "", target)
+    assert module.takes(made) is None
+    assert module.takes(made._replace(residual=True)) is None
+    assert module.takes(made._replace(out=torch.float16)) is None
+    assert module.takes(made._replace(scales="")) == "makes SiLU gates alone"
+    assert "below 129 rows" in str(module.takes(made._replace(rows=128)))
+    assert "multiples of 128 bytes" in str(module.takes(made._replace(inputs=4032)))
+    assert module.takes(made._replace(outputs=4104)) is None
+    assert "of 16 outputs" in str(module.takes(made._replace(outputs=4104, gate="silu")))
+    assert choose(made._replace(rows=128)).gemm.name == "skinny"
+    assert choose(made._replace(x=E4M3, weight=E4M3)).gemm.name == "cublaslt"

@@ -9,7 +9,6 @@ from fixtures.kernels.eight_bits_cases import scaled, silu_mul
 from slipstream.kernels.elementwise.eight_bits import PRODUCTS, add_scaled, quantize, scale
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import E4M3, INT8, PLAIN, Around, Matrix, gemm, spec_of
-from slipstream.kernels.gemm.sm90 import tall as tall_module
 from slipstream.kernels.gemm.sm90.skinny import skinny
 from slipstream.kernels.gemm.sm90.skinny import takes as skinny_takes
 from slipstream.kernels.gemm.sm90.tall import takes as tall_takes
@@ -18,7 +17,7 @@ from slipstream.kernels.gemm.sm90.tall import tall
 pytestmark = pytest.mark.gpu
 
 KIND = pytest.mark.parametrize("kind", [E4M3, INT8], ids=["e4m3", "int8"])
-TALL_ROWS = {E4M3: (256, 193, 200, 231, 255), INT8: (1019, 256, 177, 200, 255, 510)}
+TALL_ROWS = {E4M3: (256, 193, 200, 231, 255), INT8: (1019, 256, 129, 200, 255, 510)}
 
 
 def values(rows: int, width: int, kind: torch.dtype, seed: int) -> torch.Tensor:
@@ -88,15 +87,8 @@ def test_skinny_products_of_8_bits_in_their_place(kind: torch.dtype) -> None:
     judge.verdict()
 
 
-BY_TILINGS = pytest.mark.parametrize("by_tilings", [False, True], ids=["", "by tilings"])
-
-
-@BY_TILINGS
 @KIND
-def test_tall_of_8_bits(
-    kind: torch.dtype, by_tilings: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tall_module, "tiles_int8", by_tilings)
+def test_tall_of_8_bits(kind: torch.dtype) -> None:
     judge = Judge(f"tall {kind}")
     for outputs, width in ((28672, 4096), (28704, 384), (23248, 128), (29568, 640)):
         x, weight = values(1019, width, kind, width), values(outputs, width, kind, 0)
@@ -110,7 +102,7 @@ def test_tall_of_8_bits(
             whole = None
             for n in TALL_ROWS[kind]:
                 some = Around(rows=by_row[:n], columns=scales[1], bias=bias, gate="silu")
-                if n <= 256:
+                if n <= 256 or kind == INT8:
                     assert tall_takes(spec_of(x[:n], weight, some)) is None
                 run = lambda x=x[:n], w=weight, s=some: tall(x, w, s)  # noqa: E731
                 name = f"{n} x {outputs, width}{'' if bias is None else ' bias'}"
@@ -123,22 +115,17 @@ def test_tall_of_8_bits(
     judge.verdict()
 
 
-@BY_TILINGS
 @pytest.mark.parametrize("biased", [False, True], ids=["", "bias"])
-def test_tall_of_int8_without_a_gate(
-    biased: bool, by_tilings: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Tiles of every width, the last of either kind cut: the oracle's bits, added in place, too.
-
-    Of 1 to 4 CTAs that share out inputs, and 129 rows on, where tiles are of any size.
+def test_tall_of_int8_without_a_gate(biased: bool) -> None:
+    """Tiles of every width, the last of either kind cut, of 1 to 4 CTAs that share out inputs: the
+    oracle's bits, added in place, too.
     """
-    monkeypatch.setattr(tall_module, "tiles_int8", by_tilings)
     judge = Judge("tall int8 without a gate")
     for outputs, width in ((6144, 4096), (4096, 1024), (28672, 256), (5008, 128), (8, 384)):
         weight = values(outputs, width, INT8, outputs)
         by_column = (0.5 + torch.rand(outputs, device="cuda")) * unit(width, INT8)
         bias = random(outputs, dtype=torch.bfloat16, seed=3) if biased else None
-        for rows in (2304, 257, 1019, 4096, *((129, 200, 384, 512) if by_tilings else ())):
+        for rows in (2304, 257, 1019, 4096, 129, 200, 384, 512):
             x, by_row = values(rows, width, INT8, rows), 0.5 + torch.rand(rows, device="cuda")
             around = Around(rows=by_row, columns=by_column, bias=bias)
             name = f"{rows} x {outputs, width}"

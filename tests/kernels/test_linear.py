@@ -165,7 +165,8 @@ SCALES = torch.empty(28672)
         (256, LAYER_NORM | {"gate": "every relu"}, None, "norm + cublaslt + behind"),
         (3, {"norm": NORM}, None, "norm + skinny"),
         (3, {"norm": NORM, "gate": "silu"}, None, "norm + skinny"),
-        (129, {"norm": NORM, "gate": "silu"}, None, "norm + cublaslt + behind"),
+        (168, {"norm": NORM, "gate": "silu"}, None, "norm + cublaslt + behind"),
+        (169, {"norm": NORM, "gate": "silu"}, None, "norm + skinny"),
         (256, {"norm": NORM, "gate": "silu"}, None, "norm + tall"),
         (256, {"norm": NORM}, None, "norm + cublaslt"),
         (1, {"norm": NORM}, E4M3, "gemv"),
@@ -176,9 +177,8 @@ SCALES = torch.empty(28672)
         (129, {"norm": NORM, "plus_one": True}, E4M3, "norm + quantise + cublaslt + behind"),
         (1, {"norm": NORM, "gate": "silu"}, INT8, "gemv"),
         (2, {"norm": NORM}, INT8, "quantise + skinny"),
-        (129, {"norm": NORM}, INT8, "quantise + cublaslt + behind"),
-        (4096, {"norm": NORM}, INT8, "quantise + tall"),
-        (256, {"norm": NORM, "gate": "silu"}, INT8, "quantise + tall"),
+        (129, {"norm": NORM}, INT8, "quantise + tall"),
+        (129, {"norm": NORM, "gate": "silu"}, INT8, "quantise + tall"),
         (2048, {"norm": NORM, "gate": "silu"}, INT8, "quantise + tall"),  # 4 bytes an output else
         (2048, {"norm": NORM, "gate": "silu"}, E4M3, "quantise + cublaslt + behind"),
     ],
@@ -300,9 +300,6 @@ def test_where_power_is_the_limit_tiles_are_large() -> None:
         (960, 28672, 512, torch.float16, True),
         (4096, 28672, 512, torch.bfloat16, True),
         (4096, 28672, 512, E4M3, False),
-        (4096, 28672, 512, INT8, True),
-        (320, 28672, 4096, INT8, False),
-        (384, 28672, 4096, INT8, True),  # less of a wave than cuBLASLt's int32 costs
         (384, 28672, 4096, torch.bfloat16, False),
         (4096, 32768, 512, torch.bfloat16, False),  # of 128 x 256 outputs
         (256, 28672, 520, torch.bfloat16, False),
@@ -318,12 +315,11 @@ def test_what_is_tall(
     rows: int, outputs: int, width: int, dtype: torch.dtype, is_taken: bool
 ) -> None:
     gate = {"gate": "silu"}
-    if dtype in (E4M3, INT8):
+    if dtype == E4M3:
         gate |= {"rows": torch.empty(rows), "columns": torch.empty(outputs)}
     product = spec(rows, outputs, width, dtype, **gate)
     assert (tall.takes(product) is None) == is_taken
-    if dtype != INT8:
-        assert tall.takes(product._replace(gate="")) == "makes SiLU gates alone"
+    assert tall.takes(product._replace(gate="")) == "makes SiLU gates alone"
     if is_taken:
         tiles = tall.tiling(dtype, rows, outputs, 0, False, 132)
         assert tiles == TallTiling(256, tall.tile_rows(outputs, 132))
@@ -331,36 +327,6 @@ def test_what_is_tall(
         assert tiles.num_slots >= 3
         assert tiles.bytes + RESERVED <= CTA_MEMORY
         assert tiles.rows // 8 * 256 * 16 <= tiles.num_slots * tiles.slot_bytes  # half the sums
-
-
-@pytest.mark.parametrize(
-    ("rows", "outputs", "rows_of_tile"),
-    [
-        (256, 28672, None),
-        (512, 4096, None),  # a third of a wave
-        (832, 4096, 176),
-        (2048, 4096, 176),
-        (4096, 4096, 176),
-        (8192, 4096, 208),
-        (4096, 6144, 192),
-        (8192, 6144, 192),
-        (4096, 28672, 176),
-        (4096, 4100, None),
-    ],
-)
-def test_where_int8_is_tall_without_a_gate(
-    rows: int, outputs: int, rows_of_tile: int | None
-) -> None:
-    stages = {"rows": torch.empty(rows), "columns": torch.empty(outputs)}
-    product = spec(rows, outputs, 4096, INT8, **stages)
-    for found in (product, product._replace(residual=True)):
-        assert (tall.takes(found) is None) == (rows_of_tile is not None)
-    if rows_of_tile is not None:
-        assert tall.rows_for(rows, outputs, 132, is_ungated=True) == rows_of_tile
-        tiles = TallTiling(256, rows_of_tile)
-        assert tall._variant(INT8, tiles, is_ungated=True) in set(tall.variants())
-        assert tall.takes(product._replace(scales="")) == "makes SiLU gates alone"
-        assert tall.takes(product._replace(out=torch.float16)) is None
 
 
 def test_gemv_scales_weights_of_8_bits_alone() -> None:

@@ -19,6 +19,7 @@ from slipstream.config import EngineConfig
 from slipstream.kernels.elementwise.eight_bits import PRODUCTS
 from slipstream.kernels.gemm import cublaslt_groups, search, tiles, trials, tuning
 from slipstream.kernels.gemm.cublaslt_api import Algorithm, GemmShape
+from slipstream.kernels.gemm.linear import choose
 from slipstream.kernels.gemm.tuning import Choices, Machine, Product
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Target
 from slipstream.layers.dims import ExpertsConfig
@@ -27,7 +28,8 @@ from slipstream.models.fileless import RandomSource
 from slipstream.models.hf import read_config
 from slipstream.models.source import Weights
 from slipstream.runner import tune
-from slipstream.runner.matrices import weights_of
+from slipstream.runner.idle_tuning import covering_rows
+from slipstream.runner.matrices import Weight, weights_of
 from slipstream.runner.plan import resolve
 
 MACHINE = Machine(gpu="NVIDIA H200", num_sms=132, driver=13000, cublaslt=130100)
@@ -195,6 +197,23 @@ def test_what_runs_by_our_own_kernels_is_left_out(
     assert sorted(outputs) == [256, 354, 1009]  # 177 inputs, and no multiples of 8 outputs
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["160"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_rows_of_cublaslt_between_those_of_our_own_kernels_have_a_choice(
+    dtype: torch.dtype,
+) -> None:
+    """Idle times measure numbers of rows that serve fewer, too: of gates and ups these may be
+    cuBLASLt's where that number is not, which is measured nevertheless, without the gate.
+    """
+    sizes, target = (28672, 4096, dtype, torch.bfloat16), KNOWN["sm_90a"]
+    matrix = Weight("gate_up", "", *sizes, "norm", bias=False, gate="silu", adds=False)
+    counts = range(9, 513)
+    by_cublaslt = [n for n in counts if choose(matrix.spec(n, target)).gemm.name == "cublaslt"]
+    assert bool(by_cublaslt) == (dtype != torch.int8)  # whose rows are skinny, or tall from 129 on
+    measured = [n for n in covering_rows(512) if tune.runs_by_cublaslt(matrix, n, target)]
+    for count in by_cublaslt:
+        assert any(count <= n <= tuning.reach(count) for n in measured), count
 
 
 @pytest.mark.usefixtures("gpu")

@@ -1,1 +1,1 @@
-"""GEMMs for Hopper: gemv (1 or 2 rows), skinny (up to 128), tall (tiles of 192 or 256)."""
+"""GEMMs for Hopper: gemv (1, 2 rows), skinny (to 128, gated to 192), tall (tiles of 192 or 256)."""

@@ -1,4 +1,5 @@
-"""Skinny GEMMs, of up to 128 rows, on Hopper's tensor cores (sm_90a): memory-bound.
+"""Skinny GEMMs, of up to 128 rows, on Hopper's tensor cores (sm_90a): memory-bound. Of some 180
+rows, too, where 16 bits have a gate.
 
 A tile of weight rows belongs to one CTA, or to a cluster of CTAs that share out the width where
 there are few rows.
@@ -20,10 +21,9 @@ DTYPES = (torch.float16, torch.bfloat16, E4M3, INT8)
 # Of rows of 8 bits that are scaled.
 OUTPUTS = {E4M3: (torch.bfloat16,), INT8: (torch.bfloat16, torch.float16)}
 MAX_ROWS = 128
-# Of 16 bits with a gate, a tile a CTA: 192 takes what cuBLASLt and the gate's kernel take otherwise
-# (`benchmarks/gated_rows.py` compares them). It has not run on a GPU yet.
-gated_rows = MAX_ROWS
-MOST_GATED_ROWS = 192
+# Of 16 bits with a gate, a tile a CTA. With fewer rows cuBLASLt and the gate's kernel are faster on
+# an H200 (2026-11-30-gated-rows-h200.txt); more are tall.
+GATED_ROWS = range(169, 193)
 GROUP_ROWS = 64  # of x, for each group of warps
 CLUSTERS = (1, 2, 4)
 TILE_ROWS = range(16, 225, 16)
@@ -111,14 +111,15 @@ def tiling(
 
 
 def gated_tiling(num_weight_rows: int, multiprocessors: int) -> SkinnyTiling:
-    """For more than `MAX_ROWS` rows of x behind a gate: a tile for each multiprocessor."""
+    """For `GATED_ROWS` rows of x behind a gate: a tile for each multiprocessor."""
     step = GATED_TILE_ROWS.step
     return SkinnyTiling(-(-num_weight_rows // (multiprocessors * step)) * step, 3, 1)
 
 
 def _refuses_gated(spec: Spec) -> str | None:
-    if spec.rows > gated_rows or not spec.gate or spec.x in PRODUCTS:
-        return f"takes 1 to {MAX_ROWS} rows"
+    if spec.rows not in GATED_ROWS or not spec.gate or spec.x in PRODUCTS:
+        gated = f"{GATED_ROWS[0]} to {GATED_ROWS[-1]} of 16 bits with a gate"
+        return f"takes 1 to {MAX_ROWS} rows, and {gated}"
     if gated_tiling(spec.outputs, spec.target.multiprocessors).rows not in GATED_TILE_ROWS:
         fewest, most = GATED_TILE_ROWS[0], GATED_TILE_ROWS[-1]
         return f"takes {fewest} to {most} outputs a multiprocessor of more than {MAX_ROWS} rows"

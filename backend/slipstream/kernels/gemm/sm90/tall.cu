@@ -1,23 +1,20 @@
-// silu(gate) * up, both x W^T, for many rows of x on Hopper's tensor cores. W is [gate | up]; or x W^T itself, if UNGATED.
-// A CTA has 256 rows of x and a tile of ROWS rows of W, half of them gates unless UNGATED, and keeps its sums in nearly all
-// registers of a multiprocessor. So tiles
-// of 256 rows are as many as multiprocessors, where those of half the size need a second wave that leaves many idle.
+// silu(gate) * up, both x W^T, for many rows of x on Hopper's tensor cores. W is [gate | up]; or, of int8, x W^T itself.
+// A CTA has 192 or 256 rows of x and a tile of ROWS rows of W, half of them gates if there are any, and keeps its sums in
+// nearly all registers of a multiprocessor. So tiles of 256 rows are as many as multiprocessors, where those of half the
+// size need a second wave that leaves many idle.
 // Two warpgroups multiply, 128 rows of x each, or three of 64, and one lane of them copies: a warp that only copies would
 // take registers.
 // -D ELEMENT (T: Half or BFloat16), FP8, INT8 (whether W and x are e4m3, or int8, whose sums are scaled, rather than T),
-// ROWS (a multiple of 16 up to 224), SLOTS (of the ring), UNGATED (whether there is no gate), GROUPS (2, 3), CLUSTER (1, 2,
-// 4; with UNGATED and INT8: so many CTAs share out the inputs of a tile, and each adds up and stores some of its columns)
-#ifndef UNGATED
-#define UNGATED 0
-#endif
+// ROWS (a multiple of 16 up to 224), SLOTS (of the ring), GROUPS (2, 3), CLUSTER (1, 2, 4; without a gate, of int8: so many
+// CTAs share out the inputs of a tile, and each adds up and stores some of its columns)
 #ifndef GROUPS
 #define GROUPS 2
 #endif
 #ifdef CLUSTER
-#define FINISHES_COLUMNS 1
+#define UNGATED 1
 #else
 #define CLUSTER 1
-#define FINISHES_COLUMNS 0
+#define UNGATED 0
 #endif
 #include "runtime/cluster.cuh"
 #include "runtime/copies.cuh"
@@ -136,16 +133,10 @@ DEVICE void finish(const Task& task, Eight& sums, float row_scale, int row_of_ti
   if (task.bias != nullptr) add(sums, of_sums.biases());
 }
 
-// A piece at a column of its row.
-DEVICE void store_piece(const Task& task, int row, int column, Eight& values) {
-  if (column >= task.num_outputs) return;
-  T* target = task.out + row * task.out_stride + column;
-  if (UNGATED && task.adds) add(values, load_fresh<8>(target));
-  store_rounded(target, values);
-}
+// ---- the end of a tile of gates and ups ----
 
 // Of a row, every second piece from `first` on.
-DEVICE void store_pieces(const Task& task, u32 parts, const Lane& lane, int row, float row_scale, int first) {
+DEVICE void store_gated(const Task& task, u32 parts, const Lane& lane, int row, float row_scale, int first) {
   Eight gates[BATCH], ups[BATCH];
 #pragma unroll
   for (int i = 0; i < BATCH; ++i) {
@@ -156,14 +147,11 @@ DEVICE void store_pieces(const Task& task, u32 parts, const Lane& lane, int row,
 #pragma unroll
   for (int i = 0; i < BATCH; ++i) {
     const int column = task.first + (first + 2 * i) * 8;
-    if (first + 2 * i >= PIECES || (!UNGATED && column >= task.num_outputs)) break;
+    if (first + 2 * i >= PIECES || column >= task.num_outputs) break;
     finish(task, gates[i], row_scale, (first + 2 * i) * 8);
     finish(task, ups[i], row_scale, (first + 2 * i + PIECES) * 8);
-    if (UNGATED)
-      store_piece(task, row, column + ROWS / 2, ups[i]);
-    else
-      gate(gates[i], ups[i]);
-    store_piece(task, row, column, gates[i]);
+    gate(gates[i], ups[i]);
+    store_rounded(task.out + row * task.out_stride + column, gates[i]);
   }
 }
 
@@ -174,7 +162,7 @@ DEVICE int row_of(const Task& task, const Lane& lane, int block) {
 }
 
 // By each warp for its own rows, 16 of them at a time, through what was the ring.
-DEVICE void store_outputs(const Task& task, const Sums& sums) {
+DEVICE void finish_gates(const Task& task, const Sums& sums) {
   const Lane lane;
   const u32 parts = slot_at(0);
 #pragma unroll
@@ -189,7 +177,7 @@ DEVICE void store_outputs(const Task& task, const Sums& sums) {
     const float row_scale = IS_SCALED ? load_fresh<1>(task.row_scales + row).at[0] : 1.0f;
 #pragma unroll 1
     for (int first = lane.piece; first < PIECES; first += 2 * BATCH)
-      store_pieces(task, parts, lane, row, row_scale, first);
+      store_gated(task, parts, lane, row, row_scale, first);
   }
 }
 
@@ -311,8 +299,8 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
   cluster_arrive();
   cluster_wait();
   __syncthreads();  // nobody reads the ring any more
-  if (FINISHES_COLUMNS)
+  if (UNGATED)
     finish_columns(task, sums);
   else
-    store_outputs(task, sums);
+    finish_gates(task, sums);
 }

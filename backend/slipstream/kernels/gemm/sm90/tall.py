@@ -4,12 +4,11 @@ GEMMs of so many rows are bound by power. With 256 rows cuBLASLt's tiles of usua
 of the multiprocessors idle in their second wave; with thousands it is as fast, but its gate is a
 kernel of its own, which reads and writes as much as the product does.
 
-Of int8 what has no gate is multiplied here, too, where tiles fill the multiprocessors: cuBLASLt
-leaves 4 bytes an output to a kernel that scales it. `tall_tiles.py` has tiles that fill them with
-129 rows and more.
+Of int8 all of 129 rows and more is multiplied here, gated or not, by tiles that fill the
+multiprocessors (`tall_tiles.py`): cuBLASLt leaves 4 bytes an output to a kernel that scales it, and
+half of the multiprocessors idle with a few hundred rows.
 """
 
-import functools
 import itertools
 from collections.abc import Iterator
 
@@ -22,7 +21,6 @@ from slipstream.kernels.gemm.sm90.skinny import (
     CHUNK_BYTES,
     DTYPES,
     MAX_ROWS,
-    OUTPUTS,
     kind_of,
     kinds,
     shared_refusal,
@@ -30,19 +28,13 @@ from slipstream.kernels.gemm.sm90.skinny import (
 from slipstream.kernels.gemm.sm90.tall_tiles import TallTiling, fastest, tilings
 from slipstream.kernels.runtime import jit, tensor_map
 
-MIN_ROWS = dict.fromkeys(DTYPES, 193) | {E4M3: 177, INT8: 177}  # cuBLASLt is faster with fewer
+# cuBLASLt is faster with fewer, of int8 the skinny GEMM.
+MIN_ROWS = dict.fromkeys(DTYPES, 193) | {E4M3: 177, INT8: MAX_ROWS + 1}
 X_ROWS = 256  # of a tile
 # Of what multiprocessors could multiply meanwhile, the least that is of a product of several such
 # tiles; with less of it cuBLASLt is faster.
 MIN_SHARE = 0.9
-# Of int8: gated, by what cuBLASLt's way writes and reads more (reckoned); and without a gate, where
-# an H200 made 460 to 880e12 operations a second by cuBLASLt and 1,070 to 1,550e12 here, by a full
-# wave (o and down of an 8B, 832 to 8,192 rows).
-_INT8_SHARE, _UNGATED_SHARE = 0.72, 0.55
 TILE_ROWS = range(176, 225, 16)  # in narrower ones shared memory is the bound
-# Whether GEMMs of int8 of more than 128 rows come by the tiles of `tall_tiles.py`, gated or not
-# (`benchmarks/int8_tilings.py` compares them). They have not run on a GPU yet.
-tiles_int8 = False
 
 
 def tile_rows(num_weight_rows: int, multiprocessors: int) -> int:
@@ -59,18 +51,6 @@ def share(num_rows: int, num_weight_rows: int, multiprocessors: int, rows: int) 
     return num_rows * num_weight_rows / room
 
 
-@functools.cache
-def rows_for(num_rows: int, num_weight_rows: int, multiprocessors: int, is_ungated: bool) -> int:
-    """Count the weight rows of a tile: without a gate those that waste the least."""
-    if not is_ungated:
-        return tile_rows(num_weight_rows, multiprocessors)
-    return max(TILE_ROWS, key=lambda rows: share(num_rows, num_weight_rows, multiprocessors, rows))
-
-
-def _is_tiled(dtype: torch.dtype) -> bool:
-    return tiles_int8 and dtype == INT8
-
-
 def takes(spec: Spec) -> str | None:
     """Say why the kernel is not built for a product, or not the fastest; None: it is."""
     is_ungated = not spec.gate and spec.x == INT8 and spec.scales == "both"
@@ -80,25 +60,30 @@ def takes(spec: Spec) -> str | None:
         return "has no residual"
     if (why := shared_refusal(spec)) is not None:
         return why
-    least = X_ROWS + 1 if is_ungated else MIN_ROWS[spec.x]
-    least = MAX_ROWS + 1 if _is_tiled(spec.x) else least
+    least = MIN_ROWS[spec.x]
     if spec.rows < least:
-        return f"is slower than cuBLASLt below {least} rows"
+        other = "the skinny GEMM" if spec.x == INT8 else "cuBLASLt"
+        return f"is slower than {other} below {least} rows"
     multiple = 8 if is_ungated else 16
     if spec.inputs * spec.x.itemsize % CHUNK_BYTES or spec.outputs % multiple:
         return f"takes rows of multiples of {CHUNK_BYTES} bytes and multiples of {multiple} outputs"
-    if _is_tiled(spec.x):
-        return None
+    return None if spec.x == INT8 else _refuses_tiles(spec)
+
+
+def _refuses_tiles(spec: Spec) -> str | None:
+    """Say why tiles of 256 rows, one for each multiprocessor, are not the fastest; None: they are.
+
+    Sums of 16 bits and of e4m3 are rounded, so no CTAs share out the inputs of a tile.
+    """
     multiprocessors = spec.target.multiprocessors
-    rows = rows_for(spec.rows, spec.outputs, multiprocessors, is_ungated)
+    rows = tile_rows(spec.outputs, multiprocessors)
     if rows not in TILE_ROWS:
         return f"takes {TILE_ROWS[0]} to {TILE_ROWS[-1]} outputs a multiprocessor"
     if spec.rows <= X_ROWS:
         return None
     if spec.x == E4M3:  # the gate has to be quantised behind either
         return f"gains nothing with more than {X_ROWS} rows of e4m3"
-    fewest = MIN_SHARE if spec.x != INT8 else _UNGATED_SHARE if is_ungated else _INT8_SHARE
-    if share(spec.rows, spec.outputs, multiprocessors, rows) < fewest:
+    if share(spec.rows, spec.outputs, multiprocessors, rows) < MIN_SHARE:
         return "is slower than cuBLASLt where its last wave is nearly empty"
     return None
 
@@ -112,34 +97,28 @@ def tiling(
     multiprocessors: int,
 ) -> TallTiling:
     """Return the tiles of a product whose rows have so many chunks of 128 bytes."""
-    if _is_tiled(dtype):
+    if dtype == INT8:
         return fastest(num_rows, num_weight_rows, num_chunks, is_ungated, multiprocessors)
-    return TallTiling(X_ROWS, rows_for(num_rows, num_weight_rows, multiprocessors, is_ungated))
+    return TallTiling(X_ROWS, tile_rows(num_weight_rows, multiprocessors))
 
 
 def _variant(
-    dtype: torch.dtype,
-    tiles: TallTiling,
-    is_ungated: bool = False,
-    out: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype, tiles: TallTiling, out: torch.dtype = torch.bfloat16
 ) -> jit.Variant:
     element, kind = kind_of(dtype, out)
     sizes = {"ROWS": tiles.rows, "SLOTS": tiles.num_slots}
-    more = {"UNGATED": 1} if is_ungated else {}
-    more |= {"GROUPS": tiles.groups} if tiles.x_rows != X_ROWS else {}
-    more |= {"CLUSTER": tiles.cluster} if tiles.cluster else {}
-    return jit.variant("gemm/sm90/tall.cu", element, **kind, **sizes, **more)
+    sizes |= {"GROUPS": tiles.groups} if tiles.x_rows != X_ROWS else {}
+    sizes |= {"CLUSTER": tiles.cluster} if tiles.cluster else {}
+    return jit.variant("gemm/sm90/tall.cu", element, **kind, **sizes)
 
 
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
-    for (dtype, out), rows in itertools.product(kinds(), TILE_ROWS):
-        yield _variant(dtype, TallTiling(X_ROWS, rows), out=out)
-        if dtype == INT8:
-            yield _variant(dtype, TallTiling(X_ROWS, rows), is_ungated=True, out=out)
-    for out, is_ungated in itertools.product(OUTPUTS[INT8], (False, True)):
-        for tiles in tilings(is_ungated):
-            yield _variant(INT8, tiles, is_ungated, out)
+    for dtype, out in kinds():
+        by_gate = itertools.chain(tilings(is_ungated=False), tilings(is_ungated=True))
+        wide = (TallTiling(X_ROWS, rows) for rows in TILE_ROWS)
+        for tiles in by_gate if dtype == INT8 else wide:
+            yield _variant(dtype, tiles, out)
 
 
 @gemm.implementation("tall", "cuda", "sm_90a", takes=takes)
@@ -164,7 +143,7 @@ def tall(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     outputs = tiles.rows if is_ungated else tiles.rows // 2
     row_tiles, column_tiles = -(-num_rows // tiles.x_rows), -(-num_outputs // outputs)
     jit.launch(
-        _variant(x.dtype, tiles, is_ungated, y.dtype),
+        _variant(x.dtype, tiles, y.dtype),
         "tall",
         (row_tiles * column_tiles * max(1, tiles.cluster),),
         128 * tiles.groups,
