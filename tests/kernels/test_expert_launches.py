@@ -7,6 +7,7 @@ from fixtures.kernels.recording import recorded
 from slipstream.kernels.experts import grouped, packed, table
 from slipstream.kernels.experts.grouped import ExpertMatrix, expert_matrix, tile_rows
 from slipstream.kernels.experts.route import Routed, most_tiles
+from slipstream.kernels.experts.sm90 import streamed
 from slipstream.kernels.experts.spec import Routing, Score
 from slipstream.kernels.experts.table import ExpertProduct
 from slipstream.kernels.gemm.op import Matrix
@@ -92,6 +93,26 @@ def test_hopper_has_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch, scheme:
     assert [name for name, _ in launches(64, scheme)].count("tiled") == 2
     names = [name for name, _ in launches(512, scheme, deterministic=True)]
     assert names.count("tiled") == 2
+
+
+def test_rows_of_e4m3_where_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded in front of either GEMM, each by a CTA a multiprocessor; 16 bits have none."""
+    monkeypatch.setattr(streamed, "is_on", True)
+    for module in (grouped, experts):
+        monkeypatch.setattr(module, "target_of", lambda _: KNOWN["sm_90a"])
+    for num_rows, rows in ((32, 16), (128, 32), (512, 64)):
+        made = launches(num_rows, "fp8")
+        names = [name for name, _ in made]
+        assert names[-5:] == ["gather_quantize", "streamed", "quantize", "streamed", "combine"]
+        assert all(f"ROWS={rows}" in text for name, text in made if name == "streamed")
+        assert "streamed" not in [name for name, _ in launches(num_rows, "none")]
+    assert "streamed" not in [name for name, _ in launches(512, "fp8", deterministic=True)]
+    w = Weights(SizeSource(), META, torch.bfloat16, "fp8")
+    how = torch.bfloat16, True, 32, KNOWN["sm_90a"], False
+    matrix = Experts(w.at("mlp"), CONFIG, HIDDEN).gate_up
+    (taken, _), *others = table.answers(ExpertProduct(128, 8, matrix, *how))
+    assert taken == "streamed"
+    assert dict(others)["piped"] == dict(others)["tiled"] == "streamed takes tiles of all sizes"
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])

@@ -157,12 +157,9 @@ struct RowPart {
 #endif
 };
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
-    quantize(const T* x, u8* out, float* scales, i64 width) {
-  const i64 row = blockIdx.x;
-  start_next();
-  wait_for_previous();
-  const Loading<T> loading(x + row * width, int(width));
+// A row of `out` from one of x, as it is.
+DEVICE void quantize_row(const T* x, i64 row, u8* out, float* scales, i64 width) {
+  const Loading<T> loading(x, int(width));
   RowPart part;
 #pragma unroll
   for (int pack = 0; pack < PACKS; ++pack) {
@@ -173,6 +170,23 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
   }
   part.reduce();
   part.store_quantized(out + row * width, scales + row, 1.0f, int(width));
+}
+
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
+    quantize(const T* x, u8* out, float* scales, i64 width) {
+  const i64 row = blockIdx.x;
+  start_next();
+  wait_for_previous();
+  quantize_row(x + row * width, row, out, scales, width);
+}
+
+// Row i from row order[i] / share of x. What is launched next may read `order`, and what was made with it, before it waits.
+extern "C" __global__ void __launch_bounds__(MAX_THREADS, MIN_CTAS)
+    gather_quantize(const T* x, i64 stride, const int* order, i64 share, u8* out, float* scales, i64 width) {
+  wait_for_previous();
+  start_next();
+  const int source = load_fresh<1>(order + blockIdx.x).at[0] / int(share);
+  quantize_row(x + source * stride, blockIdx.x, out, scales, width);
 }
 
 // The norm of `x`, or of `x += product` when ADD. The row's rstd goes into its scale alone: x * weight is quantised.

@@ -72,6 +72,15 @@ def quantize(x: Tensor, dtype: torch.dtype = E4M3) -> Quantized:
     return _quantized(x.float(), dtype)
 
 
+@op("x[n,k]:T, order[p]:i32")
+def gather_quantize(x: Tensor, order: Tensor, share: int, dtype: torch.dtype = E4M3) -> Quantized:
+    """Quantise row `order[i] // share` of `x` for each i, as `quantize` does; `[p, k]`.
+
+    The kernel that follows may read the order, and all that was made before it, ere it waits.
+    """
+    return _quantized(x[order.long() // share].float(), dtype)
+
+
 @op("x[n,k]:T, norm[k]:T")
 def norm_quantize(x: Tensor, norm: Tensor, eps: float, dtype: torch.dtype = E4M3) -> Quantized:
     """`rms_norm(x)`: `x * norm` is rounded, its row's `1 / rms` goes into the scale."""
@@ -215,6 +224,16 @@ def _quantize(x: Tensor, dtype: torch.dtype = E4M3) -> Quantized:
     _require("quantize", x.shape[1], x.dtype, x)
     out = _empty(x.shape, x.device, dtype)
     return _launch_rows("quantize", out, x.dtype, x, *out, x.shape[1])
+
+
+@gather_quantize.cuda
+def _gather_quantize(x: Tensor, order: Tensor, share: int, dtype: torch.dtype = E4M3) -> Quantized:
+    width = x.shape[1]
+    _require("gather_quantize", width, x.dtype, order)
+    jit.require(jit.vector_width(width, x) == _VECTOR, "gather_quantize: rows are not aligned")
+    out = _empty((len(order), width), x.device, dtype)
+    given = (x, x.stride(0), order, share)
+    return _launch_rows("gather_quantize", out, x.dtype, *given, *out, width)
 
 
 @norm_quantize.cuda

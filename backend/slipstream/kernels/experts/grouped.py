@@ -2,8 +2,9 @@
 
 Where experts have few rows, tiles are of eight and weights are read straight into registers
 (`skinny.cu`). Larger tiles are `tiled.cu`'s, whose sums have one order whatever the tile is; on
-Hopper those of 32 rows and more are `sm90/piped.cu`'s, whose sums may have another. Weights that
-are packed in 4 or 8 bits have a kernel of their own for all tiles, `packed.cu`.
+Hopper those of 32 rows and more are `sm90/piped.cu`'s, whose sums may have another, or, where that
+is on, all of e4m3 `sm90/streamed.cu`'s, which rounds rows to e4m3, too. Weights that are packed in
+4 or 8 bits have a kernel of their own for all tiles, `packed.cu`.
 """
 
 import itertools
@@ -18,7 +19,7 @@ from torch.nn import functional
 from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts import packed
 from slipstream.kernels.experts.route import Routed
-from slipstream.kernels.experts.sm90 import piped
+from slipstream.kernels.experts.sm90 import piped, streamed
 from slipstream.kernels.experts.spec import Gate, adapted
 from slipstream.kernels.gemm.op import Matrix, unpacked
 from slipstream.kernels.gemm.packing import Groups, Packing
@@ -128,6 +129,8 @@ def tile_rows(
     if packings:
         all_e2m1 = all(each.scales_numbers for each in packings)
         sizes = packed.MOST_E2M1_PAIRS if all_e2m1 else packed.MOST_PAIRS
+    elif streamed.refusal(target, deterministic, is_fp8) is None:
+        sizes = {SKINNY_ROWS: sizes[SKINNY_ROWS]} | streamed.MOST_PAIRS
     elif piped.runs_on(target, deterministic):
         few = {rows: most for rows, most in sizes.items() if rows < piped.TILE_ROWS[0]}
         sizes = few | piped.MOST_PAIRS
@@ -251,11 +254,14 @@ def _slot_bytes(rows: int, row_bytes: int) -> int:
     return rows * row_bytes + _COLUMNS * _CHUNK_BYTES
 
 
-def tiles_of(target: Target, deterministic: bool) -> dict[str, tuple[int, ...]]:
+def tiles_of(target: Target, deterministic: bool, is_fp8: bool) -> dict[str, tuple[int, ...]]:
     """Return the kernels of weights that are not packed, and the rows of the tiles of each."""
+    skinny = (SKINNY_ROWS,)
+    if streamed.refusal(target, deterministic, is_fp8) is None:
+        return {"skinny": skinny, "streamed": streamed.TILE_ROWS, "tiled": (), "piped": ()}
     taken = piped.TILE_ROWS if piped.runs_on(target, deterministic) else ()
     few = tuple(size for size in TILE_ROWS if not taken or size < taken[0])
-    return {"skinny": (SKINNY_ROWS,), "tiled": few, "piped": taken}
+    return {"skinny": skinny, "tiled": few, "piped": taken, "streamed": ()}
 
 
 def _variant(
@@ -337,15 +343,22 @@ def _launch(
         return out
     rows, is_fp8 = routed.tile_rows, values.dtype == E4M3
     how, is_adapted = (x.dtype, is_fp8, gate is not None), added is not None
-    sizes_of = tiles_of(target_of(x.device), deterministic)
-    taken = sizes_of["piped"]
-    few = (*sizes_of["skinny"], *sizes_of["tiled"])
-    jit.compile_too(_variant(*how, size, is_adapted) for size in few)
-    jit.compile_too(piped.variant(*how, size, is_adapted) for size in taken)
-    if rows in taken:
-        piped.launch(piped.variant(*how, rows, is_adapted), values, routed, streams, outputs, args)
+    sizes_of = tiles_of(target_of(x.device), deterministic, is_fp8)
+
+    def variant_for(size: int) -> jit.Variant:
+        if size in sizes_of["streamed"]:
+            return streamed.variant(x.dtype, gate is not None, size, is_adapted)
+        make = piped.variant if size in sizes_of["piped"] else _variant
+        return make(*how, size, is_adapted)
+
+    jit.compile_too(variant_for(size) for sizes in sizes_of.values() for size in sizes)
+    wanted = variant_for(rows)
+    if rows in sizes_of["streamed"]:
+        streamed.launch(wanted, x, values, routed, streams, outputs, args)
         return out
-    wanted = _variant(*how, rows, is_adapted)
+    if rows in sizes_of["piped"]:
+        piped.launch(wanted, values, routed, streams, outputs, args)
+        return out
     columns = (_COLUMNS if rows != SKINNY_ROWS else 2 * _SKINNY_OUTPUTS) // streams
     grid = (-(-outputs // columns), len(routed.tiles))
     if rows == SKINNY_ROWS:

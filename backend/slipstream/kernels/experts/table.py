@@ -5,8 +5,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts import down_add, grouped, packed
 from slipstream.kernels.experts.grouped import ExpertMatrix, ExpertSpec, tiles_of
+from slipstream.kernels.experts.sm90 import streamed
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import Target
 
@@ -62,8 +64,9 @@ def _on_gpu(product: ExpertProduct) -> list[tuple[str, str | None]]:
     if not product.is_gated:
         found["down_add"] = down_add.refusal(product.num_rows, rows, matrix)
     also_adds = found.get("down_add", "") is None
-    for name, sizes in tiles_of(product.target, product.deterministic).items():
-        reason = _not_by_tiles(product, sizes)
+    is_fp8 = matrix.values.dtype == E4M3
+    for name, sizes in tiles_of(product.target, product.deterministic, is_fp8).items():
+        reason = _not_by_tiles(product, name, sizes)
         found[name] = "down_add also adds the outputs" if also_adds and not reason else reason
     found["packed"] = None if matrix.groups is not None else "takes packed weights"
     name = next(name for name, reason in found.items() if reason is None)
@@ -71,14 +74,25 @@ def _on_gpu(product: ExpertProduct) -> list[tuple[str, str | None]]:
     return [*found.items()]
 
 
-def _not_by_tiles(product: ExpertProduct, sizes: tuple[int, ...]) -> str | None:
+def _not_by_tiles(product: ExpertProduct, name: str, sizes: tuple[int, ...]) -> str | None:
     """Say why a kernel with tiles of these sizes is not taken; None: it is."""
     if product.matrix.groups is not None:
         return "takes weights that are not packed"
     if not sizes:
-        return "adds in an order of its own" if product.deterministic else "needs sm_90a"
+        return _without_tiles(product, name)
     is_taken = product.tile_rows in sizes
     return None if is_taken else f"takes tiles of {_listed(sizes)} rows, not {product.tile_rows}"
+
+
+def _without_tiles(product: ExpertProduct, name: str) -> str:
+    """Say why a kernel has no tiles of any size there."""
+    is_fp8 = product.matrix.values.dtype == E4M3
+    refusal = streamed.refusal(product.target, product.deterministic, is_fp8)
+    if name == "streamed" and refusal is not None:
+        return refusal
+    if refusal is None:
+        return "streamed takes tiles of all sizes"
+    return "adds in an order of its own" if product.deterministic else "needs sm_90a"
 
 
 def _refusal(product: ExpertProduct) -> str | None:
