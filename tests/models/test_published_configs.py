@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from fixtures.models.published_newer import ALL
+from fixtures.models.published_named import ALL
 from slipstream.errors import CheckpointError
 from slipstream.models.hf import read_config
 from slipstream.models.model_config import ModelConfig

@@ -1,4 +1,4 @@
-"""A class of transformers through a real server: composed, started, asked."""
+"""A class of transformers that no family is for, through a real server: composed, started, asked."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ def test_greedy_tokens_over_grpc(tmp_path: Path) -> None:
     """Those of the class itself; the log says once what serves them."""
     if not (server_directory() / "bin" / "tritonserver").is_file():
         pytest.skip("no tritonserver: make install")
-    model = make_foreign("PersimmonForCausalLM", vocab_size=4096)
+    model = make_foreign("BitNetForCausalLM", vocab_size=4096)
     checkpoint = save(model, tmp_path / "checkpoint")
     for path in CHECKPOINT.glob("*token*"):
         shutil.copy(path, checkpoint)
@@ -41,4 +41,4 @@ def test_greedy_tokens_over_grpc(tmp_path: Path) -> None:
         assert client.generate("ensemble", text_input="def", max_tokens=5)["text_output"]
         client.wait_idle(120)
         log = client.server.runtime.log.read_text()
-    assert log.count("PersimmonForCausalLM runs as transformers' own class") == 1
+    assert log.count("BitNetForCausalLM runs as transformers' own class") == 1
