@@ -126,8 +126,8 @@ def test_sizes_are_those_of_the_model(name: str, is_tied: bool, tmp_path: Path) 
 
 @pytest.mark.parametrize("file", sorted(Path(families.__file__).parent.glob("families/*.py")))
 def test_a_family_is_one_short_file(file: Path) -> None:
-    """At most 60 lines from the first function on: names, which stand above, are not counted, nor are
-    imports, empty lines and keys of GGUF files.
+    """At most 60 lines from the first function on, without imports, empty ones and keys of GGUF
+    files: names, which stand above, are not counted.
     """
     body = file.read_text(encoding="utf-8").partition("\n\n\n")[2] or file.read_text()
     body = re.sub(r"def gguf_config.*?\n\n\n", "", body, flags=re.DOTALL)

@@ -1,4 +1,4 @@
-"""A class of transformers that no family is for, through a real server: composed, started, asked."""
+"""A class of transformers that no family is for, by a real server: composed, started, asked."""
 
 import shutil
 from pathlib import Path
