@@ -341,3 +341,18 @@ def test_a_step_ends_when_the_device_says():
     now_ns = 20 * MS
     budget.finish_step()
     assert budget.token_ns == 6000  # 20 ms less 14, as it was launched then
+
+
+@pytest.mark.parametrize(
+    ("target_ns", "graph_tokens", "times"), [(0, 0, 4.0), (0, 512, 0.7), (10 * MS, 512, 4.0)]
+)
+def test_a_prompt_is_overdue_sooner_where_it_fills_graphs(target_ns, graph_tokens, times):
+    now_ns = 0
+    budget = PrefillBudget(lambda: now_ns, 0, target_ns, None, graph_tokens)
+    budget.start_step(4, 0)
+    now_ns = 2 * MS
+    budget.finish_step()
+    waits_ns = times * (30 * MS + 10 * MS)
+    now_ns = 1000 * MS
+    assert not budget.is_overdue(int(now_ns - waits_ns * 0.99), 30 * MS)
+    assert budget.is_overdue(int(now_ns - waits_ns * 1.01), 30 * MS)

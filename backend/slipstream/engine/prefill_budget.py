@@ -2,11 +2,14 @@
 
 Every running stream gets its next token from every step, so whatever else a step computes delays
 all streams. What a step may take is its **target**: a time that the operator sets, or `_STEP` times
-what decodes alone take. Prompts get what is left of it; by the second target no more than a graph
-has room for, as the host takes longer to launch a larger step than many devices to compute it, and
-tells nobody of tokens meanwhile. If a prompt has waited for more than
+what decodes alone take. Prompts get what is left of it. If a prompt has waited for more than
 `_PATIENCE` times its own computation and a target, more come than a target has room for: then the
 step may be as large as steps can be, which computes prompts at the least cost.
+
+Where steps are graphs and the operator sets no target, prompts get no more than a graph has room
+for: the host takes longer to launch a larger step than many devices to compute it, and tells nobody
+of tokens meanwhile. So they are cut finer than the target asks, and are overdue sooner, after
+`_SHORT_PATIENCE` times: a prompt of many chunks begins beside decodes and ends in large steps.
 
 A **long** prompt, one that takes more than `_LONG` times the decodes or has more tokens than the
 operator says, would fill many targets in a row. Its chunks are cut so that a step takes less than
@@ -35,6 +38,7 @@ from slipstream.engine.first_tokens import StepSpan
 
 _STEP = 5.0  # decodes' times that a step may take, unless there is a target
 _PATIENCE = 4.0
+_SHORT_PATIENCE = 0.7
 _LONG = 32.0  # decodes' times
 _LONG_TOKENS = 1024  # the same, until both times are measured
 _FIRST = 64  # tokens, until both times are measured
@@ -74,6 +78,7 @@ class PrefillBudget:
         self._fixed_target_ns = target_ns
         self._long_tokens = long_tokens
         self._graph_tokens = graph_tokens
+        self._fills_graphs = graph_tokens > 0 and not target_ns
         # For each step in flight: start, decodes, tokens of chunks, whether `take` cut these.
         self._started: deque[tuple[int, int, int, bool]] = deque()
         self._ended_ns = 0  # end of the last step
@@ -187,7 +192,8 @@ class PrefillBudget:
 
     def is_overdue(self, queued_ns: int, work_ns: float) -> bool:
         """Return whether a prompt that takes `work_ns` in all has waited for too long."""
-        return self._clock() - queued_ns > _PATIENCE * (work_ns + self.target_ns)
+        patience = _SHORT_PATIENCE if self._fills_graphs else _PATIENCE
+        return self._clock() - queued_ns > patience * (work_ns + self.target_ns)
 
     def room(self) -> int:
         """Return how many tokens of prompts have room in a step with decodes."""
@@ -195,8 +201,7 @@ class PrefillBudget:
             return _NO_BOUND
         left_ns = self.target_ns - median(self._decodes_ns)
         room = max(_MIN, int(left_ns / max(1.0, self.work_ns(1))))
-        is_bound = self._graph_tokens and not self._fixed_target_ns
-        return min(room, self._graph_tokens) if is_bound else room
+        return min(room, self._graph_tokens) if self._fills_graphs else room
 
     def take(self, num_long: int, start: int = 0) -> int:
         """Return how many tokens of `num_long` long prompts the next step may compute.
