@@ -13,7 +13,6 @@ from fixtures.models.checkpoints import Answer, Asker, make_runner, random_promp
 from fixtures.models.drawn_later import DRAWN, drawn
 from fixtures.models.options import OPTIONS
 from fixtures.models.remote_drawn import REMOTE
-from fixtures.tiers import quick_of
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import ConfigError
 from slipstream.kernels.cache.kv_format import FORMATS
@@ -21,7 +20,6 @@ from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.sampling import SamplingParams
 
 FAMILIES = sorted({*DRAWN, *OPTIONS, *REMOTE})
-QUICK = {"bloom", "gemma2", "gptj", "qwen3_moe"}
 PAGE = (Path(__file__).parents[2] / "docs" / "attention.md").read_text(encoding="utf-8")
 BLOCK = 16
 SAMPLING = SamplingParams(max_tokens=5, temperature=0.7, seed=7, log_probs=True)
@@ -60,7 +58,8 @@ def is_of_the_page(reason: str) -> bool:
     return re.sub(r"\d+", "N", reason) in re.sub(r"\d+", "N", PAGE)
 
 
-@pytest.mark.parametrize("family", quick_of(FAMILIES, QUICK))
+@pytest.mark.rest
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bits_are_those_of_each_alone(family: str, tmp_path: Path) -> None:
     prompts, served, refused = prompts_of(checkpoint(family, tmp_path)), [], []
     options = {"deterministic": True, "block_size": BLOCK, "kv_cache_tokens": 7 * BLOCK}
