@@ -6,6 +6,7 @@ kept as it ends, and what is there is not measured again.
 """
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -20,7 +21,8 @@ HERE = Path(__file__).parent
 LOADS = {f"open-{share}": share / 100 for share in (50, 70, 90)}
 PEER_BUDGETS = (2048, 4096, 8192)
 OURS, PEER = "slipstream", "vllm "  # the latter before its tokens a step
-GOALS = dict(zip(FIGURES, (0.85, 0.85, 1.0, 1.0, 1.0, 1.0), strict=True))
+# A step with prompts is what the p90 between tokens meets, or not, by how many there are: no goal.
+GOALS = dict(zip(FIGURES, (0.85, 0.85, 1.0, 1.0, math.inf, 1.0), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

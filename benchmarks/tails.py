@@ -13,6 +13,7 @@ some 300 requests. Traces of the kind `recorded` are pieces of an hour that was 
 import argparse
 import functools
 import json
+import math
 import secrets
 import statistics
 import sys
@@ -27,7 +28,8 @@ from slipstream.engine.scheduler import Limits
 from step_times import SIZES, times_of
 from traces import FIGURES, KINDS, Answers, Arrival, Trace, at_once, trace
 
-GOALS = dict(zip(FIGURES, (0.85, 0.85, 1.0, 1.0, 1.0, 1.0), strict=True))
+# A step with prompts is what the p90 between tokens meets, or not, by how many there are: no goal.
+GOALS = dict(zip(FIGURES, (0.85, 0.85, 1.0, 1.0, math.inf, 1.0), strict=True))
 PEER_BUDGETS = (2048, 4096, 8192)
 RECORDED = "recorded"
 _REQUESTS, _PEAK_REQUESTS = 300, 600

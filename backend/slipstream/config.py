@@ -294,7 +294,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _field(
             "milliseconds that a step with running streams may take: prompts that are not long "
             "get what streams leave of it, or the whole step once they have waited for too long",
-            "five times what streams alone take; on a GPU no more than a CUDA graph has room for",
+            "five times what streams alone take",
         ),
     ] = None
     long_prompt_tokens: Annotated[

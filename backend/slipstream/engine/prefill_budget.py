@@ -6,10 +6,9 @@ what decodes alone take. Prompts get what is left of it. If a prompt has waited 
 `_PATIENCE` times its own computation and a target, more come than a target has room for: then the
 step may be as large as steps can be, which computes prompts at the least cost.
 
-Where steps are graphs and the operator sets no target, prompts get no more than a graph has room
-for: the host takes longer to launch a larger step than many devices to compute it, and tells nobody
-of tokens meanwhile. So they are cut finer than the target asks, and are overdue sooner, after
-`_SHORT_PATIENCE` times: a prompt of many chunks begins beside decodes and ends in large steps.
+A step of more tokens of prompts than a graph has room for is launched kernel by kernel. Where that
+takes the host longer than a target, as with small models, the step takes as long, whatever the
+device does, and nobody is told of tokens meanwhile: then prompts get what a graph has room for.
 
 A **long** prompt, one that takes more than `_LONG` times the decodes or has more tokens than the
 operator says, would fill many targets in a row. Its chunks are cut so that a step takes less than
@@ -38,7 +37,6 @@ from slipstream.engine.first_tokens import StepSpan
 
 _STEP = 5.0  # decodes' times that a step may take, unless there is a target
 _PATIENCE = 4.0
-_SHORT_PATIENCE = 0.7
 _LONG = 32.0  # decodes' times
 _LONG_TOKENS = 1024  # the same, until both times are measured
 _FIRST = 64  # tokens, until both times are measured
@@ -78,7 +76,7 @@ class PrefillBudget:
         self._fixed_target_ns = target_ns
         self._long_tokens = long_tokens
         self._graph_tokens = graph_tokens
-        self._fills_graphs = graph_tokens > 0 and not target_ns
+        self._launch_ns: deque[int] = deque(maxlen=_NUM_SAMPLES)  # of steps that are no graphs
         # For each step in flight: start, decodes, tokens of chunks, whether `take` cut these.
         self._started: deque[tuple[int, int, int, bool]] = deque()
         self._ended_ns = 0  # end of the last step
@@ -144,12 +142,21 @@ class PrefillBudget:
             end_ns += least_ns
         return end_ns
 
+    @property
+    def _is_host_late(self) -> bool:
+        return bool(self._launch_ns) and min(self._launch_ns) > self.target_ns
+
     # --- steps ---------------------------------------------------------------------------------
 
     def start_step(self, num_decodes: int, num_chunk_tokens: int) -> None:
         """Note that a step is about to be launched."""
         self._started.append((self._clock(), num_decodes, num_chunk_tokens, self._is_cut))
         self._is_cut = False
+
+    def launch_took(self, took_ns: int) -> None:
+        """Note what the host took to launch the step that started last."""
+        if 0 < self._graph_tokens < self._started[-1][2]:
+            self._launch_ns.append(took_ns)
 
     def finish_step(self, ago_ns: int = 0) -> StepSpan:
         """Note the end of the oldest step, `ago_ns` ago; it ran since its launch or the end before
@@ -192,8 +199,7 @@ class PrefillBudget:
 
     def is_overdue(self, queued_ns: int, work_ns: float) -> bool:
         """Return whether a prompt that takes `work_ns` in all has waited for too long."""
-        patience = _SHORT_PATIENCE if self._fills_graphs else _PATIENCE
-        return self._clock() - queued_ns > patience * (work_ns + self.target_ns)
+        return self._clock() - queued_ns > _PATIENCE * (work_ns + self.target_ns)
 
     def room(self) -> int:
         """Return how many tokens of prompts have room in a step with decodes."""
@@ -201,7 +207,7 @@ class PrefillBudget:
             return _NO_BOUND
         left_ns = self.target_ns - median(self._decodes_ns)
         room = max(_MIN, int(left_ns / max(1.0, self.work_ns(1))))
-        return min(room, self._graph_tokens) if self._fills_graphs else room
+        return min(room, self._graph_tokens) if self._is_host_late else room
 
     def take(self, num_long: int, start: int = 0) -> int:
         """Return how many tokens of `num_long` long prompts the next step may compute.

@@ -262,6 +262,10 @@ class Scheduler:
         )
         return self._build_batch(decodes, draft.chunks, copies, has_drafts)
 
+    def launched(self, took_ns: int) -> None:
+        """Note what the host took to schedule and launch the last step."""
+        self._prefill_budget.launch_took(took_ns)
+
     def commit(self, batch: Batch, sampled: Sampled) -> list[Sequence]:
         """Apply the results of the oldest step: new tokens, endings, free blocks.
 

@@ -129,6 +129,7 @@ class Steps:
                 launched = self._runner.launch(batch)
                 in_flight.append(_Step(batch, launched, None))
                 self._launch_lead.launched(decided_ns)
+                self._scheduler.launched(self._clock() - decided_ns)
                 if batch.has_masks and guides is not None and guides.num_active:
                     guides.launched(batch, launched)
             except Exception as error:
