@@ -8,7 +8,7 @@ step may be as large as steps can be, which computes prompts at the least cost.
 
 A step of more tokens of prompts than a graph has room for is launched kernel by kernel. Where that
 takes the host longer than a target, as with small models, the step takes as long, whatever the
-device does, and nobody is told of tokens meanwhile: then prompts get what a graph has room for.
+device does, and no token is sent meanwhile: then prompts get what a graph has room for.
 
 A **long** prompt, one that takes more than `_LONG` times the decodes or has more tokens than the
 operator says, would fill many targets in a row. Its chunks are cut so that a step takes less than
