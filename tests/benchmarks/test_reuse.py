@@ -120,6 +120,7 @@ def test_the_table(bench) -> None:
     assert [row["reached"] for row in alone["rows"]] == [True, None, None, None, False]
 
 
+@pytest.mark.rest
 def test_a_small_run_of_the_default_model(tmp_path: Path) -> None:
     """All of our side, as it runs on a GPU, and the table of it."""
     output = tmp_path / "table.json"

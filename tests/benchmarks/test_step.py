@@ -294,6 +294,7 @@ def test_accounts_have_the_rates_of_their_own_sitting(
     assert shown() == []  # nobody knows its machine
 
 
+@pytest.mark.rest
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     command = [sys.executable, str(FOLDER / "step.py")]
@@ -359,6 +360,7 @@ def test_a_start_is_measured_from_a_real_checkpoint(tmp_path: Path) -> None:
     assert "runner" in result.stdout
 
 
+@pytest.mark.rest
 def test_a_full_engine_is_counted_in_its_steady_part(bench) -> None:
     """Sequences begin at ages of their own, new ones always wait, and nothing is left behind."""
     engine = bench.engine.build("tiny", "auto", 128, max_num_seqs=8, device="cpu")

@@ -95,6 +95,7 @@ def test_refusals_are_no_errors(bench_run, prompts):
     assert load["retries"] == 0
 
 
+@pytest.mark.rest
 def test_retry_after_is_waited_for_and_counts(bench_run, prompts):
     options = ("--requests", "1", "--warm-up", "0", "--concurrency", "1", "--retries", "5")
     code, [load] = bench_run("--prompts", prompts("full 3"), *options)
@@ -112,6 +113,7 @@ def test_errors_are_counted_printed_and_set_the_exit_code(bench_run, prompts, ca
     assert "failed: " in capsys.readouterr().err
 
 
+@pytest.mark.rest
 def test_a_request_that_takes_too_long_has_failed(bench_run, prompts, served):
     options = ("--prompts", prompts("silent"), "--requests", "2", "--warm-up", "0")
     code, [load] = bench_run(*options, "--concurrency", "2", "--timeout", "0.5")

@@ -15,6 +15,7 @@ from fixtures.engine.drafting import RandomDrafts
 from fixtures.engine.hashed import VOCAB_SIZE, Words
 from fixtures.guide.real import GuidedEngine, guide
 from fixtures.guide.toy import END, ToyCompiler, ToyMatcher, expected
+from fixtures.tiers import quick_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -33,18 +34,21 @@ from slipstream_contract.beams import Beams
 from slipstream_contract.guide import Guide
 
 RESET = {"top_p": 0.9, "top_p_decay": 0.5, "top_p_reset_ids": 1}
-PLACES: list[tuple[type, str, dict[str, Any]]] = [
-    (NoRepeat, "addends", {"no_repeat_ngram_size": 2}),
-    (NoRepeat, "__init__", {"no_repeat_ngram_size": 2}),
-    (PromptNgrams, "__init__", {"no_repeat_ngram_size": 2}),
-    (PromptNgrams, "read", {"no_repeat_ngram_size": 2}),
-    (Dry, "__init__", {"dry_multiplier": 1.0, "dry_allowed_length": 1}),
-    (Dry, "addends", {"dry_multiplier": 1.0, "dry_allowed_length": 1}),
-    (Reset, "next", RESET),
-    (Mirostat, "next", {"mirostat": 2}),
-    (Edits, "pack", {"no_repeat_ngram_size": 2}),
-    (StopChecker, "_match", {"stop_words": (b"cccccc",)}),
-]
+DRY = {"dry_multiplier": 1.0, "dry_allowed_length": 1}
+PLACES: dict[str, tuple[type, dict[str, Any]]] = {  # a method: its class, and what has it called
+    "NoRepeat.addends": (NoRepeat, {"no_repeat_ngram_size": 2}),
+    "NoRepeat.__init__": (NoRepeat, {"no_repeat_ngram_size": 2}),
+    "PromptNgrams.__init__": (PromptNgrams, {"no_repeat_ngram_size": 2}),
+    "PromptNgrams.read": (PromptNgrams, {"no_repeat_ngram_size": 2}),
+    "Dry.__init__": (Dry, DRY),
+    "Dry.addends": (Dry, DRY),
+    "Reset.next": (Reset, RESET),
+    "Mirostat.next": (Mirostat, {"mirostat": 2}),
+    "Edits.pack": (Edits, {"no_repeat_ngram_size": 2}),
+    "StopChecker._match": (StopChecker, {"stop_words": (b"cccccc",)}),
+}
+QUICK = ("NoRepeat.addends", "PromptNgrams.__init__", "Reset.next", "Edits.pack")
+QUICK += ("StopChecker._match",)
 CROWDS = st.lists(
     st.tuples(st.lists(token_ids, min_size=1, max_size=12), samplings()), min_size=1, max_size=4
 )
@@ -63,9 +67,7 @@ def failing(wrapped: Callable[..., Any], number: int, raised: list[int]) -> Call
     return call
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "fields"), PLACES, ids=[f"{k.__name__}.{n}" for k, n, _ in PLACES]
-)
+@pytest.mark.parametrize("place", quick_of(PLACES, QUICK))
 @settings(max_examples=12, deadline=None)
 @given(
     crowd=CROWDS,
@@ -76,9 +78,7 @@ def failing(wrapped: Callable[..., Any], number: int, raised: list[int]) -> Call
     max_in_flight=st.integers(1, 2),
 )
 def test_a_rule_that_raises_ends_its_request_alone(
-    kind: type,
-    name: str,
-    fields: dict[str, Any],
+    place: str,
     crowd: Any,
     number: int,
     shape: dict[str, Any],
@@ -86,6 +86,7 @@ def test_a_rule_that_raises_ends_its_request_alone(
     num_blocks: int,
     max_in_flight: int,
 ) -> None:
+    (kind, fields), name = PLACES[place], place.partition(".")[2]
     drafts = RandomDrafts(AttentionWindow())
     drafts.most = most
     runner = CountingRunner(num_blocks, 2, max_in_flight=max_in_flight)
@@ -164,6 +165,9 @@ class Spoiled(ToyMatcher):
         return other
 
 
+CALLS = ["is_accepting", "is_finished", "fill", "take", "forced", "roll_back", "copy"]
+
+
 class SpoiledCompiler(ToyCompiler):
     """Makes spoiled matchers of guides whose text says so."""
 
@@ -174,9 +178,7 @@ class SpoiledCompiler(ToyCompiler):
         return Template(Spoiled(guide.text, {}), made.first_mask, 100)
 
 
-@pytest.mark.parametrize(
-    "place", ["is_accepting", "is_finished", "fill", "take", "forced", "roll_back", "copy"]
-)
+@pytest.mark.parametrize("place", quick_of(CALLS, ("fill", "take", "forced", "copy")))
 @settings(max_examples=10, deadline=None)
 @given(
     st.lists(st.sampled_from(["", "x", "y", "f1"]), min_size=1, max_size=4),

@@ -14,6 +14,7 @@ from fixtures.engine.checks import samplings
 from fixtures.engine.client import Client, Stream
 from fixtures.engine.hashed import VOCAB_SIZE, Words
 from fixtures.models.checkpoints import make_model, make_runner, save, ticks
+from fixtures.tiers import quick_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -111,7 +112,7 @@ def engine_of(runner: ModelRunner, limits: Limits, has_drafts: bool = False) -> 
     return Client(Engine(limits, runner, Words(), **parts))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", quick_of(SHAPES, ("llama", "gemma3")))
 @settings(max_examples=6)
 @given(
     requests=st.lists(REQUESTS, min_size=5, max_size=9),

@@ -40,7 +40,7 @@ def test_each_format_has_an_answer():
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=IDS)
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 10**9])
+@pytest.mark.parametrize("size", quick_of([1, 2, 3, 7, 10**9], [3, 10**9]))
 def test_a_recorded_answer_is_read_at_any_chunking(recorded, size):
     given_tokens = tokens(recorded.answer, special_ids(recorded), 4)
     answer = parsed(answers_of(recorded), given_tokens, [size], recorded.prompt)

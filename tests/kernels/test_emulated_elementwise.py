@@ -31,7 +31,7 @@ def rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
     return x[:, :width]
 
 
-@pytest.mark.parametrize("dtype", jit.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", quick_of(jit.DTYPES, [torch.bfloat16]), ids=str)
 @pytest.mark.parametrize(("count", "width"), [(1, 2064), (3, 35), (133, 136)])
 def test_xielu(dtype: torch.dtype, count: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A width of vectors, and an odd one; of few rows, and of many, which share threads less."""
@@ -48,7 +48,7 @@ def test_gates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("limit", [1.5, float("inf")])
-@pytest.mark.parametrize("dtype", jit.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", quick_of(jit.DTYPES, [torch.bfloat16]), ids=str)
 def test_a_gate_that_is_cut_off(
     dtype: torch.dtype, limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,7 +67,7 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("stages", quick_of(STAGES, ("norms", "late norms, factors")))
 @pytest.mark.parametrize("cached", [torch.bfloat16, torch.int8], ids=str)
 def test_rotation(stages: str, cached: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries, and what the cache has, are the oracle's; a quantised cache within a step of it."""
@@ -115,7 +115,7 @@ def same(found: eight_bits.Quantized, expected: eight_bits.Quantized) -> None:
 
 
 @pytest.mark.parametrize("size", quick_of([(3, 72), (2, 8216), (140, 8216)], [(3, 72)]), ids=str)
-@pytest.mark.parametrize("dtype", eight_bits.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", quick_of(eight_bits.DTYPES, [torch.bfloat16]), ids=str)
 def test_rows_of_int8(
     dtype: torch.dtype, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """GEMMs of experts with packed weights, by their source run on a CPU, against their oracles."""
 
 import math
+from collections.abc import Hashable
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from fixtures.kernels.checking import same_bits
 from fixtures.kernels.emulation import emulate
 from fixtures.kernels.expert_cases import EXPERT_FORMS, Case, Sizes, make_case
 from fixtures.kernels.packed_cases import FLOATS, FORMS, SHARED, WIDE, Form
+from fixtures.kernels.pairs import covering
 from fixtures.tiers import quick_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -61,9 +63,23 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found.float(), expected, rtol=ROUNDING[found.dtype], atol=atol)
 
 
-@pytest.mark.parametrize(
-    "tile", quick_of(CASES, [(FORMS[2], 8)]), ids=lambda tile: f"{tile[0]}, {tile[1]}"
-)
+def parts_of(tile: tuple[Form, int]) -> set[Hashable]:
+    """A form, and rows of tiles with the kind of weights, and with that of records."""
+    form, rows = tile
+    return {form, (rows, form.kind), (rows, bool(form.record))}
+
+
+def marked(tile: tuple[Form, int]) -> object:
+    """One for the quick tier; for the rest tier enough to have all parts that any has."""
+    marks = pytest.mark.rest if tile in ALL_PARTS else pytest.mark.slow
+    name = f"{tile[0]}, {tile[1]}"
+    return pytest.param(tile, marks=() if tile == (FORMS[2], 8) else marks, id=name)
+
+
+ALL_PARTS = covering(CASES, parts_of)
+
+
+@pytest.mark.parametrize("tile", list(map(marked, CASES)))
 def test_tiles(monkeypatch: pytest.MonkeyPatch, tile: tuple[Form, int]) -> None:
     """Full, short and no tiles; an odd number of tiles of weights; a width that ends in a block."""
     emulate(monkeypatch)

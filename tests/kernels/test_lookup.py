@@ -11,7 +11,6 @@ from fixtures.kernels.packed_cases import (
     Form,
     packed_pair,
 )
-from fixtures.tiers import quick_of
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.kernels.gemm.lookup import lookup, variants
@@ -41,8 +40,21 @@ def test_rows_are_those_of_the_matrix(form: Form) -> None:
         assert torch.equal(lookup(values, ids, groups, dtype, factors), whole[ids])
 
 
-@pytest.mark.parametrize("dtype", quick_of(DTYPES, {torch.bfloat16}), ids=str)
-@pytest.mark.parametrize("form", quick_of(PLAIN, {PLAIN[0], SHARED}), ids=str)
+def tier_of(form: Form, dtype: torch.dtype) -> object:
+    """Two forms are for the quick tier; all of them, and each second with fp16, for the rest."""
+    if dtype != torch.bfloat16:
+        return pytest.mark.slow if PLAIN.index(form) % 2 else pytest.mark.rest
+    return () if form in (PLAIN[0], SHARED) else pytest.mark.rest
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        pytest.param(form, dtype, marks=tier_of(form, dtype), id=f"{form}-{dtype}")
+        for form in PLAIN
+        for dtype in DTYPES
+    ],
+)
 def test_the_kernel(form: Form, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, of inputs that end within a block; more rows than a warp has."""
     values, factors, groups = made(form, 37, 264, dtype)

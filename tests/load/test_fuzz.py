@@ -131,6 +131,7 @@ def digest(found: list[object]) -> str:
     return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
+@pytest.mark.rest
 def test_the_same_number_draws_the_same_requests_in_any_process(load):
     """Here all modules of the suite are imported, whose constants hypothesis would draw."""
     code = (

@@ -22,6 +22,7 @@ from fixtures.models.checkpoints import (
 from fixtures.models.drafters import SpeculatingDriver, save_eagle3, save_medusa
 from fixtures.models.parity import check_against, engine_greedy
 from fixtures.models.ranks import ranks_of
+from fixtures.tiers import quick_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.config import EngineConfig
@@ -110,7 +111,7 @@ def test_logits_far_behind_the_first_chunk(seed: int, tmp_path: Path) -> None:
 BITS = {"auto": 0.05, "fp8": 0.08, "int8": 0.025, "int4": 0.27}
 
 
-@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("name", quick_of(BITS, ("auto", "int4")))
 def test_fewer_bits(name: str, tmp_path: Path) -> None:
     """Caches, and all of it in bfloat16, where decodes rotate in their attention if nothing else
     does; without experts, of which a row may get another.
@@ -241,7 +242,7 @@ def test_beams_over_a_border(model: torch.nn.Module, checkpoint: Path) -> None:
         assert (torch.tensor(beam.log_probs) - truth).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", ["eagle3", "medusa", "draft"])
+@pytest.mark.parametrize("name", quick_of(["eagle3", "medusa", "draft"], ["eagle3"]))
 def test_drafters_on_the_device(name: str, checkpoint: Path, tmp_path: Path) -> None:
     """A drafter has full attention; tokens are those without it."""
     if name == "eagle3":

@@ -20,15 +20,17 @@ from fixtures.models.checkpoints import (
 )
 from fixtures.models.drawn_later import DRAWN, drawn
 from fixtures.models.options import OPTIONS
-from fixtures.models.parity import check_against
+from fixtures.models.parity import GRID, QUICK, check_against
 from fixtures.models.remote_drawn import REMOTE
 from fixtures.models.two_way import FAMILY as TWO_WAY
 from slipstream.models.registry import family_of, supported
 
 SEEDS = range(6)
+FAMILIES = tuple(dict.fromkeys((*DRAWN, *OPTIONS, *REMOTE)))
+ALONE = {*FAMILIES} - {GRID[name][0] for name in QUICK}  # that test_parity.py lacks in quick
 CASES = [
-    pytest.param(family, seed, marks=[] if seed == 0 else [pytest.mark.rest])
-    for family in dict.fromkeys((*DRAWN, *OPTIONS, *REMOTE))
+    pytest.param(family, seed, marks=[] if seed == 0 and family in ALONE else [pytest.mark.rest])
+    for family in FAMILIES
     for seed in SEEDS
 ]
 _log = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
+from fixtures.tiers import quick_of
 from safetensors.torch import load_file, save_file
 from slipstream.errors import CheckpointError
 from slipstream.models import family as families
@@ -111,7 +112,7 @@ def test_a_made_up_family_of_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_tied", quick_of([False, True], [True]))
 def test_sizes_are_those_of_the_model(name: str, is_tied: bool, tmp_path: Path) -> None:
     model = make_model(name, tie_word_embeddings=is_tied, num_hidden_layers=3)
     directory = tmp_path

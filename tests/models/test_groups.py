@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.models.checkpoints import Asker, make_model, make_runner, random_prompts, save
+from fixtures.tiers import quick_of
 from slipstream.core.batch import Batch
 from slipstream.engine.scheduler import Limits
 from slipstream.runner.model_runner import ModelRunner
@@ -209,7 +210,7 @@ def test_greedy_tokens_beyond_the_window(model: torch.nn.Module, wanted: Talk) -
             assert outputs == greedy(model, prompt, outputs)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", quick_of(WAYS, {"trouble, little room, host memory"}))
 def test_the_same_bits_whatever_happens(name: str, checkpoint: Path, wanted: Talk) -> None:
     way = WAYS[name]
     other = talk(checkpoint, way)

@@ -34,6 +34,12 @@ CASES = {  # family, case of its matrices: how a GPU keeps them
         "gptq-v1-4-32",
     ): "dequantised",  # inputs of each expert have an order of their own
 }
+QUICK = {  # of bits, and of what is not packed
+    ("mixtral", "awq-gemm-32"),
+    ("qwen3_moe", "modelopt-int8"),
+    ("qwen3_moe", "modelopt-mxfp4"),
+    ("mixtral", "gptq-v1-4-32"),
+}
 
 
 def experts_of(runner: ModelRunner) -> list[Experts]:
@@ -49,7 +55,10 @@ def kept(matrix: ExpertMatrix) -> str:
     return "dequantised" if groups is None or groups.packing.bits == 32 else str(groups.packing)
 
 
-@pytest.mark.parametrize(("family", "case"), CASES)
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.rest) for each in CASES],
+)
 def test_a_gpu_keeps_experts(
     family: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,31 +15,10 @@ from fixtures.models.checkpoints import (
     random_prompts,
     save,
 )
-from fixtures.models.parity import GEMMA, GRID, OTHERS, check_against
+from fixtures.models.parity import GEMMA, GRID, QUICK, check_against
 from fixtures.tiers import quick_of
 
 GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-QUICK = {  # every family, and every way of a feature once
-    "wide group",
-    "heads of 96",
-    "all biases, tied",
-    "llama3",
-    "yarn, mscale",
-    "qwen2 yarn",
-    "qwen3 biases, tied",
-    "qwen3, a window by layer types",
-    "mistral, a window of no whole blocks",
-    "gemma3, stretched",
-    "mixtral, a window",
-    "qwen2 moe, dense layers",
-    "qwen3 moe",
-    "olmoe, one key head",
-    "phimoe",
-    "gpt-oss",
-    "gpt2",
-    "gpt_neox",
-    *OTHERS,
-}
 
 
 @pytest.mark.parametrize("name", quick_of(GRID, QUICK))

@@ -65,7 +65,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", quick_of(SETTINGS, {"host memory", "two stages of two"}))
+@pytest.mark.parametrize("name", quick_of(SETTINGS, {"two stages of two"}))
 def test_the_scheduler_sees_results_late(name: str, llama: Path) -> None:
     """Through the engine: several steps in flight, chunks, reuse, host memory, drafts."""
     settings = dict(SETTINGS[name])

@@ -136,7 +136,7 @@ def test_what_is_no_prefix_of_the_model_is_refused_by_name(tmp_path: Path) -> No
     assert "num_layers" in refusal(table, layers, num_layers=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "deepseek_v2"])
+@pytest.mark.parametrize("family", quick_of(["qwen3", "deepseek_v2"], ["qwen3"]))
 def test_keys_that_cannot_be_brought_are_refused(family: str, tmp_path: Path) -> None:
     runner = make_runner(save(make_model(family), tmp_path / "base"))
     directory = write_prefix(tmp_path / "prefix", torch.randn(3, 512), 2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fixtures.quantize import tiny
 from fixtures.scripts import scripts
+from fixtures.tiers import quick_of
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.profiles import (
@@ -271,7 +272,7 @@ def test_a_rank_costs_what_its_engine_will_have(recorded_shape, tensor, pipeline
     assert (found.one_ms < alone.one_ms) == (tensor > 1)
 
 
-@pytest.mark.parametrize("goal", GOALS)
+@pytest.mark.parametrize("goal", quick_of(GOALS, {"latency"}))
 def test_the_command_prints_costs_and_the_options_of_compose(goal, capsys):
     words = ["profile", "select", "--checkpoint", str(CHECKPOINT), "--gpus", "H100", "H100"]
     assert cli.main([*words, "--goal", goal]) == 0

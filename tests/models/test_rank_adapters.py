@@ -303,7 +303,8 @@ def test_lengths_are_of_the_terms_that_are_stored(tmp_path: Path) -> None:
             assert all(map(torch.equal, one[1:], other[1:])), place
 
 
-@pytest.mark.parametrize("name", quick_of(BASES, {"bnb-nf4"}))
+@pytest.mark.rest
+@pytest.mark.parametrize("name", BASES)
 def test_rows_of_a_quantised_matrix_are_as_long_as_they_are_multiplied(
     name: str, tmp_path: Path
 ) -> None:
@@ -315,7 +316,7 @@ def test_rows_of_a_quantised_matrix_are_as_long_as_they_are_multiplied(
 FORMS = ("none", "int8", "int4", "bnb-nf4", "gptq-v1-4-32", "awq-gemm-32", "modelopt-fp8")
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", quick_of(FORMS, {"int8", "gptq-v1-4-32"}))
 def test_a_matrix_in_memory_has_the_rows_that_it_multiplies_by(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -397,7 +398,7 @@ def answers(house: House, seed: int, num_stages: int = 1) -> list[list[int]]:
 RANKS_OF = {"2 ranks": (2, 1), "2 stages": (1, 2), "4 ranks": (4, 1), "2 stages of 2": (2, 2)}
 
 
-@pytest.mark.parametrize("name", quick_of(RANKS_OF, {"2 ranks", "2 stages"}))
+@pytest.mark.parametrize("name", quick_of(RANKS_OF, {"2 stages"}))
 def test_requests_loads_and_caches_do_not_know(name: str, tmp_path: Path) -> None:
     """Reload, unload, tables of requests, preemption, host memory, and a pool of few pages."""
     options = {"kv_cache_tokens": 200, "kv_cache_host_bytes": 1 << 19, "adapter_memory": 1 << 19}

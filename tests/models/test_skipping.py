@@ -10,6 +10,7 @@ from fixtures.models import phi3small, remote_drawn
 from fixtures.models.checkpoints import Driver, Generation, make_runner, random_prompts
 from fixtures.models.parity import check_against, engine_greedy
 from fixtures.models.remote import Remote
+from fixtures.tiers import quick_of
 from slipstream.config import EngineConfig
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import CheckpointError, ConfigError
@@ -69,7 +70,7 @@ def seen_by(row: torch.Tensor, length: int, kv_heads: int, block: int) -> tuple[
     return set(at[:length]), {b % kv_heads for b in blocks}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", quick_of(range(12), range(3)))
 def test_rows_of_heads_see_what_the_mask_says(seed: int) -> None:
     """The rows are decodes, or chunks that begin anywhere, with empty ones among them."""
     rng = random.Random(seed)
@@ -161,7 +162,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", quick_of(SETTINGS, ("chunks and reuse", "host memory", "drafts")))
 def test_the_scheduler_does_not_know(name: str, small: tuple[Path, Remote]) -> None:
     """Through the engine: prefix hits, copies to host memory and back, drafts, preemption."""
     path, model = small
@@ -176,7 +177,7 @@ def test_the_scheduler_does_not_know(name: str, small: tuple[Path, Remote]) -> N
 BOUNDS = {"fp8": 0.1, "int8": 0.05, "int4": 0.5}
 
 
-@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("name", quick_of(BOUNDS, ("int8",)))
 def test_caches_in_fewer_bits(name: str, small: tuple[Path, Remote]) -> None:
     """Logits are as near to fp64's as the format is fine: what is skipped is the same."""
     path, model = small

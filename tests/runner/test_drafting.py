@@ -21,6 +21,7 @@ from fixtures.models.drafters import (
     save_eagle3,
     save_medusa,
 )
+from fixtures.tiers import quick_of
 from msgspec.structs import replace
 from slipstream.core.batch import Batch
 from slipstream.errors import CheckpointError, ConfigError
@@ -122,7 +123,7 @@ def test_medusa_drafts_are_those_of_the_definition(target, tmp_path) -> None:
             assert drafts == [int(logits.argmax()) for logits in heads]
 
 
-@pytest.mark.parametrize("chunk", [5, 1000])
+@pytest.mark.parametrize("chunk", quick_of([5, 1000], [5]))
 def test_eagle3_drafts_are_those_of_the_definition(chunk, target, tmp_path) -> None:
     tensors = save_eagle3(tmp_path)
     overrides = {"speculation": "eagle3", "draft_checkpoint": str(tmp_path)}
@@ -165,7 +166,7 @@ def test_a_table_without_room_has_shorter_chains(target) -> None:
     assert len(drafts[0]) == 2  # places 6 and 7 of a block of 8
 
 
-@pytest.mark.parametrize("name", ["draft", "medusa", "eagle3"])
+@pytest.mark.parametrize("name", quick_of(["draft", "medusa", "eagle3"], ["eagle3"]))
 def test_deterministic_mode(name, target, tmp_path) -> None:
     directory = str(draft_directory(name, tmp_path))
     found, _ = speculate(
@@ -174,7 +175,7 @@ def test_deterministic_mode(name, target, tmp_path) -> None:
     assert found == plain(target[0], SAMPLED, deterministic=True)
 
 
-@pytest.mark.parametrize("name", ["draft", "medusa", "eagle3"])
+@pytest.mark.parametrize("name", quick_of(["draft", "medusa", "eagle3"], ["medusa"]))
 def test_warming_changes_nothing(name, target, tmp_path) -> None:
     runner = make_runner(
         target[0], speculation=name, draft_checkpoint=str(draft_directory(name, tmp_path))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fixtures.models.checkpoints import make_model, make_runner, save
 from fixtures.models.repeated import Home, repeat
+from fixtures.tiers import quick_of
 from slipstream.config import EngineConfig
 from slipstream.core.laps import Laps
 from slipstream.engine.chores import Chores
@@ -77,7 +78,7 @@ def test_steps_are_measured_with_the_adapters_that_may_come(
     assert {shape for shape, has in seen if has} == {shape for shape, has in seen if not has}
 
 
-@pytest.mark.parametrize("memory", [0, None])
+@pytest.mark.parametrize("memory", quick_of([0, None], [None]))
 def test_where_no_adapter_is_expected_none_is_measured(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, memory: int | None
 ) -> None:

@@ -190,7 +190,9 @@ def total(pid: int) -> Spent:
     return Spent(*map(sum, zip(*spent_by(descendants_of(pid)).values(), strict=True)))
 
 
-@pytest.mark.parametrize("name", [*COMPUTING, *MOVING])
+@pytest.mark.parametrize(
+    "name", quick_of([*COMPUTING, *MOVING], ("its own child computes", "reads"))
+)
 def test_a_rank_that_waits_for_a_child_that_gets_on_is_left_alone(
     name: str, clock: list[float]
 ) -> None:
@@ -267,7 +269,7 @@ def test_programs_that_a_child_starts_now_and_then_hide_no_rank_that_hangs(
 
 
 @pytest.mark.parametrize("name", IDLE_CHILDREN)
-@pytest.mark.parametrize("serves", [True, False], ids=["serves", "starts"])
+@pytest.mark.parametrize("serves", quick_of([True, False], [True]), ids=["serves", "starts"])
 def test_a_child_that_does_nothing_hides_no_rank_that_hangs(
     name: str, serves: bool, clock: list[float]
 ) -> None:

@@ -27,7 +27,7 @@ import time; time.sleep(600)
     [
         ("rest", 1, True),
         ("wake often", 5, True),
-        ("compute", 5, False),
+        pytest.param("compute", 5, False, marks=pytest.mark.rest),
         ("compute in turns", 1, False),
     ],
 )

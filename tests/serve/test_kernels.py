@@ -31,6 +31,7 @@ def parse(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(["kernels", *arguments])
 
 
+@pytest.mark.rest
 def test_a_reader_that_has_enough_is_no_error(checkpoint: Path) -> None:
     config = msgspec.json.encode(EngineConfig(checkpoint=str(checkpoint)))
     reader, writer = os.pipe()

@@ -12,6 +12,7 @@ import textwrap
 
 import pytest
 from fixtures.server.support import LONG, PROMPT, TEXT_MODELS
+from fixtures.tiers import quick_of
 from slipstream_client import (
     AsyncSlipstreamClient,
     Code,
@@ -127,7 +128,7 @@ def test_sequences(sdk, model):
         assert "".join(own) == text
 
 
-@pytest.mark.parametrize("model", STREAMED)
+@pytest.mark.parametrize("model", quick_of(STREAMED, ("tensorrt_llm_bls", "tensorrt_llm")))
 def test_leaving_a_stream_frees_its_blocks(sdk, idle, model):
     prompt = [5, 6, 7] if model == "tensorrt_llm" else PROMPT
     parameters = {"max_tokens": LONG, "min_tokens": LONG, **greedy(model)}
@@ -155,7 +156,7 @@ def test_refusals_are_typed(sdk, model):
     assert caught.value.code is Code.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("model", EVERY_TEXT_MODEL)
+@pytest.mark.parametrize("model", quick_of(EVERY_TEXT_MODEL, ("ensemble",)))
 def test_a_deadline_frees_the_blocks(sdk, idle, model):
     parameters = {"max_tokens": LONG, "min_tokens": LONG, **greedy(model)}
     with idle.cancelling():
@@ -227,6 +228,7 @@ def test_complete_streams_to_the_terminal(sdk, idle):
     assert output == PROMPT + sdk.complete(PROMPT, max_tokens=24).text + "\n"
 
 
+@pytest.mark.rest
 def test_complete_reads_a_prompt_and_stops_at_a_word(sdk, idle):
     arguments = ("complete", "-", "--stop-word", "\n", "--max-tokens", "64")
     process = command(idle, *arguments, stdin=subprocess.PIPE)
@@ -235,6 +237,7 @@ def test_complete_reads_a_prompt_and_stops_at_a_word(sdk, idle):
     assert output == whole[: whole.index("\n") + 1] + "\n"
 
 
+@pytest.mark.rest
 def test_ctrl_c_on_complete_frees_the_blocks(idle):
     process = command(idle, "complete", PROMPT, "--max-tokens", str(LONG))
     assert process.stdout is not None
@@ -256,6 +259,7 @@ def test_a_wrong_parameter_is_one_line(idle):
     assert errors.count("\n") == 1
 
 
+@pytest.mark.rest
 def test_chat_in_plain_words(idle):
     process = command(idle, "chat", "--plain", "--max-tokens", "12", stdin=subprocess.PIPE)
     output, errors = process.communicate("def f():\nimport os\n", timeout=120)
@@ -280,7 +284,7 @@ def test_ctrl_c_in_a_chat_cancels_the_answer_alone(idle):
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
-@pytest.mark.parametrize("line", CURLS)
+@pytest.mark.parametrize("line", quick_of(CURLS, CURLS[::3]))
 def test_the_curl_lines_of_the_document_answer(idle, line):
     shell = line.replace("localhost:8000", idle.http.removeprefix("http://"))
     done = subprocess.run(

@@ -17,7 +17,6 @@ from fixtures.features.table import MODELS, body_of
 from fixtures.server.support import CHECKPOINT, PROMPT, Client, RequestError, serving, text
 from fixtures.tiers import quick_of
 from slipstream_client.cli import main
-from slipstream_contract.tensors import LLMAPI
 from slipstream_serve.server import server_directory
 
 pytestmark = [pytest.mark.triton, pytest.mark.beside]
@@ -98,7 +97,8 @@ def test_both_protocols_give_the_answer_of_the_features(client: Client, case) ->
     assert all(np.allclose(*pair, atol=1e-4) for pair in pairs)
 
 
-@pytest.mark.parametrize("model", quick_of(MODELS, (LLMAPI.name,)))
+@pytest.mark.rest
+@pytest.mark.parametrize("model", MODELS)
 def test_bad_values_are_refused_by_both_protocols_and_no_stream_notices(client, model) -> None:
     with canary(client):
         for bad in bad_bodies(model):

@@ -108,7 +108,7 @@ def test_silence_is_no_closed_connection(watched: Client) -> None:
     assert raw(watched, b"no HTTP at all\r\n\r\n") == (CLOSED, "")
 
 
-@pytest.mark.parametrize("model", [*MODELS, *STAGES])
+@pytest.mark.parametrize("model", quick_of([*MODELS, *STAGES], ("ensemble", STAGES[0])))
 def test_57_an_output_twice_is_answered_once(watched: Client, model: str) -> None:
     outputs = {"tensorrt_llm": "output_ids", STAGES[0]: "INPUT_ID", STAGES[1]: "OUTPUT"}
     name = outputs.get(model, "text_output")
@@ -139,7 +139,9 @@ def test_10_slow_headers_hold_up_nobody(watched: Client, protocol: str) -> None:
             assert watched.stream(model, **text())
 
 
-@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "vllm_model"])
+@pytest.mark.parametrize(
+    "model", quick_of(["ensemble", "tensorrt_llm_bls", "vllm_model"], ("ensemble",))
+)
 def test_14_a_nul_is_a_character(watched: Client, model: str) -> None:
     asked = GOOD[model] | {"text_input": "a = '\0'\n"}
     answer = watched.generate(model, **asked)
@@ -148,7 +150,7 @@ def test_14_a_nul_is_a_character(watched: Client, model: str) -> None:
     assert response["text_output"].ravel()[0].decode() == answer["text_output"]
 
 
-@pytest.mark.parametrize("model", [*TEXTS, "vllm_model"])
+@pytest.mark.parametrize("model", quick_of([*TEXTS, "vllm_model"], ("vllm_model",)))
 def test_33_the_smaller_of_two_bounds_holds(watched: Client, model: str) -> None:
     """LiteLLM sends max_completion_tokens beside a max_tokens of its own, and other names."""
     greedy = {"temperature": 0} if model == "vllm_model" else {}
@@ -166,7 +168,7 @@ def test_33_the_smaller_of_two_bounds_holds(watched: Client, model: str) -> None
     assert response["text_output"].ravel()[0].decode() == want["text_output"]
 
 
-@pytest.mark.parametrize("model", TEXTS)
+@pytest.mark.parametrize("model", quick_of(TEXTS, ("ensemble",)))
 def test_35_the_smallest_temperature_is_greedy(watched: Client, model: str) -> None:
     greedy = watched.generate(model, **text(temperature=0.0, top_k=50))["text_output"]
     tiny = text(temperature=1e-300, top_k=50)
@@ -178,7 +180,7 @@ def test_35_the_smallest_temperature_is_greedy(watched: Client, model: str) -> N
         assert response["text_output"].ravel()[0].decode() == greedy
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", quick_of(MODELS, ("ensemble",)))
 def test_58_an_id_in_use(watched: Client, model: str) -> None:
     """The second is refused by name; the first goes on."""
     first = watched.iterate(model, "the same", **lasting(model))

@@ -20,6 +20,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from fixtures.stages.zoo import byte_level_bpe, save
+from fixtures.tiers import quick_of
 from slipstream_contract.errors import REASONS
 from slipstream_contract.parameters import StageParameters
 from slipstream_contract.stream_state import BeamState, StreamState, pack_beams
@@ -189,7 +190,7 @@ def test_credits_come_back_when_the_server_has_sent_what_it_was_given(
 
 
 @pytest.mark.usefixtures("utils")
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", quick_of([False, True], [True]))
 def test_postprocessing_flags_cancelled_streams_where_the_server_does_not_drop_them(
     repository: Path, runtime: Path, dynamic: bool
 ) -> None:
@@ -203,30 +204,29 @@ def test_postprocessing_flags_cancelled_streams_where_the_server_does_not_drop_t
     model.finalize()
 
 
+# Milliseconds before and between tokens; the first token with a query, and every how many.
+PACES = [
+    (0, 1, 30, 30),
+    (0, 5, 6, 6),
+    (0, 10, 3, 3),
+    (0, 50, 2, 3),
+    (0, 70, 2, 2),
+    (0, 150, 1, 1),
+    (119, 10, 1, 3),
+    (120, 10, 0, 3),
+    (5000, 200, 0, 1),
+]
+
+
 @pytest.mark.usefixtures("utils")
-@pytest.mark.parametrize(
-    ("wait_ms", "pace_ms", "first", "every"),
-    [
-        (0, 1, 30, 30),
-        (0, 5, 6, 6),
-        (0, 10, 3, 3),
-        (0, 50, 2, 3),
-        (0, 70, 2, 2),
-        (0, 150, 1, 1),
-        (119, 10, 1, 3),
-        (120, 10, 0, 3),
-        (5000, 200, 0, 1),
-    ],
-)
+@pytest.mark.parametrize("paces", quick_of(PACES, PACES[2::3]), ids=str)
 def test_the_server_is_queried_now_and_then_for_a_cancel(
     repository: Path,
     runtime: Path,
     monkeypatch: pytest.MonkeyPatch,
-    wait_ms: int,
-    pace_ms: int,
-    first: int,
-    every: int,
+    paces: tuple[int, int, int, int],
 ) -> None:
+    wait_ms, pace_ms, first, every = paces
     stage = importlib.import_module("slipstream_postprocessing.stage")
     models = [post_stage(repository, dynamic=False) for _ in range(2)]
     file, now_ns, asked = CreditFile(runtime / "credits"), [10**12], []
@@ -248,7 +248,7 @@ def test_the_server_is_queried_now_and_then_for_a_cancel(
 
 
 @pytest.mark.usefixtures("utils")
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", quick_of([False, True], [True]))
 def test_a_made_up_state_does_not_reach_the_stream_that_has_the_slot(
     repository: Path, runtime: Path, dynamic: bool
 ) -> None:
@@ -278,22 +278,22 @@ def test_beams_are_texts_of_one_response(repository: Path, runtime: Path) -> Non
     model.finalize()
 
 
+MALFORMED: list[list[list[int]]] = [
+    [[0, 1, 1]],
+    [[-1, 0, 4, 1, 0, 0, 9, 0, 1, 5]],
+    [[-1, 0, 4, 1 << 62, 0, 0, 1, 0, 1, 5]],
+    [],
+    [[-1, 0, 3, 0, 0, 0]] * 2,
+    [[-2, 1, 1, 0, 0, 0, 7]],
+    [[1 << 20, 1, 1, 0, 0, 0]],
+    [[0, 1, 4, 0, 0, 0]],
+    [[0, 1, 1, 0, 9, 0]],
+    [[0, 1, 1, 0, 1 << 62, 0]],  # bytes, were they made
+]
+
+
 @pytest.mark.usefixtures("utils")
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [[0, 1, 1]],
-        [[-1, 0, 4, 1, 0, 0, 9, 0, 1, 5]],
-        [[-1, 0, 4, 1 << 62, 0, 0, 1, 0, 1, 5]],
-        [],
-        [[-1, 0, 3, 0, 0, 0]] * 2,
-        [[-2, 1, 1, 0, 0, 0, 7]],
-        [[1 << 20, 1, 1, 0, 0, 0]],
-        [[0, 1, 4, 0, 0, 0]],
-        [[0, 1, 1, 0, 9, 0]],
-        [[0, 1, 1, 0, 1 << 62, 0]],  # bytes, were they made
-    ],
-)
+@pytest.mark.parametrize("rows", quick_of(MALFORMED, MALFORMED[::4]))
 def test_a_malformed_stream_state_is_refused(
     repository: Path, runtime: Path, rows: list[list[int]]
 ) -> None:
