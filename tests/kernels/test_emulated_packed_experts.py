@@ -70,7 +70,7 @@ def parts_of(tile: tuple[Form, int]) -> set[Hashable]:
 
 
 def marked(tile: tuple[Form, int]) -> object:
-    """One for the quick tier; for the rest tier enough to have all parts that any has."""
+    """Mark a tile by its tier: one is quick, those of rest have all parts, others are slow."""
     marks = pytest.mark.rest if tile in ALL_PARTS else pytest.mark.slow
     name = f"{tile[0]}, {tile[1]}"
     return pytest.param(tile, marks=() if tile == (FORMS[2], 8) else marks, id=name)

@@ -129,7 +129,7 @@ def test_rings_have_room(rows: int) -> None:
 
 
 def test_it_is_taken_where_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of e4m3 on Hopper, by all tiles above eight rows; not in deterministic mode."""
+    """Products of e4m3 on Hopper have its tiles above eight rows, but in deterministic mode."""
     mixtral = [(8, 16), (32, 32), (64, 48), (128, 64), (256, 128), (512, 128)]
     before = [tile_rows(2 * n, 8, True, False, HOPPER) for n, _ in mixtral]
     assert tiles_of(HOPPER, False, True)["streamed"] == ()

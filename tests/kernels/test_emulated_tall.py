@@ -90,7 +90,7 @@ def test_tilings_have_room_and_are_compiled(is_ungated: bool) -> None:
 
 
 def test_clusters_fill_the_multiprocessors() -> None:
-    """Of an 8B, from 129 rows on: 85 % of them and more, in full waves."""
+    """GEMMs of an 8B from 129 rows on fill 85 % of them and more, in full waves."""
     for rows in (129, 192, 256, 384, 512, 832, 1024, 2048):
         for inputs, outputs in ((4096, 6144), (4096, 4096), (14336, 4096)):
             tiles = fastest(rows, outputs, inputs // 128, True, 132)
@@ -114,7 +114,7 @@ LAUNCHABLE = frozenset(module.variants())
 def test_every_product_of_129_rows_and_more_has_tiles(
     rows: int, outputs: int, chunks: int, gate: str, target: Target
 ) -> None:
-    """Of int8: the tall GEMM is chosen, by tiles that are compiled, in clusters where there is no
+    """The tall GEMM is chosen for int8, by tiles that are compiled, in clusters where there is no
     gate; on a part of a GPU, too.
     """
     made = product(rows, outputs, 128 * chunks, gate, target)
@@ -126,7 +126,7 @@ def test_every_product_of_129_rows_and_more_has_tiles(
 
 
 def product(rows: int, outputs: int, inputs: int, gate: str, target: Target) -> Spec:
-    """Of int8, with its scales."""
+    """Return a product of int8 with its scales."""
     return Spec(
         *(rows, inputs, outputs, INT8, INT8, torch.bfloat16),
         *("", "both", False, gate, False, True, True, True, True, target),

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.models.quantised import NAME, K, N, Tensors, directory_of
+from fixtures.models.quantised import Tensors, directory_of, read_matrix
 from safetensors import safe_open
 from slipstream.errors import CheckpointError
-from slipstream.models.axes import TensorNames
-from slipstream.models.weights import FileSource, ShapeSource
-from slipstream.quant.matrix import Kind, QuantMatrix, dequantise
+from slipstream.quant.matrix import Kind, dequantise
 
 FILE = Path(__file__).parents[1] / "fixtures" / "quant" / "compressed.safetensors"
 # Case -> kind, inputs of a group, whether there are zeros, what rows are to be rounded to.
@@ -47,23 +45,11 @@ def read_case(case: str) -> tuple[Tensors, torch.Tensor, dict[str, Any]]:
         return found, found.pop("want"), json.loads(file.metadata()[case])
 
 
-def read(directory: Path) -> QuantMatrix:
-    """Read it, after its shapes were checked; nothing may be left over."""
-    for source in (
-        ShapeSource(directory, TensorNames()),
-        FileSource(directory, torch.device("cpu"), TensorNames()),
-    ):
-        matrix = source.quantized(NAME, N, K)
-        assert matrix is not None
-        source.finish()
-    return matrix
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_library_wrote_is_what_it_reads(case: str, tmp_path: Path) -> None:
     """`tests/fixtures/quant/write_compressed.py` re-makes the files."""
     tensors, want, config = read_case(case)
-    matrix = read(directory_of(tmp_path, tensors, config))
+    matrix = read_matrix(directory_of(tmp_path, tensors, config))
     found = (matrix.kind, matrix.group, matrix.zeros is not None, matrix.row_type)
     assert found == CASES[case]
     # compressed-tensors scales e2m1 in bfloat16.
@@ -81,7 +67,7 @@ def test_another_configuration_is_refused(case: str, tmp_path: Path) -> None:
         weights = config["config_groups"]["group_0"]["weights"]
         weights["type"] = "int" if weights["type"] == "float" else "float"
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        read(directory_of(tmp_path, tensors, config))
+        read_matrix(directory_of(tmp_path, tensors, config))
 
 
 def test_scales_in_a_byte_that_are_no_number_are_refused(tmp_path: Path) -> None:
@@ -89,10 +75,10 @@ def test_scales_in_a_byte_that_are_no_number_are_refused(tmp_path: Path) -> None
     scales = torch.full_like(tensors["weight_scale_inv"].view(torch.uint8), 255)
     tensors["weight_scale_inv"] = scales.view(torch.float8_e8m0fnu)
     with pytest.raises(CheckpointError, match=r"up_proj\.weight_scale_inv holds NaN"):
-        read(directory_of(tmp_path, tensors, config))
+        read_matrix(directory_of(tmp_path, tensors, config))
 
 
 def test_experts_in_fp4_are_refused(tmp_path: Path) -> None:
     tensors, _, config = read_case("fp8-float")
     with pytest.raises(CheckpointError, match="expert_dtype = 'fp4' is not fp8"):
-        read(directory_of(tmp_path, tensors, config | {"expert_dtype": "fp4"}))
+        read_matrix(directory_of(tmp_path, tensors, config | {"expert_dtype": "fp4"}))

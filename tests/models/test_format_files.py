@@ -8,29 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.models.quantised import NAME, K, N, Tensors, config_of, directory_of, tensors_of
+from fixtures.models.quantised import (
+    NAME,
+    K,
+    N,
+    Tensors,
+    config_of,
+    directory_of,
+    read_matrix,
+    tensors_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.errors import CheckpointError
 from slipstream.models.axes import TensorNames
 from slipstream.models.formats.module import num_words, unpack
 from slipstream.models.formats.registry import table
-from slipstream.models.weights import FileSource, ShapeSource
-from slipstream.quant.matrix import Kind, QuantMatrix, dequantise
+from slipstream.models.weights import FileSource
+from slipstream.quant.matrix import Kind, dequantise
 
 CPU = torch.device("cpu")
-
-
-def read(directory: Path) -> QuantMatrix:
-    """Read it, after its shapes were checked; nothing may be left over."""
-    for source in (
-        ShapeSource(directory, TensorNames()),
-        FileSource(directory, CPU, TensorNames()),
-    ):
-        matrix = source.quantized(NAME, N, K)
-        assert matrix is not None
-        source.finish()
-    return matrix
 
 
 KINDS = {
@@ -64,7 +61,7 @@ KINDS = {
 def test_what_a_library_packed_is_what_it_means(case: str, tmp_path: Path) -> None:
     """`tests/fixtures/quant/write.py` re-makes the files."""
     tensors, want = tensors_of(case)
-    matrix = read(directory_of(tmp_path, tensors, config_of(case)))
+    matrix = read_matrix(directory_of(tmp_path, tensors, config_of(case)))
     assert matrix.kind is KINDS[case]
     # int8 of bitsandbytes multiplies by 1 / 127, rounded.
     torch.testing.assert_close(dequantise(matrix)[::8], want, rtol=1e-6, atol=1e-7)
@@ -76,11 +73,11 @@ def test_inputs_are_scaled_behind_a_pre_quant_scale(tmp_path: Path) -> None:
     directory = directory_of(
         tmp_path, tensors | {"pre_quant_scale": factors}, config_of("modelopt-int4")
     )
-    found = read(directory)
+    found = read_matrix(directory)
     assert found.row_type == ""
     torch.testing.assert_close(dequantise(found)[::8], want * factors)
     config = config_of("modelopt-int4") | {"quant_algo": "W4A8_AWQ"}
-    found = read(directory_of(tmp_path, tensors | {"pre_quant_scale": factors}, config))
+    found = read_matrix(directory_of(tmp_path, tensors | {"pre_quant_scale": factors}, config))
     assert found.row_type == "e4m3"
     torch.testing.assert_close(dequantise(found)[::8], want * factors)
 
@@ -240,7 +237,7 @@ def test_a_bad_file_is_refused_by_name(name: str, tmp_path: Path) -> None:
     config = config_of(case)
     spoil(tensors, config)
     with pytest.raises(CheckpointError) as caught:
-        read(directory_of(tmp_path, tensors, config))
+        read_matrix(directory_of(tmp_path, tensors, config))
     assert words in str(caught.value)
     assert str(tmp_path) in str(caught.value)
 
@@ -249,10 +246,10 @@ def test_zeros_of_gptq_that_wrap_are_said(tmp_path: Path, caplog: pytest.LogCapt
     tensors, _ = tensors_of("gptq-v1-4-32")
     config = config_of("gptq-v1-4-32") | {"meta": {"quantizer": ["auto_gptq:0.7"]}}
     with caplog.at_level(logging.INFO):
-        read(directory_of(tmp_path / "whole", tensors, config))
+        read_matrix(directory_of(tmp_path / "whole", tensors, config))
         assert not any("wrap" in line for line in caplog.messages)
         tensors["qzeros"] = torch.full_like(tensors["qzeros"], -1)
-        read(directory_of(tmp_path / "wrapped", tensors, config))
+        read_matrix(directory_of(tmp_path / "wrapped", tensors, config))
     assert any("wrap to 0" in line and "auto_gptq:0.7" in line for line in caplog.messages)
 
 
@@ -261,14 +258,14 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     path = directory_of(tmp_path, tensors, config_of("gptq-v2-4-32")) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="truncated"):
-        read(tmp_path)
+        read_matrix(tmp_path)
 
 
 def test_quantised_tensors_need_a_configuration(tmp_path: Path) -> None:
     tensors, _ = tensors_of("gptq-v2-4-32")
     directory_of(tmp_path, tensors, {})
     with pytest.raises(CheckpointError, match=r"qweight is of quantised weights, but .* no config"):
-        read(tmp_path)
+        read_matrix(tmp_path)
 
 
 def test_configurations_of_before_are_read(tmp_path: Path) -> None:
@@ -283,7 +280,9 @@ def test_configurations_of_before_are_read(tmp_path: Path) -> None:
         del config["quant_method"]
         said = {"quantization": config} if file.startswith("hf") else config
         (directory / file).write_text(json.dumps(said))
-        torch.testing.assert_close(dequantise(read(directory))[::8], want, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            dequantise(read_matrix(directory))[::8], want, rtol=1e-6, atol=1e-7
+        )
 
 
 def test_the_documentation_has_the_table_of_formats() -> None:

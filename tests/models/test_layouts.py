@@ -92,7 +92,7 @@ def test_files_without_a_head_are_read_where_it_is_tied(family: str, tmp_path: P
 
 
 def test_files_of_two_ways_to_name_are_refused(tmp_path: Path) -> None:
-    """One name with a prefix: the others should have it, too."""
+    """Where one name has a prefix, the others must have it."""
     without_head("qwen3", tmp_path, is_tied=True)
     rewrite(tmp_path, renamed("norm.", "model.norm."))
     with pytest.raises(CheckpointError, match=r"tensor model\.embed_tokens\.weight is missing"):

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from fixtures.models.quantised import NAME, K, N, Tensors, config_of, directory_of, tensors_of
+from fixtures.models.quantised import (
+    NAME,
+    K,
+    N,
+    Tensors,
+    config_of,
+    directory_of,
+    read_matrix,
+    tensors_of,
+)
 from slipstream.errors import CheckpointError
 from slipstream.models.axes import TensorNames
 from slipstream.models.cache_scheme import says_fp8
@@ -15,7 +24,7 @@ from slipstream.models.formats.compressed_tensors import CompressedTensors
 from slipstream.models.formats.gptq import Gptq
 from slipstream.models.reader import Reader
 from slipstream.models.weights import FileSource, ShapeSource
-from slipstream.quant.matrix import QuantMatrix, dequantise
+from slipstream.quant.matrix import dequantise
 
 # What transformers 5.23 writes of any GPTQ and AWQ that it saves again.
 OF_TRANSFORMERS: dict[str, Any] = {
@@ -72,20 +81,11 @@ def written(folder: Path, case: str, changes: dict[str, Any], more: Tensors | No
     return directory_of(folder, tensors_of(case)[0] | (more or {}), kept)
 
 
-def read(directory: Path) -> QuantMatrix:
-    """Read the matrix, and nothing may be left over."""
-    source = FileSource(directory, torch.device("cpu"), TensorNames())
-    matrix = source.quantized(NAME, N, K)
-    assert matrix is not None
-    source.finish()
-    return matrix
-
-
 @pytest.mark.parametrize("name", READ)
 def test_what_libraries_write_is_read(name: str, tmp_path: Path) -> None:
     case, changes = READ[name]
     want = tensors_of(case)[1]
-    matrix = read(written(tmp_path, case, changes))
+    matrix = read_matrix(written(tmp_path, case, changes))
     torch.testing.assert_close(dequantise(matrix)[::8], want, rtol=1e-6, atol=1e-7)
 
 
@@ -161,14 +161,14 @@ def test_what_contradicts_is_refused(name: str, tmp_path: Path) -> None:
     case, changes, more, words = BAD[name]
     directory = written(tmp_path, case, changes, more)
     with pytest.raises(CheckpointError) as caught:
-        read(directory)
+        read_matrix(directory)
     assert words in str(caught.value)
 
 
 def test_symmetric_zeros_are_those_of_their_version(tmp_path: Path) -> None:
     for case, value in (("gptq-v1-4-32", 0x77777777), ("gptq-v2-4-32", -0x77777778)):
         directory = written(tmp_path / case, case, {"sym": True}, zeros(value))
-        assert read(directory).zeros is None
+        assert read_matrix(directory).zeros is None
 
 
 def test_scales_of_a_cache_by_autofp8() -> None:
@@ -242,6 +242,6 @@ def test_fp8_by_rows_as_fbgemm_has_it(tmp_path: Path) -> None:
     bound = {"input_scale_ub": torch.tensor([1200.0])}
     config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
     tensors = {"weight": codes, "weight_scale": scales}
-    matrix = read(directory_of(tmp_path, tensors | bound, config))
+    matrix = read_matrix(directory_of(tmp_path, tensors | bound, config))
     assert matrix.row_type == "e4m3"
     assert torch.equal(dequantise(matrix), codes.float() * scales)

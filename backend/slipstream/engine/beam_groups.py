@@ -103,7 +103,8 @@ class BeamGroups:
             num_others = 0  # the whole cache is theirs, and has all that the search can need
         for beam in group.live:
             found = cache.match(beam) if admitted or beam is not lead else match
-            found.num_copied *= copies
+            if not copies:
+                found.num_copied = 0
             num_tokens = beam.num_final - 1 if lead.is_spared else beam.num_tokens
             if not cache.admit(beam, found, num_tokens, num_others):
                 for other in admitted:

@@ -25,9 +25,9 @@ class LaunchLead:
         self._clock = clock
         self._took_ns: deque[int] = deque(maxlen=_NUM_SAMPLES)
 
-    def launched(self, decided_ns: int) -> None:
-        """Note a launch, by the time at which the host began to decide it."""
-        self._took_ns.append(self._clock() - decided_ns)
+    def launch_took(self, took_ns: int) -> None:
+        """Note the host's time for a step, from its decision on."""
+        self._took_ns.append(took_ns)
 
     def slack_ns(self, end_ns: float) -> float:
         """Return how long the next decision can wait if the step in flight ends at `end_ns`."""

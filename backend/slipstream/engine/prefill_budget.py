@@ -143,7 +143,7 @@ class PrefillBudget:
         return end_ns
 
     @property
-    def _is_host_late(self) -> bool:
+    def _is_host_slow(self) -> bool:
         return bool(self._launch_ns) and min(self._launch_ns) > self.target_ns
 
     # --- steps ---------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ class PrefillBudget:
         self._is_cut = False
 
     def launch_took(self, took_ns: int) -> None:
-        """Note what the host took to launch the step that started last."""
+        """Note the host's time for the step that started last, from its decision to its launch."""
         if 0 < self._graph_tokens < self._started[-1][2]:
             self._launch_ns.append(took_ns)
 
@@ -207,7 +207,7 @@ class PrefillBudget:
             return _NO_BOUND
         left_ns = self.target_ns - median(self._decodes_ns)
         room = max(_MIN, int(left_ns / max(1.0, self.work_ns(1))))
-        return min(room, self._graph_tokens) if self._is_host_late else room
+        return min(room, self._graph_tokens) if self._is_host_slow else room
 
     def take(self, num_long: int, start: int = 0) -> int:
         """Return how many tokens of `num_long` long prompts the next step may compute.

@@ -262,8 +262,8 @@ class Scheduler:
         )
         return self._build_batch(decodes, draft.chunks, copies, has_drafts)
 
-    def launched(self, took_ns: int) -> None:
-        """Note what the host took to schedule and launch the last step."""
+    def launch_took(self, took_ns: int) -> None:
+        """Note the host's time for the last step, from its decision to its launch."""
         self._prefill_budget.launch_took(took_ns)
 
     def commit(self, batch: Batch, sampled: Sampled) -> list[Sequence]:

@@ -128,8 +128,9 @@ class Steps:
             try:
                 launched = self._runner.launch(batch)
                 in_flight.append(_Step(batch, launched, None))
-                self._launch_lead.launched(decided_ns)
-                self._scheduler.launched(self._clock() - decided_ns)
+                took_ns = self._clock() - decided_ns
+                self._launch_lead.launch_took(took_ns)
+                self._scheduler.launch_took(took_ns)
                 if batch.has_masks and guides is not None and guides.num_active:
                     guides.launched(batch, launched)
             except Exception as error:

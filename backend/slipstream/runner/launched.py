@@ -87,7 +87,6 @@ class LaunchedStep:
         finally:  # of a step that failed, too, another may have the places next
             if self._masks is not None:
                 self._masks.close()
-        outcomes = (
-            sampled.outcomes if self._masks is None else self._masks.outcomes(sampled.outcomes)
-        )
-        return replace(sampled, outcomes=outcomes, ended_ago_ns=ago_ns)
+        if self._masks is not None:
+            sampled = replace(sampled, outcomes=self._masks.outcomes(sampled.outcomes))
+        return replace(sampled, ended_ago_ns=ago_ns) if ago_ns else sampled

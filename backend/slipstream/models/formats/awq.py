@@ -49,7 +49,7 @@ class Awq(Format):
             if str(config.get(key)).lower() not in VERSIONS:
                 raise config.refusal(key, f"is not one of {', '.join(VERSIONS)}")
         self._version = str(config.get(said[0])).lower() if said else "gemm"
-        self._blocks = Names(listed_by_turns(config, "modules_in_block_to_quantize"))
+        self.named_blocks = Names(listed_by_turns(config, "modules_in_block_to_quantize"))
         self._group_key = "group_size" if config.has("group_size") else "q_group_size"
         value = config.get(self._group_key)
         self._group = 0 if value == -1 else config.whole(self._group_key, 128)
@@ -64,11 +64,6 @@ class Awq(Format):
     def holds(self, module: Module) -> bool:
         """Whether there are packed weights."""
         return module.has("qweight")
-
-    def check(self, module: Module) -> None:
-        """Take as it is what `modules_in_block_to_quantize` does not name."""
-        if self.holds(module) or not self._blocks.names or self._blocks.has(module.name):
-            super().check(module)
 
     def units(self, module: Module, outputs: int, inputs: int) -> tuple[int, int]:
         """Return words of columns, and groups; of rows in their order, words of groups."""

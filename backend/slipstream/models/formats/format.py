@@ -36,6 +36,7 @@ class Format(ABC):
 
     def __init__(self, config: Reader) -> None:
         self.config = config
+        self.named_blocks = Names(())  # where there are any, others may be as they are
         for key, value in config.data.items():
             is_known = key in self.keys or key in _STAGES
             if not is_known and value not in (None, False, {}, [], ""):
@@ -62,6 +63,9 @@ class Format(ABC):
 
     def check(self, module: Module) -> None:
         """Raise `CheckpointError` if a matrix is quantised and should not be, or the other way."""
+        named = self.named_blocks
+        if named.names and not self.holds(module) and not named.has(module.name):
+            return
         key = self.excludes(module.name)
         if self.holds(module) and key:
             why = f"leaves out {module.name}, whose tensors are quantised"

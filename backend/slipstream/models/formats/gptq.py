@@ -82,7 +82,7 @@ class Gptq(Format):
         self._desc_act = config.flag("desc_act", default=False)
         self._static = config.flag("static_groups", default=False)
         self._dynamic, self._extra = config.child("dynamic"), config.child("extra_config")
-        self._blocks = Names(listed_by_turns(config, "modules_in_block_to_quantize"))
+        self.named_blocks = Names(listed_by_turns(config, "modules_in_block_to_quantize"))
         self._rules = [self._compiled(each) for each in self._dynamic.data]
         self._extra_rules = [
             (compiled(self._extra, each, each), each)
@@ -141,11 +141,6 @@ class Gptq(Format):
     def excludes(self, name: str) -> str:
         """Return `dynamic` or AutoRound's `extra_config`, whose rule leaves the module out."""
         return self._rule(name)[0]
-
-    def check(self, module: Module) -> None:
-        """Take as it is what `modules_in_block_to_quantize` does not name."""
-        if self.holds(module) or not self._blocks.names or self._blocks.has(module.name):
-            super().check(module)
 
     def holds(self, module: Module) -> bool:
         """Whether there are packed weights."""

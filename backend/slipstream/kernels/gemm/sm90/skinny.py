@@ -1,5 +1,5 @@
-"""Skinny GEMMs, of up to 128 rows, on Hopper's tensor cores (sm_90a): memory-bound. Of some 180
-rows, too, where 16 bits have a gate.
+"""Skinny GEMMs, of up to 128 rows, on Hopper's tensor cores (sm_90a): memory-bound. Gated ones of
+16 bits have 169 to 192 rows, too.
 
 A tile of weight rows belongs to one CTA, or to a cluster of CTAs that share out the width where
 there are few rows.
