@@ -19,7 +19,7 @@ from slipstream_contract.retention import Retention
 from slipstream_contract.sampling import SamplingParams
 from slipstream_contract.urgency import DEFAULT_PRIORITY
 
-PROTOCOL = 14
+PROTOCOL = 15
 
 
 class FinishReason(StrEnum):
@@ -131,6 +131,16 @@ class ToBridge(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A message from the engine."""
 
 
+class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that requests may name."""
+
+    name: str
+    path: str
+    rank: int  # the largest
+    num_bytes: int
+    digest: str  # in hexadecimal
+
+
 class Welcome(ToBridge, frozen=True):
     """The answer to `Hello`: the engine accepts requests."""
 
@@ -144,6 +154,7 @@ class Welcome(ToBridge, frozen=True):
     dtype: str = ""  # of weights and activations, as float32
     device: str = ""  # cpu or cuda
     has_thinking: bool = False  # the model marks where its thinking ends, so a budget has an effect
+    adapters: list[AdapterInfo] = []  # that it has now; `Adapters` says what changes
 
 
 class Refused(ToBridge, frozen=True):
@@ -250,18 +261,8 @@ class Rejected(ToBridge, frozen=True):
     reason: str = ""  # name of the limit, for metrics; empty: see `code`
 
 
-class AdapterInfo(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter that requests may name."""
-
-    name: str
-    path: str
-    rank: int  # the largest
-    num_bytes: int
-    digest: str  # in hexadecimal
-
-
 class Adapters(ToBridge, frozen=True):
-    """Adapters: all after `Welcome`, if there are any, and to all bridges what has changed."""
+    """Adapters that have changed since `Welcome`, sent to all bridges."""
 
     adapters: list[AdapterInfo]  # new, or of names that point to others now
     removed: list[str] = []  # names

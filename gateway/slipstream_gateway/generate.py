@@ -142,9 +142,9 @@ class Generator:
         body = dialect.to_chat(given) if at == CHAT else given
         TABLES[at].check(body)
         ignored = TABLES[at].ignored(body) + dialect.ignored(given)
-        model = self._models.find(body.get("model"))
+        model, adapter = self._models.resolve(body.get("model"))
         text = model.ready_text()
-        if adapter := model.adapter_of(body.get("model")):
+        if adapter:
             if body.get("lora_name") not in (None, "", adapter):
                 raise ApiError(
                     400, f"model is the adapter {adapter!r}, lora_name another one", "lora_name"

@@ -102,21 +102,11 @@ class Model:
         return tuple(dict.fromkeys(own if welcome is None else (welcome.model, *own)))
 
     @property
-    def adapters(self) -> Mapping[str, wire.AdapterInfo]:
-        """The adapters that its engine has, by name."""
-        return self.engine.connection.adapters
-
-    def adapter_of(self, name: object) -> str:
-        """Return the adapter that a request's `model` names; empty: the model itself."""
-        is_adapter = isinstance(name, str) and name not in self.names and name in self.adapters
-        return str(name) if is_adapter else ""
-
-    @property
-    def may_have_more(self) -> bool:
-        """Whether its engine may have adapters, but is away, so that no name of one is known."""
-        config = self.config
+    def adapters(self) -> Mapping[str, wire.AdapterInfo] | None:
+        """The adapters that its engine has, by name; None: it may have some, but is away."""
+        config, found = self.config, self.engine.connection.adapters
         can_have = config.adapters or config.adapter_root or config.adapter_dir
-        return bool(can_have) and self.engine.welcome() is None
+        return {} if found is None and not can_have else found
 
     @property
     def is_loaded(self) -> bool:
@@ -140,6 +130,19 @@ class Model:
         fault = self._fault or self._starter.failure()
         message = fault or "the engine is not up yet; try again"
         raise ContractError(message, Code.UNAVAILABLE, "engine_down")
+
+    def check_engine(self) -> None:
+        """Raise ContractError, the one of a request, while no engine is there to take any.
+
+        An engine is there once the text side has been made for it, too; a text side that cannot
+        be made is not the engine's: requests say so.
+        """
+        if self.text is None and not self._unreadable:
+            self.ready_text()
+        if self.engine.connection.adapters is None:
+            raise ContractError(
+                "the engine is not running; it is being restarted", Code.UNAVAILABLE, "engine_down"
+            )
 
     def close(self) -> None:
         """End the connection."""
@@ -202,28 +205,34 @@ class Models:
         return models if len(models) == 1 else tuple(m for m in models if m.is_loaded)
 
     def find(self, name: object) -> Model:
-        """Return the model of that name; without a name the only one.
+        """Return what `resolve` does, without the adapter. Raises what that does."""
+        return self.resolve(name)[0]
 
-        A deployment's own name goes before public names, which several may share.
+    def resolve(self, name: object) -> tuple[Model, str]:
+        """Return the model of that name, without a name the only one, and the adapter, or "".
+
+        A deployment's own name goes before public names, which several may share. The adapters of
+        an engine are looked at once: it may end, or come, at any moment.
 
         Raises ApiError, or ContractError for a name that an engine may know which is away.
         """
         models = self.all
         if name is None or name == "":
             if len(models) == 1:
-                return models[0]
+                return models[0], ""
             raise ApiError(400, f"model is missing: it is one of {self._known()}", "model")
         if not isinstance(name, str):
             raise ApiError(400, f"model is {name!r:.64}, not a text", "model")
         own = [model for model in models if model.deployment.name == name]
         found = own or [model for model in models if name in model.names]
-        found = found or [model for model in models if model.adapter_of(name)]
+        adapters = [] if found else [(model, model.adapters) for model in models]
+        found = found or [model for model, its in adapters if its is not None and name in its]
         if len(found) == 1:
-            return found[0]
+            return found[0], name if adapters else ""
         if found:
             those = ", ".join(model.deployment.name for model in found)
             raise ApiError(400, f"model {name!r:.128} is the name of several: {those}", "model")
-        for away in (model for model in models if model.may_have_more):
+        for away in (model for model, its in adapters if its is None):
             raise ContractError(
                 f"the engine of {away.names[0]}, which may have {name!r:.128}, is not running; it "
                 "is being restarted",
@@ -243,11 +252,27 @@ class Models:
             for model, name in pairs
             if name == model.deployment.name or (count[name] == 1 and name not in own)
         ]
-        adapters = [(model, name) for model in self.all for name in sorted(model.adapters)]
+        adapters = [(model, name) for model in self.all for name in sorted(model.adapters or ())]
         named = Counter(name for _, name in adapters)
         return shown + [
             (model, name) for model, name in adapters if named[name] == 1 and name not in count
         ]
+
+    def served(self) -> list[tuple[Model, str]]:
+        """Return those of `named` whose engine takes requests now.
+
+        Raises ContractError, the one of a request, if no engine does.
+        """
+        found, faults = [], []
+        for model in self.all:
+            try:
+                model.check_engine()
+                found.append(model)
+            except ContractError as error:
+                faults.append(error)
+        if faults and not found:
+            raise faults[0]
+        return [(model, name) for model, name in self.named() if model in found]
 
     def _known(self) -> str:
         return ", ".join(name for _, name in self.named())

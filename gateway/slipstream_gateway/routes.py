@@ -100,8 +100,8 @@ class Routes:
     # --- models ---------------------------------------------------------------------------------
 
     async def list_models(self, request: Request) -> Response:
-        """List all names by which requests reach a model."""
-        shown = [_card(model, name) for model, name in self._models.named()]
+        """List all names by which requests reach a model now; 503 if none is up."""
+        shown = [_card(model, name) for model, name in self._models.served()]
         return json_response({"object": "list", "data": shown})
 
     async def show_model(self, request: Request) -> Response:
@@ -109,7 +109,9 @@ class Routes:
         name = request.path_params["name"]
         if not name:
             raise ApiError(404, "/v1/models/ is not served, /v1/models is", None, "not_found")
-        return json_response(_card(self._models.find(name), name))
+        model = self._models.find(name)
+        model.check_engine()
+        return json_response(_card(model, name))
 
     async def load_adapter(self, request: Request) -> Response:
         """Load an adapter under a name, which may have one already."""
@@ -237,7 +239,7 @@ def _token_ids(body: Mapping[str, Any], text: ModelText) -> list[int]:
 
 def _card(model: Model, name: str) -> dict[str, object]:
     """Return a model, or an adapter of it, as `/v1/models` lists it."""
-    adapter = model.adapters.get(model.adapter_of(name))
+    adapter = None if name in model.names else (model.adapters or {}).get(name)
     return {
         "id": name,
         "object": "model",

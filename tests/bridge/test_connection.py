@@ -310,3 +310,27 @@ def test_no_descriptor_is_left(address):
         assert time.monotonic() - begin < 120
         time.sleep(0.05)
     peer.kill()
+
+
+def test_adapters_are_known_from_the_moment_that_the_engine_is(address):
+    """A list that came after `Welcome` had a name called unknown in between."""
+    known: list[object] = []
+    info = wire.AdapterInfo("one", "/one", 4, 8, "00")
+    welcome = wire.Welcome(1, "v", "m", 42, 9, 99, adapters=[info])
+
+    class Looking(threading.Condition):
+        def notify_all(self) -> None:
+            known.append(connection.adapters)
+            super().notify_all()
+
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(address)
+        connection = Connection(address, "m", Ear(), lambda: None)
+        connection._changed = Looking()
+        assert connection.adapters is None
+        who, _ = router.recv_multipart()
+        router.send_multipart([who, wire.encode(welcome)])
+        assert connection.wait_welcome(30) == welcome
+        connection.close()
+    assert known == [{"one": info}]
+    assert connection.adapters is None

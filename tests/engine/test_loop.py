@@ -312,3 +312,14 @@ def test_deep_and_lying_frames_are_dropped(house: House) -> None:
         good.socket.send(frame)
     house.turn_until(lambda: house.loop.num_dropped == len(frames))
     good.complete(0, [1])
+
+
+def test_the_welcome_has_the_adapters_that_there_are(house: House) -> None:
+    """A client knows them as soon as it may send requests."""
+    info = wire.AdapterInfo("one", "/one", 4, 8, "00")
+    house.engine.adapters.infos = lambda: [info]
+    bridge = house.bridge(greet=False)
+    bridge.say(wire.Hello(wire.PROTOCOL, __version__, "late"))
+    welcome = bridge.hear()
+    assert isinstance(welcome, wire.Welcome)
+    assert welcome.adapters == [info]

@@ -9,17 +9,26 @@ from slipstream_gateway.errors import ApiError
 from slipstream_gateway.models import Model, Models
 
 
+class Fake(SimpleNamespace):
+    """A deployment's model, whose engine may be away."""
+
+    def check_engine(self) -> None:
+        if self.adapters is None:
+            raise ContractError("it is away", Code.UNAVAILABLE, "engine_down")
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
 def models(away: str = "", **public: str) -> Models:
     """Make the models of deployments, each with its public name; some engines are away."""
     made = Models.__new__(Models)
     made._by_name = {
-        name: SimpleNamespace(
+        name: Fake(
             deployment=SimpleNamespace(name=name),
             names=(shown, name),
             is_loaded=True,
-            adapters=(),
-            adapter_of=lambda _: "",
-            may_have_more=name in away,
+            adapters=None if name in away else {},
         )
         for name, shown in public.items()
     }
@@ -71,5 +80,50 @@ def test_a_name_that_an_engine_may_know_which_is_away_is_not_called_unknown():
 def test_an_engine_that_is_away_may_have_adapters_if_it_can_have_any(options, is_up, may_have):
     model = Model.__new__(Model)
     model.config = EngineConfig(checkpoint="", **options)
-    model.engine = SimpleNamespace(welcome=lambda: object() if is_up else None)
-    assert model.may_have_more == may_have
+    model.engine = SimpleNamespace(connection=SimpleNamespace(adapters={} if is_up else None))
+    assert (model.adapters is None) == may_have
+
+
+def test_an_adapter_is_found_with_its_model_at_one_look():
+    found = models(a="chat", b="code")
+    looks: list[int] = []
+
+    class Leaving(SimpleNamespace):
+        """A model whose engine ends as soon as somebody has looked at its adapters."""
+
+        @property
+        def adapters(self):
+            looks.append(1)
+            return {"tuned": None} if len(looks) == 1 else None
+
+    found._by_name["a"] = Leaving(deployment=SimpleNamespace(name="a"), names=("a",), is_loaded=1)
+    model, adapter = found.resolve("tuned")
+    assert (model.deployment.name, adapter) == ("a", "tuned")
+    assert found.resolve("b")[1] == ""
+
+
+def test_only_models_that_take_requests_now_are_listed():
+    found = models(away="b", a="chat", b="code")
+    assert [name for _, name in found.served()] == ["chat", "a"]
+    with pytest.raises(ContractError, match="it is away") as down:
+        models(away="ab", a="chat", b="code").served()
+    assert down.value.code is Code.UNAVAILABLE
+
+
+@pytest.mark.parametrize("text", [None, object()])
+@pytest.mark.parametrize("unreadable", ["", "no tokenizer"])
+@pytest.mark.parametrize("adapters", [None, {}])
+def test_a_model_is_listed_if_and_only_if_its_requests_do_not_fail_for_its_engine(
+    text: object, unreadable: str, adapters: object
+):
+    model = Model.__new__(Model)
+    model.text, model._fault, model._unreadable = text, "", unreadable
+    model._starter = SimpleNamespace(failure=lambda: "")
+    model.engine = SimpleNamespace(connection=SimpleNamespace(adapters=adapters))
+    is_up = adapters is not None and (text is not None or bool(unreadable))
+    if is_up:
+        model.check_engine()
+        return
+    with pytest.raises(ContractError) as down:
+        model.check_engine()
+    assert (down.value.code, down.value.reason) == (Code.UNAVAILABLE, "engine_down")

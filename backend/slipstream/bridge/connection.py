@@ -91,7 +91,8 @@ class Connection:
         self._take_prefixes = take_prefixes
         self.status: wire.Status | None = None  # the latest
         self.heard_s = -math.inf  # when the last message came, by time.monotonic()
-        self.adapters: Mapping[str, wire.AdapterInfo] = {}  # of the engine, by name
+        # Of the engine, by name. None: no engine is connected, so nobody knows its adapters.
+        self.adapters: Mapping[str, wire.AdapterInfo] | None = None
         self.num_dropped = 0  # frames that were not messages
         self._address = address
         self._hello = wire.Hello(wire.PROTOCOL, __version__, bridge, os.getpid(), keeps_engine)
@@ -304,7 +305,7 @@ class Connection:
                 self._compare(socket, message)
                 self._answer(message)
             case wire.Adapters():
-                self.adapters = message.onto(self.adapters)
+                self.adapters = message.onto(self.adapters or {})
             case wire.Answered():
                 self._answer(message)
             case wire.Prefixes():
@@ -314,6 +315,7 @@ class Connection:
                 _log.info(
                     "connected to the engine of %s, process %d", message.model, message.engine_pid
                 )
+                self.adapters = wire.Adapters(message.adapters).onto({})
                 with self._changed:
                     self._welcome, self._refusal = message, None
                     self._submit_again(socket)  # before any of them is cancelled
@@ -357,7 +359,7 @@ class Connection:
             was_welcome, self._welcome = self._welcome is not None, None
             self._socket = None
             unanswered = self._ledger.unanswered()
-        self.status, self.adapters = None, {}
+        self.status = self.adapters = None
         if was_welcome:
             self._kept = [] if self._is_closing else unanswered
             self._kept_until_s = time.monotonic() + _KEEP_S

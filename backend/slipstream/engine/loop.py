@@ -255,9 +255,8 @@ class EngineLoop:
         self._keepers.add(bridge, message)
         self._heard_s[bridge] = time.monotonic()
         _log.info("bridge %.64r is connected", message.bridge)
-        self._send(bridge, self._welcome)
-        if adapters := self._engine.adapters.infos():
-            self._send(bridge, wire.Adapters(adapters))
+        adapters = self._engine.adapters.infos()
+        self._send(bridge, msgspec.structs.replace(self._welcome, adapters=adapters))
         if message.prefix_key:
             self._follow(bridge, message.prefix_key)
 

@@ -40,7 +40,7 @@ class RoutedAdapters:
         """Return the adapters that any replica has, by name: requests go to those that have it."""
         found = dict[str, AdapterInfo]()
         for each in self._replicas:
-            found.update(each.connection.adapters)
+            found.update(each.connection.adapters or {})
         return [found[name] for name in sorted(found)]
 
     def start_load(self, name: str, path: str, reply: Reply) -> None:

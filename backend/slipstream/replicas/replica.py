@@ -169,7 +169,7 @@ class Replica:
 
     def adapter_digest(self, name: str) -> bytes | None:
         """Return the digest of an adapter that it has; None: it has none of that name."""
-        info = self.connection.adapters.get(name)
+        info = (self.connection.adapters or {}).get(name)
         return None if info is None else bytes.fromhex(info.digest)
 
     def change_adapters(self, change: Callable[[Connection], None]) -> ContractError | None:
