@@ -91,11 +91,35 @@ def test_files_without_a_head_are_read_where_it_is_tied(family: str, tmp_path: P
         check_tensors(tmp_path)
 
 
+@pytest.mark.parametrize("family", quick_of(TIED, {"falcon", "gpt2", "llama"}))
+def test_the_class_without_a_head_may_be_named(family: str, tmp_path: Path) -> None:
+    """As in files of embedding models: served where embeddings are tied, else the head is named."""
+    model = without_head(family, tmp_path, is_tied=True)
+    expected = read_config(tmp_path)
+    edit_config(tmp_path, architectures=[type(model.base_model).__name__])
+    assert read_config(tmp_path).architecture == expected.architecture
+    check_tensors(tmp_path)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    said = r"\.weight is missing: there is no head, as in .* tie_word_embeddings is not true"
+    with pytest.raises(CheckpointError, match=said):
+        check_tensors(tmp_path)
+
+
+def test_a_missing_bias_of_a_head_is_said_to_be_one(tmp_path: Path) -> None:
+    save(make_model("phi"), tmp_path)
+    rewrite(tmp_path, lambda t: t.pop("lm_head.bias"))
+    with pytest.raises(CheckpointError, match=r"bias is missing: the head of this architecture"):
+        check_tensors(tmp_path)
+    rewrite(tmp_path, lambda t: t.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match=r"bias is missing: there is no head, and the head"):
+        check_tensors(tmp_path)
+
+
 def test_files_of_two_ways_to_name_are_refused(tmp_path: Path) -> None:
     """Where one name has a prefix, the others must have it."""
     without_head("qwen3", tmp_path, is_tied=True)
     rewrite(tmp_path, renamed("norm.", "model.norm."))
-    with pytest.raises(CheckpointError, match=r"tensor model\.embed_tokens\.weight is missing"):
+    with pytest.raises(CheckpointError, match=r"tensor norm\.weight is missing"):
         check_tensors(tmp_path)
 
 

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from fixtures.models.checkpoints import (
 )
 from fixtures.models.parity import check_against
 from fixtures.models.ranks import compare
+from fixtures.tiers import quick_of
 from safetensors.torch import load_file, save_file
 from slipstream.errors import CheckpointError
 from slipstream.models.check import check_tensors
@@ -218,3 +221,65 @@ def test_ranks_and_stages_read_their_part(
     name: str, size: int, num_stages: int, tmp_path: Path
 ) -> None:
     compare(save(make_whole(name, ties=False), tmp_path), size, 211, num_stages)
+
+
+WITHOUT_HEAD = "of the class without a head"
+QUICK = ("gemma 3", "qwen 2 vl")
+# Names of decoder and head, and what those of towers begin with.
+SPELLINGS: dict[str, tuple[str, str, str]] = {
+    "before 4.52": ("language_model.model.", "language_model.lm_head.", ""),
+    "in memory": ("model.language_model.", "lm_head.", "model."),
+    WITHOUT_HEAD: ("language_model.", "", ""),
+    "text model": ("model.text_model.", "lm_head.", "model."),
+    "by itself": ("model.", "lm_head.", ""),
+}
+
+
+def spell(directory: Path, spelling: str, own: Mapping[str, str]) -> None:
+    """Rename the tensors of files whose decoder and head are called as `own` has it."""
+    decoder, head, tower = SPELLINGS[spelling]
+    found, path = {}, directory / "model.safetensors"
+    for name, x in load_file(path).items():
+        if name.startswith(f"{own['lm_head']}."):
+            assert head, "there is none"
+            new = head + name.removeprefix(f"{own['lm_head']}.")
+        elif name.startswith(f"{own['model']}.") and "visual" not in name:
+            new = decoder + name.removeprefix(f"{own['model']}.")
+        else:
+            new = tower + name.removeprefix("model.")
+        found[new] = x
+    save_file(found, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("name", quick_of(CASES, QUICK))
+def test_files_may_spell_names_as_any_class_does(name: str, spelling: str, tmp_path: Path) -> None:
+    """Trainers write what transformers has in memory, and cut the text model out."""
+    ties = spelling == WITHOUT_HEAD
+    if ties and name == "llama 4":
+        pytest.skip("its class without a head is the same")
+    save(make_whole(name, ties), tmp_path)
+    prompt = random_prompts([9], 211)[0]
+
+    def logits() -> torch.Tensor:
+        check_tensors(tmp_path)
+        generation = Generation(prompt, 2)
+        Driver(make_runner(tmp_path), keep_logits=True).finish([generation])
+        return torch.stack(generation.logits)
+
+    expected = logits()
+    spell(tmp_path, spelling, read_config(tmp_path).tensors.own)
+    assert torch.equal(logits(), expected)
+    path = tmp_path / "model.safetensors"
+    twist = f"{SPELLINGS[spelling][0]}twist"
+    save_file(load_file(path) | {twist: torch.ones(2)}, path)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(twist)} .* has no place"):
+        check_tensors(tmp_path)
+
+
+def test_a_head_that_no_file_has_is_said_to_be_missing(tmp_path: Path) -> None:
+    save(make_whole("mistral small", ties=True), tmp_path)
+    spell(tmp_path, WITHOUT_HEAD, read_config(tmp_path).tensors.own)
+    edit_config(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"missing: there is no head.* tie_word_embeddings"):
+        check_tensors(tmp_path)

@@ -21,7 +21,7 @@ from slipstream.models.files import read_json, tensor_entries
 from slipstream.models.gguf.tensors import REFERENCE
 from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader, words
-from slipstream.models.registry import family_of, supported, whole_of, why_not
+from slipstream.models.registry import family_of, supported, whole_of, why_not, with_head
 from slipstream.models.ropes import STILL, by_layer, rope_key
 from slipstream.models.transforms import with_changes
 from slipstream.models.windows import read_windows
@@ -197,6 +197,8 @@ def read_config(directory: Path) -> ModelConfig:
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: {_no_checkpoint(directory)}")
     config = Reader(read_json(directory / "config.json"), str(directory / "config.json"))
+    if "architectures" in config.data:
+        config.data = {**config.data, "architectures": with_head(config.data["architectures"])}
     whole = whole_of(config.data.get("architectures"))
     if whole is None:
         return read_model(config, _architecture(config), directory)

@@ -8,6 +8,12 @@ from slipstream.models import families
 from slipstream.models.family import Family, refused, registered
 from slipstream.models.wrapped import Whole, registered_wholes
 
+# Ends of names of classes without a head, and of those with one; a text model has no tower.
+_HEADS = {
+    "TextModel": ("ForCausalLM", "LMHeadModel"),
+    "Model": ("ForConditionalGeneration", "ForCausalLM", "LMHeadModel"),
+}
+
 
 @cache
 def _import_families() -> None:
@@ -20,6 +26,20 @@ def supported() -> tuple[str, ...]:
     """Return the values of `architectures` in config.json that are served, sorted."""
     _import_families()
     return tuple(sorted(registered()))
+
+
+def with_head(names: object) -> object:
+    """Return the value of `architectures` for the class with a head, where it names one without.
+
+    transformers calls `XModel`, or `XTextModel` for a text model beside a tower, what is below
+    `XForCausalLM`; files of it are served where embeddings are tied.
+    """
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        return names
+    name, known = names[0], {*supported(), *wholes()}
+    end = next((end for end in _HEADS if name.endswith(end) and name not in known), None)
+    found = [] if end is None else [name.removesuffix(end) + head for head in _HEADS[end]]
+    return next(([each] for each in found if each in known), names)
 
 
 def why_not(names: object) -> str:

@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from slipstream.models.mapped import MappedFiles
 from slipstream.models.parts import Part
 from slipstream.models.quantised import Matrices
 from slipstream.models.reading import Region, TensorReader
+from slipstream.models.spelling import HEAD, spelling_of, why_missing
 from slipstream.quant.matrix import QuantMatrix
 
 _log = logging.getLogger(__name__)
@@ -59,8 +60,8 @@ class _Checkpoint:
             tensor_entries(directory, single), tensors.stacked, tensors.turned
         )
         self._unread = set(self._entries)
-        self._lacking = lacking(tensors, self._entries)
-        self._matrices = Matrices(directory, tensors, self, self.stored("lm_head"))
+        self._spelling = spelling_of(tensors, self._entries)
+        self._matrices = Matrices(directory, tensors, self, self.stored(HEAD))
         self._notes: dict[str, int] = {}
 
     @property
@@ -137,16 +138,17 @@ class _Checkpoint:
 
     def stored(self, name: str) -> str:
         """Return the name of a tensor of the decoder in this checkpoint."""
-        return self._tensors.stored(name).removeprefix(self._lacking)
+        return self._spelling.of(self._tensors.stored(name))
 
     def _take(self, name: str, shape: Sequence[int]) -> TensorEntry:
         """Return the tensor's place; raises `CheckpointError` if absent or of another shape."""
         cut = self._cut(name, shape)
         shape = shape if cut is None else cut.whole(shape)
-        change, name = self._tensors.change(name), self.stored(name)
+        change, own, name = self._tensors.change(name), name, self.stored(name)
         entry = self._entries.get(name)
         if entry is None:
-            raise CheckpointError(f"{self._directory}: tensor {name} is missing")
+            why = why_missing(own, self.stored(HEAD), self._entries)
+            raise CheckpointError(f"{self._directory}: tensor {name} is missing{why}")
         if _shape(entry, change) != tuple(shape):
             wanted = f"not {list(shape)}" if change is None else f"which gives no {list(shape)}"
             raise CheckpointError(
@@ -212,20 +214,13 @@ class _Checkpoint:
 
     def finish(self) -> None:
         """Raise `CheckpointError` if a tensor was never read and is not known to be unused."""
-        may_be = self._tensors.may_be_unread
-        left = sorted(n for n in self._unread if not may_be(n) and not may_be(self._lacking + n))
+        may_be, plain = self._tensors.may_be_unread, self._spelling.plain
+        left = sorted(n for n in self._unread if not may_be(n) and not may_be(plain(n)))
         if left:
             file = self._entries[left[0]].file
             raise CheckpointError(
                 f"{file}: tensor {left[0]} (of {len(left)} such) has no place in this architecture"
             )
-
-
-def lacking(tensors: TensorNames, names: Collection[str]) -> str:
-    """Return the prefix that names of a file lack, saved by a class without a head; or nothing."""
-    layers = f"{tensors.stored('model.layers').removeprefix(tensors.prefix)}."
-    has_it = any(name.startswith(tensors.prefix) for name in names)
-    return tensors.prefix if not has_it and any(n.startswith(layers) for n in names) else ""
 
 
 def _is_restored(entry: TensorEntry) -> bool:

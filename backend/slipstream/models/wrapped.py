@@ -12,6 +12,7 @@ from slipstream.models.model_config import ModelConfig
 from slipstream.models.reader import Reader, words
 
 _TEXT = "text_config"
+_CLASS = "model."  # the class without a head, in names since transformers 4.52
 # Keys of the whole checkpoint, which config.json may have in either place.
 _SHARED = words("dtype torch_dtype eos_token_id quantization_config")
 _TIES = "tie_word_embeddings"
@@ -27,7 +28,7 @@ class Whole:
     model_type: config.json's.
     texts: the text model's `model_type` -> its architecture; the first where it is not said.
     decoder, head: what the text model's tensors are called that are `model` and `lm_head` alone.
-    others: prefixes of the names of tensors that are not read.
+    others: prefixes of the names of tensors that are not read, which may lie below `model`, too.
     is_flat: whether keys of the text model may stand beside those of the whole.
     defaults: keys of the text model's class that differ from those of its architecture's.
     ties: whether embeddings are tied where the whole's own keys do not say.
@@ -112,6 +113,7 @@ def within(model: ModelConfig, whole: Whole) -> ModelConfig:
     """Return a text model whose tensors are among those of a checkpoint that sees images."""
     own = {"model": whole.decoder, "lm_head": whole.head, **model.tensors.own}
     assert not any(name.startswith("model.") for name in own), "these names have no prefix"
-    unused = (*model.tensors.unused, *whole.others)
+    others = [other.removeprefix(_CLASS) for other in whole.others]
+    unused = (*model.tensors.unused, *others, *(f"{_CLASS}{other}" for other in others))
     tensors: TensorNames = replace(model.tensors, own=own, unused=unused)
     return replace(model, tensors=tensors, is_text_alone=True)

@@ -9,8 +9,9 @@ from slipstream.models.formats.module import Module
 from slipstream.models.reader import Reader, words
 from slipstream.quant.matrix import QuantMatrix
 
-# Names of a text model beside a tower: in files, in transformers since 4.52, and by itself.
-_TEXTS = ("language_model.model.", "model.language_model.", "model.")
+# Names of a text model beside a tower: in files, in transformers since 4.52, in files of the class
+# without a head, and by itself.
+_TEXTS = ("language_model.model.", "model.language_model.", "language_model.", "model.")
 _STAGES = words("quant_method quantization_status version quant_library producer kv_cache_scheme")
 
 
@@ -105,7 +106,7 @@ def spellings(name: str) -> tuple[str, ...]:
     Files of models that see images have the names of before transformers 4.52, and what is written
     beside them, as llm-compressor's `ignore`, those of the modules in memory.
     """
-    for start in _TEXTS[:2]:
+    for start in _TEXTS[:-1]:
         if name.startswith(start):
             rest = name.removeprefix(start)
             return (name, *(f"{each}{rest}" for each in _TEXTS if each != start))
