@@ -123,6 +123,11 @@ def test_rows_in_int8_are_rounded_behind_factors(
 def test_a_size_of_groups_that_is_said_is_checked(name: str, tmp_path: Path) -> None:
     directory = unpacked(name, tmp_path)
     configured(directory, group_size=16)
+    with pytest.raises(
+        StartError, match=r"hf_quant_config.*group_size = .* contradicts .* = 16 in"
+    ):
+        make_runner(directory)
+    (directory / "hf_quant_config.json").unlink()
     with pytest.raises(StartError, match=r"proj\.weight_scale is \["):
         make_runner(directory)
 

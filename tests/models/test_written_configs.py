@@ -58,6 +58,9 @@ READ: dict[str, tuple[str, dict[str, Any]]] = {
         {"version": None, "format": "gemm", "checkpoint_format": "gemm", "pack_dtype": "int32"},
     ),
     "GPTQ of transformers 5": ("gptq-v1-4-32", OF_TRANSFORMERS | {"format": "gptq"}),
+    "GPTQ of newer GPTQModel": ("gptq-v1-4-32", {"method": "gptq", "format": "gptq"}),
+    "AWQ of newer GPTQModel": ("awq-gemm-32", {"method": "awq", "format": "gemm"}),
+    "fp8 as MiniMax-M2 has it": ("hf-fp8-float", {"fmt": "float8_e4m3fn"}),
     "AutoRound, zeros of version 2": ("gptq-v2-4-32", OF_AUTOROUND),
     "AutoRound of 2024": ("gptq-v1-4-32", {"quant_method": "intel/auto-round"}),
     "AutoRound, a layer in other bits": (
@@ -128,6 +131,7 @@ BAD: dict[str, tuple[str, dict[str, Any], Tensors, str]] = {
         zeros(0x77777777),
         "qzeros are, unless checkpoint_format is gptq",
     ),
+    "another method": ("gptq-v1-4-32", {"method": "qqq"}, {}, "method = 'qqq' is not implemented"),
     "rows in fewer bits": ("gptq-v1-4-32", {"act_bits": 8}, {}, "act_bits = 8 is not implemented"),
     "modules that are no names": (
         "gptq-v1-4-32",

@@ -33,7 +33,7 @@ _READ = words(
     "num_hidden_layers num_attention_heads num_key_value_heads head_dim rms_norm_eps "
     "max_position_embeddings tie_word_embeddings dtype torch_dtype eos_token_id rope_theta "
     "rope_scaling rope_parameters original_max_position_embeddings partial_rotary_factor "
-    "sliding_window layer_types quantization_config"
+    "sliding_window layer_types quantization_config compression_config quantization"
 )
 
 

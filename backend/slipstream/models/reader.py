@@ -34,6 +34,14 @@ class Reader:
         source = "" if key in self.data or key not in self.defaults else " by default"
         return CheckpointError(f"{self._where}: {self._prefix}{name} = {value}{source} {why}")
 
+    @property
+    def title(self) -> str:
+        """Name the object: by its key, and by its file where that is not config.json."""
+        file, key = self._where.rpartition("/")[2], self._prefix.rstrip(".")
+        if file == "config.json" and key:
+            return key
+        return f"{key} of {file}" if key else file
+
     def get(self, key: str) -> object:
         """Return the JSON value, else the default, else None."""
         return self.data.get(key, self.defaults.get(key))

@@ -14,7 +14,8 @@ from slipstream.models.reader import Reader, words
 _TEXT = "text_config"
 _CLASS = "model."  # the class without a head, in names since transformers 4.52
 # Keys of the whole checkpoint, which config.json may have in either place.
-_SHARED = words("dtype torch_dtype eos_token_id quantization_config")
+_QUANTISED = words("quantization_config compression_config quantization")
+_SHARED = words("dtype torch_dtype eos_token_id") | _QUANTISED
 _TIES = "tie_word_embeddings"
 _OWN = words(f"architectures model_type transformers_version {_TEXT}")
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -76,6 +77,9 @@ def text_of(config: Reader, own: Whole) -> Reader:
         data = {**text.data, **shared}
         for key in sorted(config.data.keys() - _SHARED - _OWN - {_TIES}):
             config.ignore(key)
+        for key in sorted(_QUANTISED & shared.keys()):
+            if text.data.get(key) not in (None, shared[key]):
+                text.ignore(key)
     data = {**_defaults(own, data), **data, "architectures": [own.texts[str(kind)]]}
     data[_TIES] = _ties(own, config, text)
     text.data = {key: _rotation(x) if key in _ROPES else x for key, x in data.items()}

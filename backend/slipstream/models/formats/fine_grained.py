@@ -34,7 +34,7 @@ class FineGrained(Format):
     def __init__(self, config: Reader) -> None:
         super().__init__(config)
         for key, known in {
-            "fmt": (None, "e4m3"),
+            "fmt": (None, "e4m3", "float8_e4m3fn"),
             "activation_scheme": (None, "dynamic", "static"),
             "scale_fmt": (None, "ue8m0", "float"),
             "expert_dtype": (None, "fp8"),  # transformers 5 writes it for models without experts

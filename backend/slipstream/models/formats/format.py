@@ -13,6 +13,7 @@ from slipstream.quant.matrix import QuantMatrix
 # without a head, and by itself.
 _TEXTS = ("language_model.model.", "model.language_model.", "language_model.", "model.")
 _STAGES = words("quant_method quantization_status version quant_library producer kv_cache_scheme")
+_METHOD = "method"  # which newer GPTQModel writes beside quant_method
 
 
 class Row(NamedTuple):
@@ -40,6 +41,7 @@ class Format(ABC):
         self.named_blocks = Names(())  # where there are any, others may be as they are
         for key, value in config.data.items():
             is_known = key in self.keys or key in _STAGES
+            is_known = is_known or (key == _METHOD and value in self.methods)
             if not is_known and value not in (None, False, {}, [], ""):
                 raise config.refusal(key, f"is not implemented for {self.title}")
 
@@ -75,7 +77,7 @@ class Format(ABC):
         if is_plain and not self.holds(module) and not key:
             raise module.refusal(
                 "weight",
-                f"is {module.dtype('weight')}, but quantization_config quantises {module.name}",
+                f"is {module.dtype('weight')}, but {self.config.title} quantises {module.name}",
             )
 
 

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from slipstream.models.cache_scheme import MODELOPT, group_size_of
 from slipstream.models.formats.compressed_tensors import powers
 from slipstream.models.formats.format import Format, Row, listed, spellings
 from slipstream.models.formats.module import FLOATS, Module, check_numbers, num_groups, over_rows
@@ -52,7 +53,7 @@ _BLOCK = 128
 class ModelOpt(Format):
     """`W = q * weight_scale (* weight_scale_2)` behind `x * pre_quant_scale`."""
 
-    methods = ("modelopt", "modelopt_fp4")
+    methods = MODELOPT
     title = "ModelOpt"
     rows = (
         Row("FP8, FP8_PER_CHANNEL_PER_TOKEN", "`weight` e4m3, rows too", "F8"),
@@ -165,15 +166,7 @@ def _scales_of(algorithm: str) -> tuple[str, ...]:
 
 def _said(at: Reader, config: Reader) -> int:
     """Return `group_size` of a layer, of all, or in a group of the newer configuration; 0: none."""
-    for each in (at, config):
-        if each.get("group_size"):
-            return each.whole("group_size")
-    groups = config.child("config_groups")
-    for name in groups.data:
-        found = groups.child(name).child("weights")
-        if found.has("group_size"):
-            return found.whole("group_size")
-    return 0
+    return at.whole("group_size") if at.get("group_size") else group_size_of(config)
 
 
 def _shaped(module: Module, outputs: int, inputs: int) -> int:

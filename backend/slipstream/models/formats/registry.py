@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slipstream.models.cache_scheme import quantization_of
+from slipstream.models.cache_scheme import beside_of, quantization_of
 from slipstream.models.formats.awq import Awq
 from slipstream.models.formats.bitsandbytes import BitsAndBytes
 from slipstream.models.formats.compressed_tensors import CompressedTensors
@@ -47,6 +47,8 @@ class Formats:
     def __init__(self, directory: Path, source: RawSource, head: str = "lm_head") -> None:
         self._directory, self._source, self._head = directory, source, head
         self._format = self._chosen(directory)
+        beside = beside_of(directory)
+        self._beside = None if beside is None else ModelOpt(beside)
         self._last: tuple[str, QuantMatrix | None] = ("", None)  # several may be made of one
 
     @staticmethod
@@ -97,6 +99,8 @@ class Formats:
         is_held = self._format.holds(module)
         if is_held or module.name != self._head:
             self._format.check(module)
+            if self._beside is not None:
+                self._beside.check(module)
         return self._format if is_held else None
 
     def is_quantised(self, name: str) -> bool:
