@@ -213,6 +213,8 @@ LEFT: dict[str, tuple[str, dict[str, Any]]] = {
     "ModelOpt": ("modelopt-nvfp4", {"ignore": ["model.language_model.layers.0*"]}),
     "AWQ": ("awq-gemm-32", {"modules_to_not_convert": ["model.language_model.layers.0."]}),
     "fp8": ("hf-fp8-float", {"modules_to_not_convert": [NEW]}),
+    "fp8, expressions": ("hf-fp8-float", {"modules_to_not_convert": ["model.language_.*.up_proj"]}),
+    "bitsandbytes, expressions": ("bnb-nf4", {"llm_int8_skip_modules": [".*layers.[0-3]"]}),
     "bitsandbytes": ("bnb-nf4", {"llm_int8_skip_modules": ["model.language_model.layers.0.mlp"]}),
     "GPTQ": ("gptq-v1-4-32", {"dynamic": {"-:model.language_model": {}}}),
 }
@@ -224,6 +226,18 @@ def test_what_is_left_out_is_named_as_in_memory(name: str, tmp_path: Path) -> No
     config = config_of(case) | changes
     directory = directory_of(tmp_path, {"weight": torch.zeros(N, K)}, config, OLD)
     assert ShapeSource(directory, TensorNames()).quantized(OLD, N, K) is None
+
+
+def test_expressions_end_where_parts_of_names_do(tmp_path: Path) -> None:
+    """As transformers reads them: `mlp.gate` is not `mlp.gate_proj`."""
+    config = config_of("hf-fp8-float") | {"modules_to_not_convert": ["model.layers.*.mlp.up"]}
+    directory = directory_of(tmp_path, {"weight": torch.zeros(N, K)}, config)
+    with pytest.raises(CheckpointError, match="weight is F32, but quantization_config quantises"):
+        ShapeSource(directory, TensorNames()).quantized(NAME, N, K)
+    config["modules_to_not_convert"] = ["model.layers.(*"]
+    directory_of(tmp_path, {"weight": torch.zeros(N, K)}, config)
+    with pytest.raises(CheckpointError, match="which is no regular expression"):
+        ShapeSource(directory, TensorNames()).quantized(NAME, N, K)
 
 
 def test_rules_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 from slipstream_contract.errors import clip
 from torch import Tensor
 
-from slipstream.models.formats.format import Format, Names, Row, listed
+from slipstream.models.formats.format import Format, Row, skipped
 from slipstream.models.formats.module import FLOATS, Module
 from slipstream.models.reader import Reader, words
 from slipstream.quant.matrix import Kind, QuantMatrix, halves
@@ -42,7 +42,7 @@ class BitsAndBytes(Format):
             raise config.refusal("bnb_4bit_quant_type", "is not implemented; nf4 is")
         if self._is_4 and config.get("bnb_4bit_quant_storage") not in (None, "uint8"):
             raise config.refusal("bnb_4bit_quant_storage", "is not uint8")
-        self._excluded = Names(listed(config, "llm_int8_skip_modules"))
+        self._excluded = skipped(config, "llm_int8_skip_modules")
 
     def excludes(self, name: str) -> str:
         """Return `llm_int8_skip_modules` where it has the module or one around it."""

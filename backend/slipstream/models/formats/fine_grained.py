@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from slipstream.models.formats.compressed_tensors import powers
-from slipstream.models.formats.format import Format, Names, Row, listed
+from slipstream.models.formats.format import Format, Row, skipped
 from slipstream.models.formats.module import FLOATS, Module, check_numbers, num_groups, over_rows
 from slipstream.models.reader import Reader, words
 from slipstream.quant.matrix import Kind, QuantMatrix
@@ -51,7 +51,7 @@ class FineGrained(Format):
             raise config.refusal("weight_block_size", "is not two whole numbers")
         self._block = (block[0], block[1]) if is_block and isinstance(block, list) else None
         self._excluded = {
-            key: Names(listed(config, key)) for key in ("modules_to_not_convert", "ignored_layers")
+            key: skipped(config, key) for key in ("modules_to_not_convert", "ignored_layers")
         }
 
     def excludes(self, name: str) -> str:

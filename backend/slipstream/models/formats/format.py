@@ -13,6 +13,7 @@ from slipstream.quant.matrix import QuantMatrix
 # without a head, and by itself.
 _TEXTS = ("language_model.model.", "model.language_model.", "language_model.", "model.")
 _STAGES = words("quant_method quantization_status version quant_library producer kv_cache_scheme")
+SIGNS = frozenset("*+?[](){}|^$\\")  # of regular expressions, which names do not have
 _METHOD = "method"  # which newer GPTQModel writes beside quant_method
 
 
@@ -149,6 +150,16 @@ class Names:
             return True
         own = spellings(module)
         return any(found.match(each) for found in self._expressions for each in own)
+
+
+def skipped(config: Reader, key: str) -> Names:
+    """Return the modules of a list as transformers reads it: names, their parts, or expressions.
+
+    An expression is of the beginning of a name, up to the end of a part. Raises `CheckpointError`.
+    """
+    names = listed(config, key)
+    own = (each for each in names if SIGNS & {*each})
+    return Names(names, [compiled(config, key, rf"(?:{each})(?:(?<=\.)|(?=\.|$))") for each in own])
 
 
 def is_part(name: str, module: str) -> bool:

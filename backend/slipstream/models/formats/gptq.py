@@ -7,6 +7,7 @@ import torch
 from slipstream_contract.errors import clip
 
 from slipstream.models.formats.format import (
+    SIGNS,
     Format,
     Names,
     Row,
@@ -36,7 +37,6 @@ _PACKINGS = (
     *("auto_round:auto_gptq", "auto_round:gptq", "autoround:exllama", "auto_gptq"),
     "auto_round:gptqmodel",
 )
-_SIGNS = frozenset("*+?[](){}|^$\\")  # of regular expressions, which names do not have
 _PLAIN_BITS = 16  # and more: not quantised
 
 
@@ -87,7 +87,7 @@ class Gptq(Format):
         self._extra_rules = [
             (compiled(self._extra, each, each), each)
             for each in self._extra.data
-            if _SIGNS & {*each}
+            if SIGNS & {*each}
         ]
         self._found: dict[str, tuple[str, Reader | None]] = {}  # of modules
         self._settings(config)
