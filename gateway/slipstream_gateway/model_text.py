@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream import wire
+from slipstream_contract.contained import contained
 from slipstream_contract.errors import ContractError
 from slipstream_contract.generation_config import read_defaults
 from slipstream_contract.vocab import TokenBytes
@@ -63,8 +64,9 @@ class ModelText:
     async def run(self, num_bytes: int, work: Callable[[], T]) -> T:
         """Do work on texts: at once if they are short, else in another thread."""
         if num_bytes <= _SHORT_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            return _contained(work)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, _contained, work)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
@@ -79,3 +81,8 @@ class ModelText:
                 raise ContractError(
                     f"{field}[{place}] is {token_id}; the vocabulary has {self.vocab_size} tokens"
                 )
+
+
+def _contained(work: Callable[[], T]) -> T:
+    with contained():
+        return work()

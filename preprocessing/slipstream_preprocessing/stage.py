@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb
+from slipstream_contract.contained import contained
 from slipstream_contract.errors import Code, ContractError, label_of
 from slipstream_contract.inputs import read_parameters, refuse_others
 from slipstream_contract.parameters import StageParameters
@@ -79,7 +80,8 @@ class TritonPythonModel:
             parameters = read_parameters(request)
             if not is_step:  # else the next step reads the others
                 refuse_others(parameters, _PARAMETERS)
-            outputs = encode_batch(self._encoder, inputs, parameters)
+            with contained():
+                outputs = encode_batch(self._encoder, inputs, parameters)
             if is_step:
                 self._gate.pass_on(int(outputs["REQUEST_INPUT_LEN"].max()))
             return pb.InferenceResponse([pb.Tensor(name, value) for name, value in outputs.items()])

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import tokenizers
+from slipstream_contract.contained import contained
 from slipstream_contract.decoder import UnsupportedTokenizerError
 from slipstream_contract.tokenizer_config import AddedToken, TokenizerConfig
 from slipstream_contract.vocab import TokenBytes
@@ -27,7 +28,8 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; compose makes it of other vocabularies")
     try:
-        tokenizer = Tokenizer.from_buffer(path.read_bytes())
+        with contained():
+            tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises bare Exception for what it cannot parse
         raise UnsupportedTokenizerError(f"{path}: {error}") from None
     tokenizer.no_truncation()

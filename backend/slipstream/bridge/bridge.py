@@ -10,6 +10,7 @@ from functools import partial
 
 import msgspec
 import numpy as np
+from slipstream_contract.contained import contained
 from slipstream_contract.errors import Code, ContractError
 from slipstream_contract.request import GenerateRequest
 from slipstream_runtime import draining
@@ -175,7 +176,8 @@ class Bridge:
     def answer(self, reply: Reply, start: Callable[[], None]) -> None:
         """Run `start`; an exception becomes the one, final response, never a traceback."""
         try:
-            start()
+            with contained():
+                start()
             return
         except ContractError as caught:
             error = caught.with_traceback(None)  # which would refer to this frame, and back

@@ -17,6 +17,7 @@ from importlib import import_module
 from math import inf, isfinite
 from typing import Any, Protocol, runtime_checkable
 
+from slipstream_contract.contained import contained
 from slipstream_contract.errors import ContractError, clip
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.limits import MAX_BIASED_TOKENS
@@ -56,7 +57,8 @@ def load_processors(wanted: str) -> Loaded:
     for place in filter(None, (part.strip() for part in wanted.split(","))):
         module, _, class_name = place.partition(":")
         try:
-            processor = getattr(import_module(module), class_name)()
+            with contained():
+                processor = getattr(import_module(module), class_name)()
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise ConfigError(f"logits_processors: {place} cannot be loaded: {reason}") from error
@@ -83,7 +85,8 @@ def _state(loaded: Loaded, name: str, arguments: str) -> State:
         known = f"one of {', '.join(sorted(loaded))}" if loaded else "as none is loaded"
         raise ContractError(f"logits_processors has {clip(name)}, not {known}")
     try:
-        return processor.validate(json.loads(arguments))
+        with contained():
+            return processor.validate(json.loads(arguments))
     except ContractError as error:
         raise ContractError(f"logits_processors.{name}: {error.message}") from None
     except Exception as error:
@@ -103,8 +106,9 @@ class Processed:
     def addends(self, outputs: Sequence[int], drafts: Sequence[int]) -> Mapping[int, float]:
         """Return the edits of the token after outputs and drafts. Raises RuleError."""
         try:
-            made = self._state.edits(self._prompt, [*outputs, *drafts])
-            edits = {int(token_id): float(addend) for token_id, addend in made.items()}
+            with contained():
+                made = self._state.edits(self._prompt, [*outputs, *drafts])
+                edits = {int(token_id): float(addend) for token_id, addend in made.items()}
         except Exception as error:
             reason = f"{type(error).__name__}: {clip(str(error))}"
             raise RuleError(f"{self.field} failed: {reason}") from error

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from slipstream_contract.contained import ProcessEnd
 from slipstream_contract.vocab import TokenBytes
 from slipstream_runtime.locking import locked
 from slipstream_runtime.ranks import RankMemory
@@ -104,7 +105,7 @@ def load(
 
 
 def _exit(number: int, frame: FrameType | None) -> None:
-    sys.exit(0)
+    raise ProcessEnd(0)
 
 
 def main(arguments: list[str] | None = None, make: Make = load) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
+from slipstream_contract.contained import contained
 from slipstream_contract.guide import Guide
 
 from slipstream.guide.interface import (
@@ -116,7 +117,8 @@ class Workers:
 
     def _set_up(self) -> None:
         try:
-            self._compiler = self._make()
+            with contained():
+                self._compiler = self._make()
         except GuideError as error:
             self._failure = error
         except Exception as error:
@@ -175,7 +177,8 @@ class Workers:
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._buffer))
         start = time.perf_counter()
         try:
-            errors = compiler.fill_all([fill.matcher for fill in fills], address)
+            with contained():
+                errors = compiler.fill_all([fill.matcher for fill in fills], address)
         except Exception:  # of one of them: the others are made again
             _log.exception("a mask among %d could not be made", len(fills))
             for fill in fills:
@@ -244,7 +247,8 @@ class Workers:
             assert self._failure is not None
             return self._failure
         try:
-            return self._compiler.compile(guide)
+            with contained():
+                return self._compiler.compile(guide)
         except GuideError as error:
             return error
         except Exception as error:  # of a library, about a text from outside
@@ -264,7 +268,8 @@ class Workers:
         start = time.perf_counter()
         address = ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
         try:
-            (error,) = self._compiler.fill_all([fill.matcher], address)
+            with contained():
+                (error,) = self._compiler.fill_all([fill.matcher], address)
         except Exception as caught:
             _log.exception("a mask could not be made")
             return caught
