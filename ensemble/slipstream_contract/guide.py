@@ -192,6 +192,7 @@ _VLLM_FLAGS = ("disable_any_whitespace", "disable_additional_properties")
 _IGNORED = {"disable_fallback": (None, False, True), "backend": (None, ""), "_backend": (None, "")}
 _FLAT = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
 _FLAT["guided_whitespace_pattern"] = "whitespace_pattern"
+_MAY_BE_FALSE = ("json_object", _IN_THINKING, *_VLLM_FLAGS, *_IGNORED)
 _EMPTY: tuple[object, ...] = (None, "", {})  # of `structured_outputs`: no guide
 VLLM_NAMES = frozenset({STRUCTURED, OLD, *_FLAT})
 
@@ -199,7 +200,9 @@ VLLM_NAMES = frozenset({STRUCTURED, OLD, *_FLAT})
 def vllm_guide(given: Mapping[str, object]) -> Guide | None:
     """Return the guide among vLLM's parameters; None without one. Raises ContractError."""
     named = {name: given[name] for name in (STRUCTURED, OLD) if given.get(name) not in _EMPTY}
-    flat = {name: given[name] for name in _FLAT if not _is_nothing(given.get(name))}
+    flat = {
+        name: given[name] for name, key in _FLAT.items() if not _is_nothing(key, given.get(name))
+    }
     if len(named) + bool(flat) > 1:
         both = " and ".join([*named, *list(flat)[:1]])
         raise ContractError(f"{both} are given but mean the same")
@@ -213,8 +216,9 @@ def vllm_guide(given: Mapping[str, object]) -> Guide | None:
 _UNFLAT = {name: flat for flat, name in _FLAT.items()}
 
 
-def _is_nothing(value: object) -> bool:
-    return value is None or value == "" or value is False
+def _is_nothing(key: str, value: object) -> bool:
+    """Return whether a value asks for nothing; of JSON schemas `false` does: for no text at all."""
+    return value is None or value == "" or (value is False and key in _MAY_BE_FALSE)
 
 
 def _as_object(field: str, value: object) -> Mapping[str, object]:
@@ -237,7 +241,7 @@ def _guide_of(field: str, values: Mapping[str, object], names: Mapping[str, str]
     empty = [key for key in _VLLM_KINDS if field and values.get(key) == ""]
     if empty:  # of a field of its own it is no guide
         raise ContractError(f"{label(empty[0])} is empty")
-    given = {key: value for key, value in values.items() if not _is_nothing(value)}
+    given = {key: value for key, value in values.items() if not _is_nothing(key, value)}
     for key, value in given.items():
         if key in _IGNORED and value not in _IGNORED[key]:
             raise ContractError(f"{label(key)} is {clip(value)}, but there is one library only")

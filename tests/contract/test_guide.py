@@ -132,6 +132,8 @@ def test_structured_outputs_of_vllm(field, as_text, asked, expected):
         ({"guided_choice": ["a"]}, Guide(GuideKind.CHOICE, '["a"]')),
         ({"guided_grammar": "x"}, Guide(GuideKind.GRAMMAR, "x")),
         ({"guided_json": None, "guided_choice": None}, None),
+        ({"guided_json": False}, Guide(GuideKind.JSON_SCHEMA, "false")),  # that nothing follows
+        ({"guided_json_object": False}, None),
         (
             {"guided_json": SCHEMA, "guided_whitespace_pattern": " "},
             Guide(GuideKind.JSON_SCHEMA, SCHEMA, GuideOptions(whitespace_pattern=" ")),
@@ -173,6 +175,8 @@ def test_the_older_names_of_vllm(asked, expected):
         ),
         ({"guided_json": "{}", "guided_regex": "a"}, "guided_json and guided_regex given"),
         ({"guided_json": 3}, "guided_json is '3', not a JSON schema"),
+        ({"guided_regex": False}, "guided_regex is False, not a text"),
+        ({"structured_outputs": {"choice": False}}, "structured_outputs.choice is False, not a"),
     ],
 )
 def test_refusals_of_vllm(asked, error):
