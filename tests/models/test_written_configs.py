@@ -132,6 +132,36 @@ BAD: dict[str, tuple[str, dict[str, Any], Tensors, str]] = {
         "qzeros are, unless checkpoint_format is gptq",
     ),
     "another method": ("gptq-v1-4-32", {"method": "qqq"}, {}, "method = 'qqq' is not implemented"),
+    "AutoRound's floats": (
+        "gptq-v1-4-32",
+        {"data_type": "mx_fp"},
+        {},
+        "data_type = 'mx_fp' is not",
+    ),
+    "scales of scales": (
+        "gptq-v1-4-32",
+        {"super_bits": 6},
+        {},
+        "super_bits = 6 is not implemented",
+    ),
+    "another format": (
+        "ct-float-rows",
+        {"format": "int-quantized"},
+        {},
+        "format = 'int-quantized' is not what model.layers.0.mlp.up_proj.weight is: F8_E4M3, ",
+    ),
+    "a format of packed words": (
+        "ct-int-rows",
+        {"format": "pack-quantized"},
+        {},
+        "format = 'pack-quantized' is not what model.layers.0.mlp.up_proj is, which has no weight",
+    ),
+    "FP4 as words": (
+        "ct-nvfp4",
+        {"format": "pack-quantized"},
+        {},
+        "'pack-quantized' is not what model.layers.0.mlp.up_proj.weight_packed is: U8, not I32",
+    ),
     "rows in fewer bits": ("gptq-v1-4-32", {"act_bits": 8}, {}, "act_bits = 8 is not implemented"),
     "modules that are no names": (
         "gptq-v1-4-32",

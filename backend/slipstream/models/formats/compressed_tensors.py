@@ -26,16 +26,14 @@ from slipstream.models.formats.module import (
 from slipstream.models.reader import Reader, words
 from slipstream.quant.matrix import Kind, QuantMatrix, RowType, halves
 
-FORMATS = (
-    "pack-quantized",
-    "int-quantized",
-    "float-quantized",
-    "naive-quantized",
-    "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized",
-    "mixed-precision",
-    "dense",
-)
+_TENSORS = {  # the tensor of a format, and its dtype
+    "pack-quantized": ("weight_packed", "I32"),
+    "int-quantized": ("weight", "I8"),
+    "float-quantized": ("weight", "F8_E4M3"),
+    "nvfp4-pack-quantized": ("weight_packed", "U8"),
+    "mxfp4-pack-quantized": ("weight_packed", "U8"),
+}
+FORMATS = (*_TENSORS, "naive-quantized", "mixed-precision", "dense")  # these may be any of them
 _HARMLESS = words(
     "observer observer_kwargs dynamic actorder scale_dtype zp_dtype num_bits type symmetric "
     "strategy group_size block_structure"
@@ -48,7 +46,8 @@ class GroupScheme(NamedTuple):
     """What a group says of its weights; `at` reads the object, for refusals.
 
     `row_type` says to what rows are to be rounded, a scale for each, and `kept_rows`, why they are
-    not, though the group rounds them; `is_sorted`, whether inputs have groups by a `weight_g_idx`.
+    not, though the group rounds them; `is_sorted`, whether inputs have groups by a `weight_g_idx`;
+    `named_by`, the object that has the `format`.
     """
 
     at: Reader
@@ -61,6 +60,7 @@ class GroupScheme(NamedTuple):
     row_type: RowType
     kept_rows: str
     is_sorted: bool
+    named_by: Reader
 
 
 class CompressedTensors(Format):
@@ -102,11 +102,12 @@ class CompressedTensors(Format):
         scheme = None
         if group.has("weights"):
             weights, activations = group.child("weights"), group.child("input_activations")
-            scheme = self._scheme(weights, *_rows_of(activations, weights))
+            named_by = group if group.has("format") else self.config
+            scheme = self._scheme(weights, *_rows_of(activations, weights), named_by)
         return self._named("config_groups", listed(group, "targets")), scheme
 
     @staticmethod
-    def _scheme(at: Reader, row_type: RowType, kept_rows: str) -> GroupScheme:
+    def _scheme(at: Reader, row_type: RowType, kept_rows: str, named_by: Reader) -> GroupScheme:
         for key, value in at.data.items():
             if key not in _HARMLESS and value not in (None, False, {}, [], ""):
                 raise at.refusal(key, "is not implemented for weights")
@@ -134,7 +135,7 @@ class CompressedTensors(Format):
         sizes = None if block is None else (block[0], block[1])
         is_sorted = strategy == "group" and at.data.get("actorder") in (True, "group", "dynamic")
         numbers = (bits, is_float, symmetric, strategy, group, sizes)
-        return GroupScheme(at, *numbers, row_type, kept_rows, is_sorted)
+        return GroupScheme(at, *numbers, row_type, kept_rows, is_sorted, named_by)
 
     def excludes(self, name: str) -> str:
         """Return `ignore` or `config_groups`, where they leave the module out."""
@@ -178,6 +179,7 @@ class CompressedTensors(Format):
         """Read it by its tensors, which its group must describe."""
         scheme = self._scheme_of(module.name)
         assert scheme is not None, "`check` refuses such"
+        _check_format(module, scheme.named_by)
         module.drop_activations()
         if scheme.kept_rows:
             module.note(scheme.kept_rows)
@@ -224,6 +226,16 @@ def _rows_of(activations: Reader, weights: Reader) -> tuple[RowType, str]:
         f"rows in integers of {bits} bits by {strategy}{zeros}: they are not rounded; int8 by "
         "token without zeros would be"
     )
+
+
+def _check_format(module: Module, named_by: Reader) -> None:
+    """Raise `CheckpointError` if tensors are of another format than the one that is named."""
+    part, dtype = _TENSORS.get(str(named_by.get("format")), ("", ""))
+    if part and module.dtype(part) not in (dtype, ""):
+        why = f"is not what {module.name}.{part} is: {module.dtype(part)}, not {dtype}"
+        raise named_by.refusal("format", why)
+    if part and not module.has(part):
+        raise named_by.refusal("format", f"is not what {module.name} is, which has no {part}")
 
 
 def _check(scheme: GroupScheme, module: Module, bits: tuple[int, ...], is_float: bool) -> None:

@@ -60,7 +60,7 @@ class Gptq(Format):
         "minmax_lr autoround_version enable_quanted_input enable_minmax_tuning amp "
         "low_gpu_mem_usage train_bs scale_dtype gradient_accumulate_steps act_group_aware "
         "extra_config act_bits act_data_type act_dynamic act_group_size act_sym "
-        "enable_norm_bias_tuning model_free quant_block_list super_bits super_group_size "
+        "enable_norm_bias_tuning model_free quant_block_list "
         "to_quant_block_names"
     )
 
@@ -77,6 +77,8 @@ class Gptq(Format):
         self._added = 0 if stored in _OF_V2 or packing in _OF_V2 else 1
         if config.has("act_bits") and config.whole("act_bits") < _PLAIN_BITS:
             raise config.refusal("act_bits", "is not implemented; 16 is")
+        if not str(config.get("data_type") or "int").startswith("int"):
+            raise config.refusal("data_type", "is not implemented; int is")
         if config.has("pack_dtype") and config.get("pack_dtype") != "int32":
             raise config.refusal("pack_dtype", "is not int32")
         self._desc_act = config.flag("desc_act", default=False)
