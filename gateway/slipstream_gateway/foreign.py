@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -54,7 +55,7 @@ class ForeignTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         documents: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Render the prompt; blocks for `SECONDS` at most. Raises ContractError."""
         request = Request(
@@ -64,7 +65,7 @@ class ForeignTemplate:
             None if tools is None else list(tools),
             add_generation_prompt,
             None if documents is None else list(documents),
-            variables,
+            dict(variables),
         )
         command = [sys.executable, "-P", "-m", "slipstream_gateway.foreign"]
         try:
@@ -89,6 +90,10 @@ class ForeignTemplate:
         return answer.prompt
 
 
+def _failed(error: str) -> bytes:
+    return msgspec.json.encode(Answer(error=error.encode(errors="replace").decode()))
+
+
 def main() -> int:
     """Render what stdin holds."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -96,16 +101,19 @@ def main() -> int:
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
     try:
         prompt = ChatTemplate({"default": request.source}, request.defined).render(
-            request.messages, request.tools, request.opens, request.documents, **request.variables
+            request.messages, request.tools, request.opens, request.documents, request.variables
         )
         answer = Answer(prompt)
         if len(prompt) > MAX_PROMPT_BYTES:
             answer = Answer(error=f"chat_template made {len(prompt)} characters")
+        written = msgspec.json.encode(answer)
     except ContractError as error:
-        answer = Answer(error=f"chat_template: {error.message}")
+        written = _failed(f"chat_template: {error.message}")
+    except UnicodeEncodeError as error:
+        written = _failed(f"chat_template made what is no text: {error.reason}")
     except MemoryError:
-        answer = Answer(error=f"chat_template needs more than {MEMORY_BYTES >> 20} MiB")
-    sys.stdout.buffer.write(msgspec.json.encode(answer))
+        written = _failed(f"chat_template needs more than {MEMORY_BYTES >> 20} MiB")
+    sys.stdout.buffer.write(written)
     return 0
 
 

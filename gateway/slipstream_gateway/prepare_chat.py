@@ -143,7 +143,7 @@ def render(
         raise ContractError(f"documents is {clip(documents)}, not a list")
     if body.get("tool_choice") == "none":
         tools = None
-    prompt = chat.render(messages, tools, opens, documents, **variables)
+    prompt = chat.render(messages, tools, opens, documents, variables)
     return _cut(prompt, messages[-1]["content"]) if goes_on else prompt
 
 

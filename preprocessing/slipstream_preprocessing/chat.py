@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -34,7 +35,7 @@ class ChatTemplate:
         for name, source in sources.items():
             try:
                 self._templates[name] = environment.from_string(source)
-            except TemplateError as error:
+            except (TemplateError, ArithmeticError, ValueError, RecursionError) as error:
                 message = f"chat template {name!r}: {error}"
                 raise ContractError(message, Code.UNSUPPORTED) from None
 
@@ -71,7 +72,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         documents: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Render the prompt of a conversation; `variables` are the template's own.
 
@@ -89,13 +90,18 @@ class ChatTemplate:
             raise ContractError("the checkpoint has no chat template", Code.UNSUPPORTED)
         try:
             return template.render(
-                **self._variables | variables,
-                messages=[_normalised(message) for message in messages],
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
+                {
+                    **self._variables,
+                    **variables,
+                    "messages": [_normalised(message) for message in messages],
+                    "tools": tools,
+                    "documents": documents,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
-        except (TemplateError, TypeError, ValueError, LookupError) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # a template is code: it may divide by zero
             raise ContractError(f"messages: the chat template says: {error}") from None
 
 

@@ -13,6 +13,7 @@ from slipstream_gateway.foreign import ForeignTemplate
 from slipstream_gateway.parsing.detect import choose
 from slipstream_gateway.parsing.format import AddedTokens
 from slipstream_gateway.prepare_chat import prepare_chat
+from slipstream_preprocessing.chat import ChatTemplate
 
 SMALL = {"defaults": {}, "max_model_len": 100}
 MESSAGES = [{"role": "user", "content": "import os"}]
@@ -42,12 +43,28 @@ def test_what_wants_all_memory_is_refused():
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["{{ ''.__class__.__mro__ }}", "{{ 1 / 0 }}", "{% if %}", "{{ raise_exception('x') }}"],
+    ("source", "said"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "chat_template: .*unsafe"),
+        ("{{ 1 / 0 }}", "chat_template: .*division by zero"),
+        ("{% for i in range(10 ** 6) %}{% endfor %}", "chat_template: .*Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "chat_template: .*recursion"),
+        ("{{ '\\ud800' }}", "chat_template made what is no text: surrogates not allowed"),
+        ("{% if %}", "chat_template: "),
+        ("{{ raise_exception('x') }}", "chat_template: .*x"),
+    ],
 )
-def test_what_leaves_the_sandbox_or_fails_is_refused(source: str):
-    with pytest.raises(ContractError, match="chat_template"):
+def test_what_leaves_the_sandbox_or_fails_is_refused(source: str, said: str):
+    with pytest.raises(ContractError, match=said):
         ForeignTemplate(source, {}).render(MESSAGES)
+
+
+def test_variables_may_have_any_name():
+    """One called `self` was an internal error."""
+    given = {"self": 1, "name": 2, "template": 3, "context": 4, "messages": 5, "": 6}
+    source = "{{ name }}{{ template }}{{ context }}{{ messages[0].role }}"
+    for template in (ChatTemplate({"default": source}, {}), ForeignTemplate(source, {})):
+        assert template.render(MESSAGES, variables=given) == "234user"
 
 
 def test_a_model_without_a_template_says_what_helps():
