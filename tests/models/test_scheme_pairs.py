@@ -19,6 +19,7 @@ from fixtures.models.checkpoints import make_model, make_runner, random_prompts,
 from fixtures.models.parity import engine_greedy
 from fixtures.models.rearranged import MIXED, W4A8, Of128, write
 from fixtures.models.rows_of_gpu import round_rows_as_on_gpu
+from fixtures.models.written import OPENAI, quantised
 from fixtures.tiers import quick_of
 from slipstream.engine.scheduler import Limits
 
@@ -27,7 +28,8 @@ SCHEMES += ("modelopt-int4", "modelopt-int8", "modelopt-fp8", "modelopt-nvfp4", 
 SCHEMES += ("bnb-int8", "bnb-nf4", "bnb-nf4-double", "awq-gemv-32", "gptq-v2-2-32")
 SCHEMES += ("ct-pack-4", "ct-int-rows", "ct-float-blocks", "ct-naive-4", "ct-nvfp4", "hf-fp8-float")
 ON_GPU = "ct-int-rows, rows in int8"  # which a CPU else leaves as they are
-SCHEMES += (W4A8, *MIXED, ON_GPU)
+SCHEMES += (W4A8, *MIXED, ON_GPU, OPENAI)
+OF_OPENAI = "gpt_oss"  # which has a format of its own
 _MOE = {"num_key_value_heads": 1, "intermediate_size": 256}
 _TYPES = ["sliding_attention", "full_attention"]
 FAMILIES: dict[str, dict[str, object]] = {
@@ -42,6 +44,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "internlm2": {},
     "mixtral": _MOE,
     "qwen3_moe": _MOE,
+    OF_OPENAI: {},
 }
 FEATURES: dict[str, dict[str, Any]] = {
     "deterministic": {"deterministic": True},
@@ -63,6 +66,9 @@ NEVER = [("a window with sinks", each) for each in ("draft", "host memory", "gem
 NEVER += [("a window with sinks", each) for each in ("cohere2", "gpt2", "bloom")]
 NEVER += [("draft", "phi3")]  # which has no layer of full attention
 NEVER += [(scheme, "internlm2") for scheme in MIXED]  # whose files `gguf` has no names for
+NEVER += [("a window with sinks", each) for each in (OPENAI, OF_OPENAI)]  # it has both itself
+NEVER += [(OPENAI, each) for each in FAMILIES if each != OF_OPENAI]
+NEVER += [(each, OF_OPENAI) for each in SCHEMES if each != OPENAI]
 KINDS = [{*SCHEMES}, {*FAMILIES}]
 
 
@@ -78,8 +84,10 @@ def cases() -> list[tuple[str, str, tuple[str, ...]]]:
     """Return schemes, families and features in which every pair that may meet does."""
     found = []
     for i, each in enumerate(cover([*SCHEMES, *FAMILIES, *FEATURES], may_meet, 4)):
-        scheme = next((x for x in each if x in SCHEMES), SCHEMES[i % len(SCHEMES)])
-        family = next((x for x in each if x in FAMILIES), "llama")
+        is_openai = bool({OPENAI, OF_OPENAI} & {*each})
+        others = OPENAI if is_openai else SCHEMES[i % (len(SCHEMES) - 1)]
+        scheme = next((x for x in each if x in SCHEMES), others)
+        family = next((x for x in each if x in FAMILIES), OF_OPENAI if is_openai else "llama")
         found.append((scheme, family, tuple(x for x in each if x in FEATURES)))
     return found
 
@@ -107,6 +115,8 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str
     @cache
     def made(scheme: str, family: str) -> Path:
         directory = tmp_path_factory.mktemp("pairs") / "model"
+        if scheme == OPENAI:
+            return quantised(OPENAI, directory.parent)
         write(family, "ct-int-rows" if scheme == ON_GPU else scheme, FAMILIES[family], directory)
         return directory
 
