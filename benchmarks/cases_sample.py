@@ -23,6 +23,12 @@ SAMPLINGS = {
         "top_p": 0.95,
         "presence_penalty": 0.5,
     },
+    "top-k, top-p, penalties": {
+        "temperature": 0.8,
+        "top_k": 50,
+        "top_p": 0.95,
+        "repetition_penalty": 1.1,
+    },
 }
 
 
@@ -69,7 +75,7 @@ def cases() -> list[Result]:
     """Their times."""
     results = [counting()]
     for name, make_logits in (("flat", flat), ("peaked", peaked)):
-        for n in (1, 16, 64, 256):
+        for n in (1, 16, 64, 200, 256):
             for case, fields in SAMPLINGS.items():
                 if name == "peaked" and n in (16, 64):
                     continue

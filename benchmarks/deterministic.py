@@ -18,6 +18,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 from slipstream_contract.ids import pack
 from slipstream_contract.sampling import SamplingParams
+from timing import need_gpu
 
 Answer = tuple[list[int], list[float]]
 WORKLOADS = {
@@ -55,6 +56,7 @@ def main() -> int:
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("names", nargs="*", default=["decode_1", "decode_128", "prefill"])
     args = parser.parse_args()
+    need_gpu(args.shape)
     times: dict[str, list[float]] = {name: [] for name in args.names}
     num_different = 0
     for deterministic in (True, False):

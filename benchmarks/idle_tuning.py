@@ -28,6 +28,7 @@ from slipstream.kernels.gemm.cublaslt_api import Algorithm, MatmulPlan, Problem
 from slipstream.kernels.gemm.linear import linear, route_of
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.runner.idle_tuning import covering_rows
+from timing import need_gpu
 
 WIDTHS, ROWS, STEP = (512, 16_384), (1, 2_048), 64
 WITHIN = 1.03
@@ -229,6 +230,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    need_gpu()
     print(f"{torch.cuda.get_device_name()}, microseconds; ratios to what tune finds")
     print(" rows inputs outputs  measured    guess     idle    tuned  guess   idle  finer", end="")
     print("  longest piece")

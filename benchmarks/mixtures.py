@@ -168,6 +168,10 @@ def main() -> None:
         (name,), (scheme,) = args.names, args.quantization
         print(json.dumps({"ours": ours, "vllm": vllm}[args.side](name, scheme, args.repeat)))
         return
+    if not args.count:
+        from timing import need_gpu
+
+        need_gpu()
     print(f"goals: {GOAL:.0%} of the limit, {PEER_GOAL} times vLLM; < is below. GB, ms a step")
     columns = "rows  dense  experts  cache    limit     ours  share     vLLM  ratio"
     print(f"{'shape':14} {'bits':10} {columns}")

@@ -333,8 +333,15 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     """The exit code."""
+    from timing import need_gpu
+
     args = parse()
-    return compare(args) if args.action == "compare" else side(args)
+    if args.action == "compare":
+        need_gpu(*args.shapes)
+        return compare(args)
+    if args.action == "ours":
+        need_gpu(args.shape)
+    return side(args)
 
 
 if __name__ == "__main__":

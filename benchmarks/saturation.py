@@ -220,7 +220,9 @@ def main() -> int:
     args = parser.parse_args()
     import torch
     from engine import build
+    from timing import need_gpu
 
+    need_gpu(args.shape)
     options = options_of(args, args.output.parent / f"{args.output.stem}-shape")
     step_tokens = options.pop("max_num_batched_tokens", 2048)
     engine = build(args.shape, "auto", step_tokens, **options)

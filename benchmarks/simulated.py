@@ -1,7 +1,8 @@
 """The real engine, and a stand-in for another's scheduler, over simulated steps.
 
 Time is a number. `slipstream` drives `Engine` itself, with its scheduler and all its queues; only
-the runner is simulated: a step takes what `StepTimes` says, and gives every row a token.
+the runner is simulated: a step takes what `StepTimes` says, padded to the shape of its graph where
+it has one, and gives every row a token.
 `first_come` is a stand-in for vLLM: chunks in order of arrival within the tokens of a step, decodes
 first, a step scheduled while the one before it runs. It is written from what vLLM documents of its
 scheduler; nothing of vLLM runs.
@@ -14,6 +15,8 @@ from slipstream.core.batch import Batch, Outcome, Sampled
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
+from slipstream.runner.graphs import Buckets
+from slipstream.runner.step_shape import Layout
 from slipstream.wire import Submit
 from slipstream_contract.ids import TokenIds
 from slipstream_contract.sampling import SamplingParams
@@ -25,6 +28,7 @@ HOST_S = 0.0003  # of the host, between two launches
 MAX_ROWS = 256
 NUM_BLOCKS = 13_000  # of 32 tokens: what an H100 has beside 16 GB of weights
 _TOKEN = 7
+_LAYOUT = Layout()
 
 
 class _Step:
@@ -56,7 +60,7 @@ class SimulatedRunner:
     transfers = None
     max_in_flight = 2
     attention_doubles_at = 0
-    graph_tokens = 512
+    buckets: Buckets | None = Buckets(MAX_ROWS, 2048)  # of graphs; None: there are none
 
     def __init__(self, times: StepTimes, num_blocks: int = NUM_BLOCKS) -> None:
         self.num_blocks = num_blocks
@@ -67,6 +71,11 @@ class SimulatedRunner:
         self.steps: list[tuple[float, float, int, int]] = []
         self._times = times
 
+    @property
+    def graph_tokens(self) -> int:
+        """The most tokens of prompts in a graph beside decodes."""
+        return self.buckets.max_prompt_tokens if self.buckets else 0
+
     def clock(self) -> int:
         """Return the simulated time in ns."""
         return int(self.now_s * NS)
@@ -76,10 +85,13 @@ class SimulatedRunner:
         rows, num_decodes = batch.rows, batch.num_decodes
         context = sum([row.start for row in rows[:num_decodes]])
         chunks = [(row.start, len(row.token_ids)) for row in rows[num_decodes:]]
-        took = self._times.step_ms(num_decodes, context, chunks) / 1e3
+        shape = _LAYOUT.shape_of(batch)
+        graph = self.buckets.find(shape) if self.buckets else None
+        padding = graph.num_tokens - shape.num_tokens if graph else 0
+        took = self._times.step_ms(num_decodes, context, chunks, padding) / 1e3
         self.now_s += HOST_S
         begin = max(self.now_s, self.free_s)
-        if sum(size for _, size in chunks) > self.graph_tokens:
+        if chunks and graph is None:
             self.now_s += self._times.eager_ms / 1e3  # while the device runs
         self.free_s = max(begin + took, self.now_s)
         self.steps.append((begin, took, num_decodes, sum(size for _, size in chunks)))

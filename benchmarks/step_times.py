@@ -84,15 +84,18 @@ class StepTimes:
         (low, low_ms), (high, high_ms) = self.rest[at - 1 : at + 1]
         return low_ms + (high_ms - low_ms) * (num_tokens - low) / (high - low)
 
-    def step_ms(self, num_decodes: int, context: int, chunks: Iterable[tuple[int, int]]) -> float:
+    def step_ms(
+        self, num_decodes: int, context: int, chunks: Iterable[tuple[int, int]], padding: int = 0
+    ) -> float:
         """Return the time of a step.
 
         Args:
             num_decodes: rows of one token.
             context: tokens before all of these together.
             chunks: first position and number of tokens of each.
+            padding: tokens that a graph has besides: they are multiplied, and attend to nothing.
         """
-        num_tokens, pairs, before = num_decodes, 0.0, 0
+        num_tokens, pairs, before = num_decodes + padding, 0.0, 0
         for start, size in chunks:
             num_tokens += size
             pairs += size * (start + size / 2)

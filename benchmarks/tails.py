@@ -139,12 +139,14 @@ def main() -> int:
     parser.add_argument("--traces", type=int, default=20, help="of each case; kinds take turns")
     parser.add_argument("--seed", type=int, help="of all traces (default: drawn)")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="ours")
+    parser.add_argument("--target-itl", type=float, default=0.0, help="ours, ms (default: none)")
     parser.add_argument("--output", type=Path, help="JSON")
     args = parser.parse_args()
     seed = secrets.randbits(32) if args.seed is None else args.seed
     print(f"seed {seed}")
     seeds = np.random.default_rng(seed).integers(0, 10**6, args.traces).tolist()
-    limits = Limits(simulated.MAX_ROWS, args.max_num_batched_tokens)
+    target_ns = round(args.target_itl * 1e6)
+    limits = Limits(simulated.MAX_ROWS, args.max_num_batched_tokens, target_itl_ns=target_ns)
     cases = [Case(c, s, load) for c in args.cards for s in args.shapes for load in args.loads]
     results = [measure(case, args.kinds, seeds, limits) for case in cases]
     print("\nours over the stand-in's best; to reach:" + " ".join(f" {g}" for g in GOALS.values()))

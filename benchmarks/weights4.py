@@ -39,7 +39,7 @@ from slipstream.kernels.gemm.packing import BLOCK, TILE, CodeType, Groups, Packi
 from slipstream.kernels.gemm.tiles import describe
 from slipstream.kernels.gemm.unpacked_e4m3 import unpacked_e4m3
 from slipstream.kernels.runtime import jit
-from timing import DTYPE, ROTATION
+from timing import DTYPE, ROTATION, need_gpu
 from torch.nn import functional
 
 Rows = torch.Tensor | Quantized
@@ -315,6 +315,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=STEADY_S, help="of each kernel and size")
     parser.add_argument("--skip", nargs="+", default=[], help="kernels to leave out")
     options = parser.parse_args()
+    need_gpu()
     if options.e4m3:
         options.bits, options.zeros = 8, False
     read, flops = read_bandwidth(), multiply_rate()

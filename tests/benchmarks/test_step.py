@@ -409,10 +409,21 @@ def test_ages_are_even_when_the_last_sequence_has_started(bench, name: str) -> N
 
 @pytest.mark.rest
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
-@pytest.mark.parametrize("name", ["experts", "kernel_times", "parts", "prefill_cache", "sweep"])
-def test_parts_that_need_a_gpu_say_so(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("experts", "kernel_times", "parts", "prefill_cache", "sweep OUT", "saturation OUT"),
+        *("idle_tuning", "mixtures", "weights4", "deterministic", "open_load ours OUT"),
+        "open_load compare . .",
+    ],
+)
+def test_parts_that_need_a_gpu_say_so(line: str, tmp_path: Path) -> None:
+    name, *options = line.split()
     path = str(FOLDER / f"{name}.py")
-    command = [sys.executable, path, *[str(tmp_path / "out.json")] * (name == "sweep")]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, path, *options]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60
+    )
+    assert not list(tmp_path.iterdir())
     assert result.returncode == 2
     assert result.stderr.splitlines() == [f"{path}: torch sees no GPU on this machine"]

@@ -164,13 +164,35 @@ def test_two_trees_are_compared_by_a_real_engine(bench, monkeypatch, capfd):
     assert json.loads(capfd.readouterr().out.splitlines()[-1])["peaks"]["tiny"] > 0
 
 
-@pytest.mark.parametrize("graph_tokens", [0, 512])
-def test_a_host_that_launches_slowly_spoils_no_tail(bench, monkeypatch, graph_tokens):
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_host_that_launches_slowly_spoils_no_tail(bench, monkeypatch, has_graphs):
     times, simulated = bench.step_times.times_of("8b", "H200"), bench.simulated
-    monkeypatch.setattr(simulated.SimulatedRunner, "graph_tokens", graph_tokens)
+    if not has_graphs:
+        monkeypatch.setattr(simulated.SimulatedRunner, "buckets", None)
     tails = []
     for eager_ms in (0.0, bench.step_times.EAGER_MS):
         trace, own = bench.traces.trace("poisson", 18.6, 11, 120), replace(times, eager_ms=eager_ms)
         tails.append(simulated.slipstream(trace, own, Limits(256, 2048, 4096)).figures())
     assert tails[1]["first p99"] <= 1.15 * tails[0]["first p99"]
     assert tails[1]["between p99"] <= 1.15 * tails[0]["between p99"]
+
+
+def test_a_step_takes_as_long_as_its_graph(bench, monkeypatch):
+    """One of 9 decodes, which has none of its own, and one of a prompt beside them."""
+    simulated, times = bench.simulated, bench.step_times.times_of("8b")
+    load = bench.traces.at_once(count=9)
+    arrivals = [replace(each, num_input=20, num_output=30) for each in load.arrivals]
+    late = replace(arrivals[0], due_s=0.05, num_input=70)
+    load = replace(load, arrivals=(*arrivals, late))
+    found = []
+    for buckets in (simulated.SimulatedRunner.buckets, None):
+        monkeypatch.setattr(simulated.SimulatedRunner, "buckets", buckets)
+        answers = simulated.slipstream(load, replace(times, eager_ms=0.0), Limits(256, 2048))
+        found.append({(rows, chunks): took for _, took, rows, chunks in answers.steps})
+    padded, plain = found
+    assert padded[9, 0] == pytest.approx(plain[9, 0] + (times.rest_ms(16) - times.rest_ms(9)) / 1e3)
+    (step,) = [each for each in padded if each[0] and each[1]]
+    assert step == (9, 70)
+    assert padded[step] == pytest.approx(
+        plain[step] + (times.rest_ms(32 + 128) - times.rest_ms(79)) / 1e3, rel=0.01
+    )
