@@ -265,7 +265,7 @@ def test_arguments_lie_where_the_driver_looks(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(driver, "cuLaunchKernelEx", launch)
     function = SimpleNamespace(kernel=SimpleNamespace(ptr=0xABC0))
-    kernel = jit._Kernel(function, "Pqf4xqP", 128, 1000)
+    kernel = jit.Kernel(function, "Pqf4xqP", 128, 1000)
     kernel.overlap()
     for pointer, grid in ((2**64 - 16, (5,)), (4096, (5, 6)), (16, (1, 2, 3))):
         values = [pointer, -3, 0.5, 2**40, 0]

@@ -24,7 +24,7 @@ from slipstream.layers.adapted_rows import (
     keys_of,
 )
 from slipstream.layers.attention import Attention
-from slipstream.layers.decoder import Decoder
+from slipstream.layers.decoder import Decoder, one_by_one
 from slipstream.layers.embedding import Table
 from slipstream.layers.experts import Experts, SharedExpert
 from slipstream.layers.latent import LatentAttention
@@ -58,6 +58,7 @@ def adapt(decoder: Decoder, groups: StepGroups, vocab_size: int) -> list[Adapted
     same. Routers are not among them. `vocab_size` is the whole model's. Later stages of a pipeline
     have no ends.
     """
+    decoder.in_turn = one_by_one  # terms of adapters differ by block
     found: list[AdaptedPlace] = []
     apart: list[AdaptedPlace] = []  # that tables do not have, or apart from others
     num_experts = 0  # of all layers before

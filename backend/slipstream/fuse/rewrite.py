@@ -9,6 +9,7 @@ from slipstream.fuse.places import (
     Gated,
     NormedAdd,
 )
+from slipstream.fuse.repeat import Repeating
 from slipstream.fuse.slices import SlicedGatedLinear, SlicedLinearAdd, SlicedNormLinear
 from slipstream.fuse.whole import whole_blocks
 from slipstream.kernels.elementwise.activation import EVERY
@@ -29,6 +30,7 @@ def rewrite(decoder: Decoder) -> Decoder:
         for name, place in found.items():
             setattr(layer, name, fused(place, feeds))
     decoder.whole = whole_blocks(decoder)
+    decoder.in_turn = Repeating()
     return decoder
 
 

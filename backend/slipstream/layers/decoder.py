@@ -127,6 +127,9 @@ class StepDecoder(Protocol):
         """Return the logits of states, `[n, hidden] -> [n, vocab]`."""
 
 
+InTurn = Callable[[Sequence[AnyBlock], Residual, Sequence[AttentionInputs], Sequence[Tensor]], None]
+
+
 class Whole(Protocol):
     """All blocks of a decoder in one call."""
 
@@ -140,8 +143,22 @@ class Whole(Protocol):
         """Return the sum behind `blocks`, of `x [n, hidden]`; None, and `x` as it was: not so."""
 
 
+def one_by_one(
+    blocks: Sequence[AnyBlock],
+    residual: Residual,
+    inputs: Sequence[AttentionInputs],
+    caches: Sequence[Tensor],
+) -> None:
+    """Apply blocks to `residual [n, hidden]`, each with its inputs and its cache."""
+    for block, where, cache in zip(blocks, inputs, caches, strict=True):
+        block(residual, where, cache)
+
+
 class Decoder:
-    """Embedding, blocks, final norm and head; `whole` are the blocks in one, where they can be."""
+    """Embedding, blocks, final norm and head; `whole` are the blocks in one, where they can be.
+
+    `in_turn` applies them where they are not: see `one_by_one`, which it is or does the same as.
+    """
 
     whole: Whole | None = None
 
@@ -151,6 +168,7 @@ class Decoder:
         self.embedding, self.head = embedding, head
         self.blocks = blocks
         self.norm = norm
+        self.in_turn: InTurn = one_by_one
 
     def __call__(
         self,
@@ -184,6 +202,5 @@ class Decoder:
             if found is not None:
                 return Residual(found)
         residual = Residual(rows)
-        for block, where, cache in zip(self.blocks, inputs, caches, strict=True):
-            block(residual, where, cache)
+        self.in_turn(self.blocks, residual, inputs, caches)
         return residual

@@ -25,6 +25,11 @@ class Residual:
         return self._values.dtype
 
     @property
+    def device(self) -> torch.device:
+        """Device of the sum."""
+        return self._values.device
+
+    @property
     def values(self) -> Tensor:
         """The sum, the addend in it."""
         values, addend = self.take()

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.fuse.repeat import MOST_TOKENS
 from slipstream.kernels.runtime.collection import without_collection
 from slipstream.layers.sliced import ROWS
 from slipstream.runner.plan import Plan
@@ -195,16 +196,24 @@ class Captured(NamedTuple):
     logits: Tensor
 
 
-def largest_shapes(plan: Plan, layout: Layout) -> tuple[StepShape, StepShape]:
-    """Return steps of the most rows: alone, and with all tokens that a step may have."""
+def largest_shapes(
+    plan: Plan, layout: Layout
+) -> tuple[StepShape, StepShape, *tuple[StepShape, ...]]:
+    """Return steps of the most rows: alone, and with all tokens that a step may have; then, where
+    these are more, with the most tokens of which blocks are repeated, which keep memory for it.
+    """
     budget = plan.max_num_batched_tokens
     size = min(plan.max_num_seqs, budget)
     count, num_decodes = layout.up(size), size if layout.has_decodes else 0
     alone = StepShape(count, size, num_decodes, count, int(num_decodes == 0))
-    longest, beside = budget - size + 1, max(0, num_decodes - 1)
-    contexts = ((min(longest, 2048),) * 2,)  # so that kernels over unpacked blocks are loaded
-    mixed = StepShape(layout.up(budget), size, beside, count, longest, False, contexts)
-    return alone, mixed
+
+    def mixed(tokens: int) -> StepShape:
+        longest, beside = tokens - size + 1, max(0, num_decodes - 1)
+        contexts = ((min(longest, 2048),) * 2,)  # so that kernels over unpacked blocks are loaded
+        return StepShape(layout.up(tokens), size, beside, count, longest, False, contexts)
+
+    repeated = [mixed(MOST_TOKENS)] if size <= MOST_TOKENS < budget else []
+    return alone, mixed(budget), *repeated
 
 
 def is_of_memory(error: RuntimeError) -> bool:

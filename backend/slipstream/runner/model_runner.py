@@ -102,7 +102,7 @@ class ModelRunner:
         if plan.device.type == "cpu":
             return max(0, available_on_host() - self._mapped_bytes) // plan.config.num_ranks
         self._make_caches(plan, 1)
-        alone, mixed = largest_shapes(plan, self._builder.layout)
+        alone, mixed, *others = largest_shapes(plan, self._builder.layout)
         with jit.compile_ahead():
             for shape in [*buckets.shapes, alone]:
                 self._run_padding(shape)
@@ -111,12 +111,14 @@ class ModelRunner:
         laps.lap("compiling")
         largest = max(buckets.shapes, key=lambda shape: shape.num_tokens)
         in_graphs = [lambda: self._run_padding(alone), lambda: self._run_padding(largest)]
-        left = left_on_gpu(plan.device, lambda: self._run_largest(mixed), in_graphs)
+        left = left_on_gpu(plan.device, lambda: self._run_largest(mixed, *others), in_graphs)
         laps.lap("largest step")
         return left
 
-    def _run_largest(self, mixed: StepShape) -> list[object]:
+    def _run_largest(self, mixed: StepShape, *others: StepShape) -> list[object]:
         """Run what takes the most memory beside the cache; return what lives beside drafts."""
+        for shape in others:
+            self._run_padding(shape)
         return [self._run_padding(mixed), self._prepare_prompt()(), self._warm_drafts(mixed)]
 
     def _run_padding(self, shape: StepShape) -> Tensor:

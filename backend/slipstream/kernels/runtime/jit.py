@@ -5,13 +5,11 @@ GPU (`compile_variant`); only `launch` imports CuPy. Kernels include no headers 
 `#include "name"`.
 """
 
-import ctypes
 import functools
 import hashlib
 import logging
 import os
 import re
-import struct
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.runtime import disk_cache
+from slipstream.kernels.runtime import disk_cache, tape
+from slipstream.kernels.runtime.kernel import Kernel
+from slipstream.kernels.runtime.kernel import TensorMap as TensorMap
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import architecture_of
 
@@ -69,14 +69,6 @@ def variant(
     pairs = [] if dtype is None else [("ELEMENT", type_name(dtype))]
     values = ((name, str(value)) for name, value in defines.items())
     return Variant(source, (*pairs, *values), only)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorMap:
-    """A `CUtensorMap` (128 bytes, aligned to 64) as a kernel's `__grid_constant__` parameter."""
-
-    address: int  # on the host; read at the launch
-    owner: object  # keeps it alive
 
 
 def type_name(dtype: torch.dtype) -> str:
@@ -294,58 +286,6 @@ def _module(wanted: Variant, device: int) -> Any:
         return cupy.RawModule(path=str(_cubin(wanted, _architecture(device))))
 
 
-class _Kernel:
-    """A loaded function, and the memory through which the arguments of each launch pass.
-
-    Not for several threads at once; the driver has read the arguments when a launch returns.
-    """
-
-    def __init__(self, function: Any, layout: str, block: int, shared_memory: int) -> None:
-        from cuda.bindings import driver
-
-        self._launch = driver.cuLaunchKernelEx
-        self._function = function  # keeps the module loaded
-        self._handle = driver.CUfunction(function.kernel.ptr)
-        self._values = struct.Struct(layout)
-        self._memory = ctypes.create_string_buffer(self._values.size)
-        begin = ctypes.addressof(self._memory)
-        places = range(begin, begin + self._values.size, 8)
-        self._pointers = (ctypes.c_void_p * len(places))(*places)
-        self._arguments = ctypes.addressof(self._pointers)
-        self._config = driver.CUlaunchConfig()
-        self._config.blockDimX = block
-        self._config.blockDimY = self._config.blockDimZ = 1
-        self._config.sharedMemBytes = shared_memory
-
-    def overlap(self) -> None:
-        """Launches may start while the kernel before them in the stream still runs."""
-        from cuda.bindings import driver
-
-        attribute = driver.CUlaunchAttribute()
-        programmatic = driver.CUlaunchAttributeID
-        attribute.id = programmatic.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        attribute.value.programmaticStreamSerializationAllowed = 1
-        self._config.attrs = [attribute]
-        self._config.numAttrs = 1
-
-    def __call__(
-        self,
-        grid: tuple[int, ...],
-        stream: Any,
-        values: list[int | float],
-        maps: dict[int, TensorMap],
-    ) -> int:
-        """The driver's status. `maps` are passed by address in place of `values` there."""
-        self._values.pack_into(self._memory, 0, *values)
-        for index, tensor_map in maps.items():
-            self._pointers[index] = tensor_map.address
-        config = self._config
-        config.gridDimX, config.gridDimY, config.gridDimZ = (*grid, 1, 1)[:3]
-        config.hStream = stream
-        (status,) = self._launch(config, self._handle, self._arguments, 0)
-        return int(status)
-
-
 @functools.cache
 def _kernel(
     wanted: Variant,
@@ -355,7 +295,7 @@ def _kernel(
     overlaps: bool,
     device: int,
     layout: str,
-) -> _Kernel:
+) -> Kernel:
     import cupy
 
     with cupy.cuda.Device(device):
@@ -364,7 +304,7 @@ def _kernel(
             # The bound is the function's, not a launch's: raised once, to all there is.
             static = function.shared_size_bytes
             function.max_dynamic_shared_size_bytes = shared_memory_limit(device) - static
-        kernel = _Kernel(function, layout, block, shared_memory)
+        kernel = Kernel(function, layout, block, shared_memory)
     if overlaps and torch.cuda.get_device_capability(device) >= (9, 0):
         kernel.overlap()
     return kernel
@@ -424,6 +364,9 @@ def launch(
         raise KernelError(
             f"{entry}, grid {grid}, {shared_memory} bytes shared: CUDA error {status}"
         )
+    if tape.is_noting():
+        again = functools.partial(kernel, grid, stream)
+        tape.note(tape.Noted(entry, again, values, tensors_at, maps))
 
 
 def bind(

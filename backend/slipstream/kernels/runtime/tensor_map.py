@@ -110,4 +110,8 @@ def _encode(
     memory = ctypes.create_string_buffer(size + alignment)
     target = -(-ctypes.addressof(memory) // alignment) * alignment
     ctypes.memmove(target, int(encoded.getPtr()), size)
-    return jit.TensorMap(target, memory)
+
+    def moved(to: int) -> jit.TensorMap:
+        return _encode(to, dtype, sizes, strides, box)
+
+    return jit.TensorMap(target, memory, address, moved)

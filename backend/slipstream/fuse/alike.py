@@ -1,0 +1,83 @@
+"""Blocks that are alike: of the same parts, whose tensors lie in memory in the same way.
+
+Such blocks launch the same kernels for the same rows, with other tensors in the same places.
+"""
+
+from collections.abc import Hashable, Iterator
+from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ALIGNED = 16  # bytes: all that a launch asks of an address
+_PLAIN = (
+    *(bool, int, float, str, bytes, frozenset, type, Enum),
+    *(torch.dtype, torch.device, BuiltinFunctionType),
+)
+# Of parts of blocks. What adapters add differs by layer and step, what ranks do by launch.
+_TAKEN = ("layers", "fuse", "quant", "kernels.attention", "kernels.elementwise", "kernels.gemm")
+_LEFT = ("layers.adapted",)
+
+
+class Form(NamedTuple):
+    """What a block is but for the numbers in its tensors."""
+
+    parts: Hashable  # equal: the blocks are alike
+    tensors: list[Tensor]  # in the same order in blocks that are alike
+
+
+def form_of(block: object) -> Form | None:
+    """Return the form of a block; None: it has parts of which nothing is known here."""
+    tensors: list[Tensor] = []
+    try:
+        return Form(_parts(block, tensors, {}), tensors)
+    except _UnknownPartError:
+        return None
+
+
+class _UnknownPartError(Exception):
+    pass
+
+
+def _parts(part: object, tensors: list[Tensor], seen: dict[int, tuple[int, object]]) -> Hashable:
+    if part is None or isinstance(part, _PLAIN):
+        return type(part), part
+    if id(part) in seen:
+        return "again", seen[id(part)][0]
+    seen[id(part)] = len(seen), part  # which stays: another's identity would be the same
+    if isinstance(part, Tensor):
+        tensors.append(part)
+        where = part.shape, part.stride(), part.data_ptr() % ALIGNED
+        return part.dtype, part.device, *where
+    return type(part), *(_parts(inner, tensors, seen) for inner in _inner(part))
+
+
+def _inner(part: object) -> Iterator[object]:
+    """Yield all that an object consists of."""
+    if isinstance(part, tuple | list):
+        yield from part
+    elif isinstance(part, dict):
+        yield from part.items()
+    elif isinstance(part, partial):
+        yield from (part.func, part.args, part.keywords)
+    elif isinstance(part, MethodType):
+        yield from (part.__func__, part.__self__)
+    elif isinstance(part, FunctionType):
+        yield f"{part.__module__}.{part.__qualname__}"
+        yield from (part.__defaults__, *(cell.cell_contents for cell in part.__closure__ or ()))
+    elif _is_taken(type(part)):
+        for kind in type(part).__mro__:
+            for name in getattr(kind, "__slots__", ()):
+                yield from (name, getattr(part, name, None))
+        yield from getattr(part, "__dict__", {}).items()
+    else:
+        raise _UnknownPartError
+
+
+def _is_taken(kind: type) -> bool:
+    module = f"{kind.__module__}.".removeprefix("slipstream.")
+    is_left = module.startswith(_LEFT)
+    return not is_left and module.startswith(tuple(f"{name}." for name in _TAKEN))

@@ -1,0 +1,51 @@
+"""Launches noted as they are made, to be made again with other addresses.
+
+Noted are those of one thread, in their order: kernels of `jit.launch` and GEMMs of cuBLASLt, but no
+kernels of other libraries, torch's among them.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.kernels.runtime.kernel import TensorMap
+
+
+@dataclass(slots=True)
+class Noted:
+    """A launch in the stream in which it was made."""
+
+    name: str  # of the kernel or the GEMM
+    again: Callable[[list[Any], dict[int, TensorMap]], int | None]  # with other values: a status
+    values: list[Any]
+    addresses_at: list[int]  # values that are addresses of tensors
+    maps: dict[int, TensorMap]  # in the place of values
+
+
+_notes: list[Noted] | None = None
+_thread = 0
+
+
+@contextmanager
+def noting() -> Iterator[list[Noted]]:
+    """Note the launches of this block."""
+    global _notes, _thread
+    assert _notes is None, "launches are noted by one at a time"
+    _notes, _thread = [], threading.get_ident()
+    try:
+        yield _notes
+    finally:
+        _notes = None
+
+
+def is_noting() -> bool:
+    """Whether launches of this thread are noted."""
+    return _notes is not None and _thread == threading.get_ident()
+
+
+def note(launch: Noted) -> None:
+    """Note a launch that was made; launches are noted."""
+    assert _notes is not None, "`is_noting` is asked first"
+    _notes.append(launch)
