@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from slipstream_contract.errors import ContractError
+from slipstream_contract.errors import Code, ContractError
 
 from slipstream.bridge.connection import Connection
 from slipstream.engine.served import Changed
@@ -37,20 +37,33 @@ class RoutedAdapters:
         return bool(self._loading)
 
     def infos(self) -> list[AdapterInfo]:
-        """Return the adapters that any replica has, by name: requests go to those that have it."""
-        found = dict[str, AdapterInfo]()
+        """Return the adapters that any replica has, by name: requests go to those that have it.
+
+        One that was published stays while it is to come back: loaded here, or no replica is up.
+        """
+        found = {info.name: info for info in self._published if self._comes_back(info.name)}
         for each in self._replicas:
             found.update(each.connection.adapters or {})
         return [found[name] for name in sorted(found)]
 
+    def has(self, name: str) -> bool:
+        """Return whether an adapter of that name was published."""
+        return any(info.name == name for info in self._published)
+
+    def _comes_back(self, name: str) -> bool:
+        if name in self._unloaded:
+            return False
+        is_down = all(each.connection.adapters is None for each in self._replicas)
+        return name in self._paths or is_down
+
     def start_load(self, name: str, path: str, reply: Reply) -> None:
-        """Have all replicas load an adapter; `poll` calls `reply` with the first error, if any."""
+        """Have all replicas load an adapter; `poll` calls `reply` with the first error, if any.
+
+        Raises ContractError if none is up.
+        """
+        futures = _any(self._start(_loader(name, path)))
         self._unloaded.discard(name)
-
-        def load(connection: Connection) -> None:
-            connection.load_adapter(name, path, _LOAD_S)
-
-        self._loading.append((self._start(load), name, path, reply))
+        self._loading.append((futures, name, path, reply))
 
     def poll(self) -> None:
         """Answer loads that have ended everywhere. One that failed anywhere is undone."""
@@ -74,11 +87,13 @@ class RoutedAdapters:
         self.when_changed(changed, list(before))
 
     def unload(self, name: str) -> None:
-        """Have all replicas discard a name. Raises ContractError."""
-        futures = self._start(lambda connection: _unload(connection, name))
+        """Have all replicas discard a name. Raises ContractError, also if none is up."""
+        futures = _any(self._start(lambda connection: _unload(connection, name)))
         errors = [future.result() for future in futures]
-        if all(errors) and errors[0] is not None:
-            raise errors[0]
+        is_coming = name in self._paths  # to engines that have just come
+        for error in errors if all(errors) else ():
+            if error is not None and not (is_coming and error.code is Code.NOT_FOUND):
+                raise error
         self._paths.pop(name, None)
         self._unloaded.add(name)
 
@@ -92,6 +107,13 @@ class RoutedAdapters:
     def _start(self, change: Callable[[Connection], None]) -> list[Future[ContractError | None]]:
         up = [each for each in self._replicas if each.is_up()]
         return [self._pool.submit(each.change_adapters, change) for each in up]
+
+
+def _any(futures: list[Future[ContractError | None]]) -> list[Future[ContractError | None]]:
+    """Return the answers of replicas; raises ContractError if none was up."""
+    if futures:
+        return futures
+    raise ContractError("no replica is running; they are being restarted", Code.UNAVAILABLE)
 
 
 def _loader(name: str, path: str) -> Callable[[Connection], None]:

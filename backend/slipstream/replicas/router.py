@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 SILENT_S = 3.0  # engines answer once a second, between steps
 _GONE = "the engine ended; try again"
 _DOWN = "the engine is not running; it is being restarted"
+_COMING = "the engines that have the adapter are being restarted, and load it again"
 _FULL = ("max_waiting", "max_waiting_tokens")
 
 
@@ -262,6 +263,8 @@ class Router:
         if message.adapter:
             digests = {n: each.adapter_digest(message.adapter) for n, each in replicas.items()}
             able = {n: each for n, each in replicas.items() if digests[n] is not None}
+            if not able and replicas and self.adapters.has(message.adapter):
+                raise ContractError(_COMING, Code.UNAVAILABLE, "engine_down")
             replicas = able or replicas
             digest = next((found for found in digests.values() if found is not None), b"")
         known, prompt = dict[int, int](), None
