@@ -115,7 +115,7 @@ def settings_of(model: Path) -> Mapping[str, Any]:
         settings = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
     if not isinstance(settings, dict):
         raise ValueError(f"{path}: is not a JSON object")

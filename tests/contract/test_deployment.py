@@ -82,7 +82,9 @@ def test_a_model_that_says_nothing_belongs_to_the_engine_of_its_name(tmp_path):
     assert engine_model_of(tmp_path / "postprocessing") == ENGINE
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '"a"'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '"a"', "[" * 100_000], ids=["open", "list", "text", "deep"]
+)
 def test_bad_settings_of_a_model_of_ours_are_no_silent_loss(tmp_path, text):
     put(tmp_path, "code_tensorrt_llm", text)
     with pytest.raises(ValueError, match=r"code_tensorrt_llm/1/model\.json"):
