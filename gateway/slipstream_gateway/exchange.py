@@ -243,7 +243,7 @@ class Exchange:
         return data
 
     def _has_calls(self, index: int) -> bool:
-        return self._answers[index].has_calls and not self.is_named_tool
+        return self._answers[index].ends_in_calls and not self.is_named_tool
 
     def _last_events(self) -> bytes:
         if self._failure is not None:

@@ -1,5 +1,6 @@
 """Turn the engine's tokens of one answer into deltas: text, log probs, and the end."""
 
+import json
 from collections.abc import Sequence
 
 import msgspec
@@ -10,7 +11,16 @@ from slipstream_contract.log_probs import WHOLE, LogProbs
 from slipstream_contract.vocab import TokenBytes
 from slipstream_postprocessing.detokenize import detokenize
 
-from slipstream_gateway.answer import Delta, Finish, Parser, Reasoning, Text, TokenLogProb
+from slipstream_gateway.answer import (
+    CallArguments,
+    CallStart,
+    Delta,
+    Finish,
+    Parser,
+    Reasoning,
+    Text,
+    TokenLogProb,
+)
 from slipstream_gateway.token_texts import Decoder, TokenTexts
 
 NO_TOKEN = -1  # in place of an id: its text is what an incomplete character leaves at the end
@@ -128,6 +138,7 @@ class Answering:
         self.prompt = prompt
         self.num_reasoning = 0  # tokens
         self.has_calls = False
+        self._arguments: list[str] = []  # of the last call
         self.hides_reasoning = False
         self.is_hidden = False  # its tokens are not wanted, only its prompt's values
         self._decoder = decoder
@@ -164,6 +175,14 @@ class Answering:
                 self._add(piece, tokens)
         self._pending = []
         return piece
+
+    @property
+    def ends_in_calls(self) -> bool:
+        """Whether there are calls, of which none is cut: by a stop word, or an end within it."""
+        try:
+            return self.has_calls and json.loads("".join(self._arguments)) is not None
+        except (ValueError, RecursionError):
+            return False
 
     def take_beam(self, beam: wire.Beam, finished: wire.Finished) -> News:
         """Take a whole beam as the answer; `finished` is that of the search."""
@@ -215,7 +234,10 @@ class Answering:
     def _note(self, piece: News, deltas: Sequence[Delta], is_token: bool = False) -> None:
         for delta in deltas:
             self._is_reasoning = isinstance(delta, Reasoning)
-            self.has_calls |= not isinstance(delta, Text | Reasoning)
+            if isinstance(delta, CallStart):
+                self.has_calls, self._arguments = True, []
+            elif isinstance(delta, CallArguments):
+                self._arguments.append(delta.fragment)
         self.num_reasoning += is_token and self._is_reasoning
         if self.hides_reasoning:
             deltas = [delta for delta in deltas if not isinstance(delta, Reasoning)]
@@ -228,7 +250,7 @@ def whole_text(vocab: TokenBytes, token_ids: Sequence[int], skip_special: bool) 
 
 
 def finish_of(finished: wire.Finished, has_calls: bool = False) -> Finish:
-    """Return how an answer ended. Calls that ended by themselves give `tool_calls`."""
+    """Return how an answer ended; `has_calls`: with whole calls, which are to be made."""
     reason = REASONS[finished.reason]
     if has_calls and reason == "stop":
         return Finish("tool_calls", finished.stop_reason)
