@@ -25,12 +25,13 @@ from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.gpu
 NAMES = [name for name in GRID if name not in ("one layer, tiny vocabulary", *EXPERTS)]
-# Normalised heads are not padded, and those of 32 have no kernels; latents have one size.
+# Normalised heads are not padded, and those of 32 have no kernels; latents have one size. Tied
+# embeddings of a Youtu come back drawn anew from transformers 5.
 ON_A_GPU: dict[str, dict[str, object]] = {
     "stablelm": {"hidden_size": 256},
     "olmo2": {"hidden_size": 256},
     "olmo3": {"hidden_size": 256},
-    "youtu": LATENT,
+    "youtu": LATENT | {"tie_word_embeddings": False},
     "cohere": {"hidden_size": 256},
 }
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-4, torch.bfloat16: 4e-3}
