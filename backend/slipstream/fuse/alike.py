@@ -18,7 +18,10 @@ _PLAIN = (
     *(torch.dtype, torch.device, BuiltinFunctionType),
 )
 # Of parts of blocks. What adapters add differs by layer and step, what ranks do by launch.
-_TAKEN = ("layers", "fuse", "quant", "kernels.attention", "kernels.elementwise", "kernels.gemm")
+_TAKEN = (
+    *("layers", "fuse", "quant", "kernels.attention", "kernels.elementwise"),
+    *("kernels.experts", "kernels.gemm"),
+)
 _LEFT = ("layers.adapted",)
 
 
