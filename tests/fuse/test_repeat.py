@@ -16,6 +16,7 @@ from slipstream.errors import ConfigError
 from slipstream.fuse import repeat
 from slipstream.fuse.adapt import adapt
 from slipstream.fuse.alike import form_of
+from slipstream.fuse.recording import Operators
 from slipstream.fuse.repeat import Repeating
 from slipstream.layers.adapted import StepGroups
 from slipstream.layers.attention import AttentionInputs, StepRows
@@ -174,6 +175,28 @@ def test_what_is_not_known_is_launched_one_by_one(
     if family == "llama":
         monkeypatch.setattr(repeat, "form_of", lambda block: form_of(block)._replace(tensors=[]))
     assert compare(plan, model, driver, STEPS[:1]) == [LAYERS]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_operators_that_copy_are_seen(inference: bool) -> None:
+    """A copy that nobody saw would be memory that another may have had since."""
+    x = numbers(8, 12).float()
+    with torch.inference_mode(inference):
+        for see, operator in (
+            (False, lambda: x[2:].view(-1, 3, 4).flatten(1).unflatten(1, (3, 4)).chunk(2, -1)),
+            (False, lambda: x.reshape(-1).contiguous()[:9].t()),
+            (False, lambda: torch.empty_like(x).new_empty(3).split([1, 2])),
+            (True, lambda: x[:, :8].reshape(-1, 2)),
+            (True, lambda: x[:, :8].flatten()),
+            (True, lambda: x.t().contiguous()),
+            (True, lambda: x.new_zeros(3)),
+            (True, lambda: x.mul_(2)),
+            (True, lambda: x[torch.tensor([1])]),
+            (True, lambda: x.sum().item()),
+        ):
+            with Operators() as operators:
+                operator()
+            assert operators.compute == see
 
 
 def test_many_tokens_and_places_for_adapters_are_launched_one_by_one(

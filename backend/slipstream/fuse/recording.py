@@ -24,9 +24,9 @@ from slipstream.layers.decoder import AnyBlock
 from slipstream.layers.residual import Residual
 
 _ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-_VIEW = set(
-    """view _unsafe_view reshape split split_with_sizes slice transpose t detach expand select
-    unflatten alias as_strided unsqueeze squeeze permute""".split()  # noqa: SIM905
+_VIEW = set(  # which never copy, as a reshape may
+    """view _unsafe_view _reshape_alias split split_with_sizes slice transpose t detach expand
+    select alias as_strided unsqueeze squeeze permute""".split()  # noqa: SIM905
 )
 _KEPT = -1  # the source of an address that all blocks pass
 _FIRST_ADDRESS = 1 << 32  # integers from here on may be addresses
@@ -68,7 +68,7 @@ def state_of(residual: Residual) -> State | None:
     return State(tensors, tuple([None if x is None else layout_of(x) for x in tensors]))
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps what is allocated meanwhile, and whether torch computes anything."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ def record(
     cache: Tensor,
 ) -> Recording | None:
     """Apply a block, and return its launches; None: blocks that are alike may launch others."""
-    with tape.noting() as launches, _Operators() as operators:
+    with tape.noting() as launches, Operators() as operators:
         block(residual, inputs, cache)
     after = state_of(residual)
     if operators.compute or not launches or after is None or after.layouts != before.layouts:
