@@ -255,5 +255,5 @@ class _Builder:
 def block_elements(config: ModelConfig) -> int:
     """Count the elements of all blocks' matrices, by a decoder on torch's device `meta`."""
     source = SizeSource()
-    build_any(config, Weights(source, torch.device("meta"), torch.float32), max_model_len=1)
+    build_any(config, Weights(source, torch.device("meta"), torch.bfloat16), max_model_len=1)
     return sum(n for name, n in source.elements.items() if _OF_LAYER.search(name))
