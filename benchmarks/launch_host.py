@@ -21,7 +21,10 @@ from shapes import SHAPES, write_config
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fixtures.kernels.driverless import HOPPER, Driver, driverless
 from slipstream.config import EngineConfig
+from slipstream.fuse import repeat
+from slipstream.fuse.adapt import adapt
 from slipstream.fuse.repeat import Repeating
+from slipstream.layers.adapted import StepGroups
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.decoder import InTurn, one_by_one
 from slipstream.layers.residual import Residual
@@ -48,6 +51,7 @@ class Blocks:
             given = EngineConfig(checkpoint=folder, device="cuda", load_format="random")
             self._plan = plan = settle(given, torch.device("cuda"))
         self._model = build(plan.model, Weights(SizeSource(), CPU, plan.dtype, target=HOPPER), 8192)
+        adapt(self._model, StepGroups(), plan.model.dims.vocab_size)  # as engines do
         d = plan.model.dims
         size = (TABLE, d.num_kv_heads, 2, plan.block_size, d.head_size)
         self._caches = [torch.empty(size, dtype=plan.dtype) for _ in self._model.blocks]
@@ -66,7 +70,7 @@ class Blocks:
         return 1e3 * (time.thread_time() - begin)
 
 
-def show(shape: str, driver: Driver, repeat: int, is_profiled: bool) -> None:
+def show(shape: str, driver: Driver, count: int, is_profiled: bool) -> None:
     """Print the figures of a shape."""
     blocks = Blocks(shape)
     ways: dict[str, InTurn] = {"one by one": one_by_one, "repeated": Repeating("cpu")}
@@ -75,18 +79,18 @@ def show(shape: str, driver: Driver, repeat: int, is_profiled: bool) -> None:
             blocks.run(apply, *step)
         driver.launches.clear()
         blocks.run(one_by_one, *step)
-        count = len(driver.launches)
-        tries = [{way: blocks.run(f, *step) for way, f in ways.items()} for _ in range(repeat)]
+        number = len(driver.launches)
+        tries = [{way: blocks.run(f, *step) for way, f in ways.items()} for _ in range(count)]
         for way in ways:
             times = [each[way] for each in tries]
             least, median = min(times), statistics.median(times)
-            each = f"{count} launches, {1e3 * least / count:.1f} us each"
+            each = f"{number} launches, {1e3 * least / number:.1f} us each"
             print(
                 f"{shape:14} {name:26} {way:12} {least:7.2f} {median:7.2f} ms, {each}", flush=True
             )
     if is_profiled:
         with cProfile.Profile() as profile:
-            for _ in range(repeat):
+            for _ in range(count):
                 blocks.run(one_by_one, 0, 2048)
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
 
@@ -98,6 +102,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
+    repeat.is_on = True
     with driverless(mixes=False) as driver, torch.inference_mode():
         for shape in args.shapes:
             show(shape, driver, args.repeat, args.profile)

@@ -18,6 +18,7 @@ from engine import build
 from parts import batch_of
 from shapes import SHAPES
 from slipstream.core.batch import Batch
+from slipstream.fuse import repeat
 from slipstream.layers.decoder import one_by_one
 from timing import need_gpu
 
@@ -42,14 +43,14 @@ def launched(runner: Any, batch: Batch) -> tuple[float, float]:
     return 1e3 * host, 1e3 * (time.perf_counter() - begin)
 
 
-def measure(runner: Any, case: tuple[int, int, int], repeat: int) -> dict[str, dict[str, float]]:
+def measure(runner: Any, case: tuple[int, int, int], tries: int) -> dict[str, dict[str, float]]:
     """Launch a step so often in each way, in turns; the least and the median of each."""
     decodes, cached, prompt = case
     ways = dict(zip(WAYS, (one_by_one, runner._model.in_turn), strict=True))
     batch = batch_of(runner, *case)
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     new: dict[str, list[float]] = {way: [] for way in ways}
-    for number in range(repeat):
+    for number in range(tries):
         for turn, (way, apply) in enumerate(ways.items()):
             runner._model.in_turn = apply
             launched(runner, batch)  # all is chosen and loaded
@@ -82,6 +83,7 @@ def main() -> int:
     args = parser.parse_args()
     assert set(args.shapes) <= SHAPES.keys(), f"shapes are {[*SHAPES]}"
     need_gpu()
+    repeat.is_on = True
     found = {}
     for shape in args.shapes:
         options = {"quantization": args.quantization, "max_num_seqs": MAX_SEQS}

@@ -18,7 +18,7 @@ from slipstream.fuse.adapt import adapt
 from slipstream.fuse.alike import form_of
 from slipstream.fuse.recording import Operators
 from slipstream.fuse.repeat import Repeating
-from slipstream.layers.adapted import StepGroups
+from slipstream.layers.adapted import Group, StepGroups
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.decoder import Decoder, InTurn, one_by_one
 from slipstream.layers.residual import Residual
@@ -34,8 +34,17 @@ STEPS = [(0, 600), (600, 0), (40, 700)]  # decodes, tokens of a chunk
 Launches = list[tuple[str, str, dict[int, int | None]]]
 
 
-def made(family: str, scheme: str, folder: Path) -> tuple[Plan, Decoder]:
-    """Return a model of six layers, as it is on a Hopper GPU, whose weights are random numbers."""
+@pytest.fixture(autouse=True)
+def is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repeat, "is_on", True)
+
+
+def made(
+    family: str, scheme: str, folder: Path, groups: StepGroups | None = None
+) -> tuple[Plan, Decoder]:
+    """Return a model of six layers, as an engine has it on a Hopper GPU, with places for adapters;
+    its weights are random numbers.
+    """
     sizes = make_sizes(family, **(SIZES | {"num_hidden_layers": LAYERS})) | OWN.get(family, {})
     config = classes(family)[0](**sizes)
     config.architectures = [FAMILIES[family]]
@@ -44,7 +53,9 @@ def made(family: str, scheme: str, folder: Path) -> tuple[Plan, Decoder]:
     given = EngineConfig(checkpoint=str(folder), device="cuda", **asked)
     plan = settle(given, torch.device("cuda"))
     weights = Weights(RandomSource(CPU), CPU, plan.dtype, scheme, target=HOPPER)
-    return plan, build(plan.model, weights, 2048)
+    model = build(plan.model, weights, 2048)
+    adapt(model, groups or StepGroups(), plan.model.dims.vocab_size)
+    return plan, model
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -199,13 +210,25 @@ def test_operators_that_copy_are_seen(inference: bool) -> None:
             assert operators.compute == see
 
 
-def test_many_tokens_and_places_for_adapters_are_launched_one_by_one(
+def test_many_tokens_are_launched_one_by_one(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, model = made("llama", "none", tmp_path)
-    assert isinstance(model.in_turn, Repeating)
     monkeypatch.setattr(repeat, "MOST_TOKENS", 599)
     assert compare(plan, model, driver, STEPS[:1]) == [LAYERS]
-    adapt(model, StepGroups(), plan.model.dims.vocab_size)
-    assert model.in_turn is one_by_one
-    assert {form_of(block) for block in model.blocks} == {None}
+
+
+def test_blocks_are_launched_one_by_one_beside_adapters(
+    driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what an engine's decoder has itself, and not while this is off."""
+    monkeypatch.setattr(Repeating.__init__, "__defaults__", ("cpu",))
+    groups, beside = StepGroups(), [Group({}, numbers(3, dtype=torch.int64))]
+    plan, model = made("llama", "none", tmp_path, groups)
+    step = Step(plan, model, *STEPS[0])
+    for is_on, tokens, is_repeated in ((True, (), True), (True, beside, False), (False, (), False)):
+        monkeypatch.setattr(repeat, "is_on", is_on)
+        groups.tokens = tokens
+        with patch.object(repeat, "record", side_effect=repeat.record) as records:
+            step.run(driver, model.in_turn)
+        assert records.called == is_repeated

@@ -1,7 +1,9 @@
 """A rewrite behind that of fusion: places of linear layers that adapters can add terms to."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from torch import Tensor
 
 from slipstream.fuse.places import Gated, NormedAdd
 from slipstream.fuse.rewrite import Place, fused, layers_of, places_of
@@ -23,13 +25,14 @@ from slipstream.layers.adapted_rows import (
     VirtualRows,
     keys_of,
 )
-from slipstream.layers.attention import Attention
-from slipstream.layers.decoder import Decoder, one_by_one
+from slipstream.layers.attention import Attention, AttentionInputs
+from slipstream.layers.decoder import AnyBlock, Decoder, InTurn, one_by_one
 from slipstream.layers.embedding import Table
 from slipstream.layers.experts import Experts, SharedExpert
 from slipstream.layers.latent import LatentAttention
 from slipstream.layers.linear import GatedLinear, Linear, NormLinear
 from slipstream.layers.mlp import TwoStepMLP
+from slipstream.layers.residual import Residual
 from slipstream.layers.stages import Inlet
 
 _OF_KEPT = ("o_proj", "gate_proj", "up_proj", "down_proj")  # behind the attention of a block
@@ -58,7 +61,7 @@ def adapt(decoder: Decoder, groups: StepGroups, vocab_size: int) -> list[Adapted
     same. Routers are not among them. `vocab_size` is the whole model's. Later stages of a pipeline
     have no ends.
     """
-    decoder.in_turn = one_by_one  # terms of adapters differ by block
+    decoder.in_turn = _in_turn(decoder.in_turn, groups)
     found: list[AdaptedPlace] = []
     apart: list[AdaptedPlace] = []  # that tables do not have, or apart from others
     num_experts = 0  # of all layers before
@@ -98,6 +101,21 @@ def adapt(decoder: Decoder, groups: StepGroups, vocab_size: int) -> list[Adapted
         decoder.embedding.look = VirtualKeys(groups, vocab_size)
         return found + apart
     return found + apart + _ends(decoder, groups, vocab_size)
+
+
+def _in_turn(without_terms: InTurn, groups: StepGroups) -> InTurn:
+    """Return how a step's blocks are applied: one by one beside adapters, whose terms differ."""
+
+    def apply(
+        blocks: Sequence[AnyBlock],
+        residual: Residual,
+        inputs: Sequence[AttentionInputs],
+        caches: Sequence[Tensor],
+    ) -> None:
+        chosen = one_by_one if groups.are_there else without_terms
+        chosen(blocks, residual, inputs, caches)
+
+    return apply
 
 
 def _key_refusal(layer: object) -> str:

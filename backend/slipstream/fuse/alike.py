@@ -1,6 +1,7 @@
 """Blocks that are alike: of the same parts, whose tensors lie in memory in the same way.
 
-Such blocks launch the same kernels for the same rows, with other tensors in the same places.
+Such blocks launch the same kernels for the same rows, with other tensors in the same places. A
+place for adapters counts as what it is in steps without them.
 """
 
 from collections.abc import Hashable, Iterator
@@ -17,7 +18,7 @@ _PLAIN = (
     *(bool, int, float, str, bytes, frozenset, type, Enum),
     *(torch.dtype, torch.device, BuiltinFunctionType),
 )
-# Of parts of blocks. What adapters add differs by layer and step, what ranks do by launch.
+# Of parts of blocks. What adapters add differs by layer and step, and what ranks do by launch.
 _TAKEN = (
     *("layers", "fuse", "quant", "kernels.attention", "kernels.elementwise"),
     *("kernels.experts", "kernels.gemm"),
@@ -46,6 +47,8 @@ class _UnknownPartError(Exception):
 
 
 def _parts(part: object, tensors: list[Tensor], seen: dict[int, tuple[int, object]]) -> Hashable:
+    while hasattr(part, "without_terms"):
+        part = part.without_terms
     if part is None or isinstance(part, _PLAIN):
         return type(part), part
     if id(part) in seen:

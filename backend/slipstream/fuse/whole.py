@@ -156,7 +156,7 @@ def _bare(place: Place, deltas: list[Delta]) -> Place:
     """Return a place without its adapters, which go into `deltas`."""
     while isinstance(place, _ADAPTED):
         deltas.append(place._delta)
-        place = place.place if isinstance(place, AdaptedNormLinear) else place._place
+        place = place.without_terms
     return place
 
 

@@ -253,12 +253,12 @@ class AdaptedNormLinear(NormLinear):
 
     def __init__(self, place: NormLinear, finished: NormLinear, delta: Delta) -> None:
         super().__init__(place.linear, place.leaves_scales)
-        self.place, self._finished, self._delta = place, finished, delta
+        self.without_terms, self._finished, self._delta = place, finished, delta
 
     def __call__(self, norm: RowNorm, residual: Residual) -> tuple[Tensor, Scales | None]:
         """Compute what `NormLinear` computes, with the terms."""
         if not self._delta.is_active:
-            return self.place(norm, residual)
+            return self.without_terms(norm, residual)
         if (terms := self._delta.terms(len(residual))) is not None:
             whole = self._finished.adapted(norm, residual, terms)
             if whole is not None:
@@ -294,7 +294,7 @@ class AdaptedLinear(Linear):
         super().__init__(linear.scheme, linear.weights, linear.bias, linear.is_sliced)
         assert linear.ranks is None, "a sum over ranks comes behind the terms"
         self.stacked = linear.stacked
-        self._delta = delta
+        self.without_terms, self._delta = linear, delta
 
     def __call__(self, x: Tensor) -> Tensor:
         """Compute what `Linear` computes, with the terms."""
@@ -317,14 +317,14 @@ class AdaptedGatedLinear(GatedLinear):
 
     def __init__(self, place: GatedLinear, product: NormLinear, delta: Delta) -> None:
         super().__init__(place.linear, place.gate)
-        self._place, self._product, self._delta = place, product, delta
+        self.without_terms, self._product, self._delta = place, product, delta
 
     def __call__(self, norm: RowNorm, residual: Residual) -> Operand:
         """Compute what `GatedLinear` computes, with the terms."""
         if not self._delta.is_active:
-            return self._place(norm, residual)
+            return self.without_terms(norm, residual)
         if (terms := self._delta.terms(len(residual))) is not None:
-            whole = self._place.adapted(norm, residual, terms)
+            whole = self.without_terms.adapted(norm, residual, terms)
             if whole is not None:
                 return whole
         y, started = _multiplied(self._product, norm, residual, self._delta)
@@ -332,7 +332,7 @@ class AdaptedGatedLinear(GatedLinear):
         if not self._delta.is_fixed:
             return gated
         # A fused gate may round otherwise: rows without a term keep what they have beside others.
-        out = self._place(norm, residual)
+        out = self.without_terms(norm, residual)
         self._delta.put(out, gated)
         return out
 
@@ -358,29 +358,29 @@ class AdaptedLinearAdd(LinearAdd):
     def __init__(self, place: LinearAdd, delta: Delta) -> None:
         super().__init__(place.linear)
         assert place.norm is None, "a norm is of the product and its terms"
-        self._place, self._delta = place, delta
+        self.without_terms, self._delta = place, delta
 
     def __call__(self, x: Operand, residual: Residual) -> None:
         """Add what `LinearAdd` adds, with the terms."""
         if not self._delta.is_active:
-            self._place(x, residual)
+            self.without_terms(x, residual)
             return
         if self.linear.ranks is not None:
             self.add_part(x, residual)
             return
         terms = self._delta.terms(len(residual))
-        if terms is not None and self._place.adapted(x, residual, terms):
+        if terms is not None and self.without_terms.adapted(x, residual, terms):
             return
         started = self._delta.start(_plain(x, residual.dtype))
-        self._place(x, residual)
+        self.without_terms(x, residual)
         self._delta.finish(residual.values, started)
 
     def part(self, x: Operand, before: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return what `LinearAdd` returns, with the rank's part of the terms."""
         if not self._delta.is_active:
-            return self._place.part(x, before, dtype)
+            return self.without_terms.part(x, before, dtype)
         started = self._delta.start(_plain(x, dtype))
-        y = self._place.part(x, before, dtype)
+        y = self.without_terms.part(x, before, dtype)
         self._delta.finish(y, started)
         return y
 

@@ -35,6 +35,8 @@ class ExpertTerms:
             and then their last matrices.
     """
 
+    without_terms = None
+
     def __init__(
         self, layer: Experts, prefix: str, groups: StepGroups, which: str, first: int = 0
     ) -> None:

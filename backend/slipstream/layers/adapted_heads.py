@@ -39,13 +39,13 @@ class AdaptedHeads:
         of_keys: bool,
         is_fixed: bool,
     ) -> None:
-        self._own, self._name = own, name
+        self.without_terms, self._name = own, name
         self._groups, self._which = groups, which
         self._rows, self._of_keys, self._is_fixed = rows, of_keys, is_fixed
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply, with the terms."""
-        y = self._own(x)
+        y = self.without_terms(x)
         found: Sequence[Group] = getattr(self._groups, self._which)
         for group in found:
             for term in group.terms.get(self._name, ()):

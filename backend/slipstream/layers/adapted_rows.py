@@ -108,6 +108,8 @@ class AdaptedKeys:
         groups: of the step.
     """
 
+    without_terms = None
+
     def __init__(self, name: str, groups: StepGroups) -> None:
         self._name, self._groups = name, groups
 
