@@ -39,7 +39,9 @@ _PROMPT = 2048
 # guess; what ours without a graph take is the host's part, below.
 LAUNCHES = {"slipstream": (0.3, 0.3), "vllm": (2.1, 3.0)}
 GRAPHS = 512
-EAGER_MS = 14.0  # of the host, of the recorded shape: it was 10 to 16 on H200s
+# Of the host, of the recorded shape: 10 to 16 on H200s by the same step again and again. In traffic
+# it was 30 to 50 (docs/log/2026-11-engine.md); repeated blocks may take 3 (`fuse/repeat.py`).
+EAGER_MS = 14.0
 # Added to first tokens of vLLM, for the processes between: alone, one prompt of 128 tokens takes
 # 19 to 26 ms, of which a step is 7; most of that is not counted, to be on the safe side.
 FIRST_MS = {"slipstream": 0.5, "vllm": 2.0}
