@@ -1,6 +1,7 @@
 """Output tokens a second of a full engine: the rows `saturation-IN-OUT` of `make bench-gpu`.
 
     saturation.py OUT [--shape S] [--rows 128-128 ...] [--seconds 8] [--sequences N] [--tokens N]
+                      [--prompt-unpacking on]
 
 The published figures (TensorRT-LLM 1.0, `trtllm-bench throughput`, Llama-3.1-8B, weights in fp8)
 are of some thousand requests offered at once. Counted here is the steady part of such a run. It
@@ -178,6 +179,7 @@ def options_of(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         found = select(profiles(config, CARDS[cards[0]]), "throughput").options("throughput")
         found["quantization"] = "fp8"  # as the published figures have it
     given = {"max_num_seqs": args.sequences, "max_num_batched_tokens": args.tokens}
+    given["prompt_unpacking"] = args.prompt_unpacking
     return found | {name: value for name, value in given.items() if value is not None}
 
 
@@ -217,6 +219,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--sequences", type=int, help="max_num_seqs")
     parser.add_argument("--tokens", type=int, help="max_num_batched_tokens")
+    parser.add_argument("--prompt-unpacking", choices=("off", "on"))
     args = parser.parse_args()
     import torch
     from engine import build
