@@ -189,7 +189,14 @@ _VLLM_KINDS = {
 _IN_THINKING = "enable_in_reasoning"
 _VLLM_FLAGS = ("disable_any_whitespace", "disable_additional_properties")
 # Of vLLM's internals or of other libraries: served where they ask for nothing.
-_IGNORED = {"disable_fallback": (None, False, True), "backend": (None, ""), "_backend": (None, "")}
+_EITHER = (None, False, True)
+_IGNORED = {
+    "disable_fallback": _EITHER,
+    "backend_was_auto": _EITHER,  # Triton's frontend sends vLLM's whole struct
+    "_backend_was_auto": _EITHER,
+    "backend": (None, ""),
+    "_backend": (None, ""),
+}
 _FLAT = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar", "json_object")}
 _FLAT["guided_whitespace_pattern"] = "whitespace_pattern"
 _MAY_BE_FALSE = ("json_object", _IN_THINKING, *_VLLM_FLAGS, *_IGNORED)

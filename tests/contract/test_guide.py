@@ -94,6 +94,17 @@ def test_nesting_up_to_its_bound_is_served():
     assert trtllm("json_schema", most) == Guide(GuideKind.JSON_SCHEMA, most)
 
 
+# A tool that a client names becomes a schema in the whole struct of vLLM: Triton's OpenAI frontend
+# sends all of its fields.
+_STRUCT = {"json": SCHEMA, "disable_fallback": False, "disable_any_whitespace": False}
+_STRUCT |= {"disable_additional_properties": False}
+_STRUCT |= dict.fromkeys(
+    ("regex", "choice", "grammar", "json_object", "whitespace_pattern", "structural_tag")
+)
+STRUCT_OF_0_9 = _STRUCT | {"backend": None, "backend_was_auto": False}
+STRUCT_OF_0_12 = _STRUCT | {"_backend": None, "_backend_was_auto": False}
+
+
 @pytest.mark.parametrize("field", ["structured_outputs", "guided_decoding"])
 @pytest.mark.parametrize("as_text", [False, True])
 @pytest.mark.parametrize(
@@ -116,6 +127,8 @@ def test_nesting_up_to_its_bound_is_served():
             {"json": SCHEMA, "regex": None, "whitespace_pattern": " ?"},
             Guide(GuideKind.JSON_SCHEMA, SCHEMA, GuideOptions(whitespace_pattern=" ?")),
         ),
+        (STRUCT_OF_0_9, Guide(GuideKind.JSON_SCHEMA, SCHEMA)),
+        (STRUCT_OF_0_12, Guide(GuideKind.JSON_SCHEMA, SCHEMA)),
         ({}, None),
     ],
 )  # fmt: skip

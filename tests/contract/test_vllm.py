@@ -118,6 +118,15 @@ def test_what_is_returned_makes_the_engine_compute_it():
     assert ask({"prompt_logprobs": 0}).sampling.values == LogProbs(prompt=0)
 
 
+@pytest.mark.parametrize(("flag", "top"), [(False, 0), (True, 1)])
+def test_the_flag_of_a_chat_is_a_number_of_log_probs(flag, top):
+    """Triton's OpenAI frontend sends the `logprobs` of a chat on; vllm_backend casts it."""
+    assert ask({"logprobs": flag}).sampling.values is None
+    assert ask({"logprobs": flag}, return_logprobs=True).sampling.values == LogProbs(top=top)
+    with pytest.raises(ContractError, match="prompt_logprobs is True, not a whole number"):
+        ask({"prompt_logprobs": True})
+
+
 @pytest.mark.parametrize(
     ("sampling", "message"),
     [

@@ -366,7 +366,10 @@ def _seed(seed: int | None) -> int | None:
 def _log_probs(values: Values, are_sent: bool) -> LogProbs | None:
     """Return what is wanted beside the tokens; `are_sent`: of the sampled ones at least."""
     mode = values.text("logprobs_mode")
-    top, prompt = (values.whole_or_none(name) for name in ("logprobs", "prompt_logprobs"))
+    prompt = values.whole_or_none("prompt_logprobs")
+    # OpenAI's flag, cast as vllm_backend does: Triton's frontend sends it with each chat.
+    flag = values.value("logprobs")
+    top = int(flag) if isinstance(flag, bool) else values.whole_or_none("logprobs")
     for name, number in (("logprobs", top), ("prompt_logprobs", prompt)):
         if number is not None:
             check_num_top(name, number)
