@@ -185,10 +185,21 @@ def test_refusals(sampling, message):
         ask(sampling)
 
 
-def test_parameters_beside_the_tensor_are_refused():
-    with pytest.raises(ContractError, match="'top_k' beside sampling_parameters"):
+def test_parameters_beside_the_tensor_are_refused_unless_it_says_the_same():
+    """The example client of vllm_backend sends its parameters in both."""
+    with pytest.raises(ContractError, match=r"'top_k' beside .*: it is 5, but missing"):
         ask({"temperature": 1}, {"top_k": 5})
+    with pytest.raises(ContractError, match=r"'top_k' beside .*: it is '5', but 6 there"):
+        ask({"top_k": 6}, {"top_k": "5"})
+    with pytest.raises(ContractError, match=r"'max_completion_tokens' beside .*: it is 5, but 6"):
+        ask({"max_completion_tokens": 6}, {"max_completion_tokens": 5})
     assert ask({"temperature": 0.5}, {"id": "7"}).sampling.temperature == 0.5
+    theirs = {"temperature": "0.1", "top_p": "0.95", "max_tokens": "100"}
+    for same in (theirs, {"max_tokens": 100}, {"top_p": 0.95, "max_tokens": "1e2"}):
+        assert ask(theirs, same) == ask(theirs)
+    assert ask({"ignore_eos": True}, {"ignore_eos": "true"}) == ask({"ignore_eos": True})
+    with pytest.raises(ContractError, match="unknown request parameter 'temprature'"):
+        ask({"temprature": 1}, {"temprature": 1})
 
 
 def test_numbers_that_no_float_holds():

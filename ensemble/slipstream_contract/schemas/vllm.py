@@ -226,12 +226,27 @@ def _parameters(read: Inputs, parameters: Mapping[str, object]) -> Values:
     """Read the sampling parameters, from the tensor or from the request, with known names only."""
     asked = {name: value for name, value in parameters.items() if not is_triton_parameter(name)}
     if read.has("sampling_parameters"):
-        most, given = openai_names.split_openai(asked)
-        if given or most is not None:
-            name = next(iter(given), openai_names.MAX_COMPLETION_TOKENS)
-            raise ContractError(f"request parameter {clip(name)} beside sampling_parameters")
-        asked = _object(read.text("sampling_parameters"))
+        values = _object(read.text("sampling_parameters"))
+        _check_beside(asked, values)
+        asked = values
     return read_values(asked)
+
+
+def _check_beside(asked: Mapping[str, object], values: Mapping[str, object]) -> None:
+    """Raise ContractError for a request parameter unless the tensor says the same.
+
+    The example client of vllm_backend sends its parameters in both.
+    """
+    most, given = openai_names.split_openai(asked)
+    if most is not None:
+        given[openai_names.MAX_COMPLETION_TOKENS] = most
+    for name, value in given.items():
+        if name not in values or _neutral_form(value) != _neutral_form(values[name]):
+            there = clip(values[name]) if name in values else "missing"
+            raise ContractError(
+                f"request parameter {clip(name)} beside sampling_parameters: it is {clip(value)}, "
+                f"but {there} there"
+            )
 
 
 def read_values(
