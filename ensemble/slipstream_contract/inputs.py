@@ -171,6 +171,19 @@ class Inputs:
         """Return true or false; None where it is not given. Raises ContractError."""
         return self.flag(name) if self.has(name) else None
 
+    def put_flag(self, name: str, given_as: str, value: object) -> None:
+        """Take a parameter for an input that may say the same. Raises ContractError if it differs.
+
+        `value`: None if it is not given.
+        """
+        if value is None:
+            return
+        flag = to_flag(given_as, value)
+        if self.flag(name, flag) != flag:
+            raise ContractError(f"{given_as} is {flag}, but {self.label(name)} is {not flag}")
+        self._values.setdefault(name, flag)
+        self._given.setdefault(name, given_as)
+
     def value(self, name: str, default: object) -> object:
         """Return a request parameter as it came."""
         return self._values.get(name, default)

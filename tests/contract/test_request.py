@@ -157,6 +157,19 @@ def test_parameters_stand_for_inputs_under_either_name():
     assert ask_text({"top_k": 4, "stream": True}).options.is_streaming
 
 
+def test_nvidias_client_says_whether_it_streams_twice():
+    """Its `Streaming` stands beside the tensor; beside `stop`, which cancels, it stands alone."""
+    for flag in (True, False):
+        assert ask_llm({"Streaming": flag}) == ask_llm(streaming=flag)
+        assert ask_llm({"Streaming": flag}, streaming=flag) == ask_llm(streaming=flag)
+        assert ask_text({"Streaming": flag}, stream=flag) == ask_text(stream=flag)
+        assert ask_llm({"Streaming": flag}, stop=True).is_stop
+        with pytest.raises(ContractError, match=f"Streaming is {flag}, but streaming .*{not flag}"):
+            ask_llm({"Streaming": flag}, streaming=not flag)
+    with pytest.raises(ContractError, match="Streaming is 'maybe', neither true nor false"):
+        ask_text({"Streaming": "maybe"})
+
+
 def test_whether_special_tokens_are_added_is_said_by_the_request_or_the_model():
     assert ask_text().add_special_tokens is None
     for value in (True, False):

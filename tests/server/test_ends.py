@@ -87,6 +87,7 @@ def test_stop_ends_the_request_of_the_same_id_with_what_it_has(idle):
     idle.wait_running(1)
     wait_second_block(idle)
     stop = {"input_ids": [0], "input_lengths": 1, "request_output_len": 1}
+    stop |= {"Streaming": False}  # as NVIDIA's client sends it
     idle.generate("tensorrt_llm", **stop, stop=True, id="78")  # nobody's
     assert idle.health()["running"] == 1
     answer = idle.generate("tensorrt_llm", **stop, stop=True, id="77")

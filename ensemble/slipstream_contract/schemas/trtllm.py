@@ -9,8 +9,9 @@ is greedy; top_k above 0 with top_p 0 counts top_p as 1; top_k 0 with top_p abov
 sampling; temperature is 1 unless given, and 0 is greedy. Other filters, request parameters, ask
 for sampling too.
 
-Request parameters: any scalar input (see `inputs`), `min_p`, `ignore_eos`, `request_type`, those
-that ask for drafts (see `drafts`), and OpenAI's names (see `openai_names`).
+Request parameters: any scalar input (see `inputs`), `min_p`, `ignore_eos`, `request_type`,
+`Streaming` of NVIDIA's client, those that ask for drafts (see `drafts`), and OpenAI's names (see
+`openai_names`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -66,6 +67,7 @@ _UNFILTERED = {
     name: asked.default for name in FILTERS if (asked := FIELDS[name].asked("trtllm")) is not None
 }
 _DEFAULTS = {name: FIELDS[name].default for name in FILTERS}
+_STREAMING = "Streaming"  # NVIDIA's client sends it beside `streaming`, and alone beside `stop`
 _READ_ELSEWHERE = openai_names.NAMES | {"timeout_ms", "request_priority", "cache_salt", "probe"}
 
 
@@ -87,7 +89,9 @@ def text_request(
     most_tokens, scalars = _split(others)
     model = MODELS["tensorrt_llm_bls"]
     inputs = without_batch(inputs)
+    is_streaming = scalars.pop(_STREAMING, None)
     read = Inputs(model, inputs, scalars, _TEXT_ALIASES, {}, _OWN, _READ_ELSEWHERE)
+    read.put_flag("stream", _STREAMING, is_streaming)
     _check_type(read)
     text = read.text("text_input")
     if not text:
@@ -138,7 +142,9 @@ def llm_request(
     most_tokens, scalars = _split(others)
     model = MODELS["tensorrt_llm"]
     inputs = without_batch(inputs)
+    is_streaming = scalars.pop(_STREAMING, None)
     read = Inputs(model, inputs, scalars, _LLM_ALIASES, _LLM_LABELS, _OWN, _READ_ELSEWHERE)
+    read.put_flag("streaming", _STREAMING, is_streaming)
     _check_type(read)
     if read.flag("stop"):
         nothing = SamplingParams(max_tokens=1)
