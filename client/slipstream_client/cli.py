@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NoReturn
 
 from slipstream_client.release import release
@@ -127,8 +128,34 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _one_line(error: Exception) -> str:
+def _of_system(error: OSError, options: dict[str, Path]) -> str:
+    """Return what the system refuses: file and reason, after the option that named the file.
+
+    The option may have named a folder of the file, or a file in a folder that cannot be made.
+    """
+    reason = error.strerror or str(error)
+    if not isinstance(error.filename, str):
+        return reason
+    file = Path(error.filename)
+    for option, given in options.items():
+        if given == file:
+            return f"{option} {given}: {reason}"
+        if file in given.parents or given in file.parents:
+            return f"{option} {given}: cannot be used ({file}: {reason})"
+    return f"{file}: {reason}"
+
+
+def _paths(args: argparse.Namespace, given: Sequence[str]) -> dict[str, Path]:
+    """Return the files that options name, by the option; what has its default is left out."""
+    words = {word.partition("=")[0] for word in given}
+    pairs = ((f"--{name.replace('_', '-')}", value) for name, value in vars(args).items())
+    return {name: path for name, path in pairs if name in words and isinstance(path, Path)}
+
+
+def _one_line(error: Exception, options: dict[str, Path]) -> str:
     """Return an error's first line, with its type unless the message was written for users."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return _of_system(error, options)
     if isinstance(error, ModuleNotFoundError) and error.name in ENGINE_PACKAGES:
         return (
             f"{error.name} is not installed, the engine needs it: pip install 'slipstream[engine]'"
@@ -154,8 +181,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = next((word for word in arguments if not word.startswith("-")), None)
+    options: dict[str, Path] = {}
     try:
         args = build_parser(chosen).parse_args(arguments)
+        options = _paths(args, arguments)
         code = importlib.import_module(COMMANDS[args.command][0]).run(args)
         sys.stdout.flush()
         return int(code)
@@ -168,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
-        print(f"slipstream: {_one_line(error)}", file=sys.stderr)
+        print(f"slipstream: {_one_line(error, options)}", file=sys.stderr)
         return EXIT_ERROR
 
 

@@ -101,7 +101,14 @@ def _read(path: Path) -> str | None:
 
 
 def _replace(path: Path, content: str) -> None:
-    """Write to a new file and rename it: a polling server never sees half a file."""
+    """Write to a new file and rename it: a polling server never sees half a file.
+
+    Raises ComposeError, with nothing half-written left, where there is no room or no permission.
+    """
     beside = path.with_name(f".{path.name}.new")
-    beside.write_text(content, encoding="utf-8", newline="\n")
-    beside.replace(path)
+    try:
+        beside.write_text(content, encoding="utf-8", newline="\n")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ComposeError(f"--output: {path} cannot be written: {error.strerror}") from None

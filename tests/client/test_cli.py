@@ -11,7 +11,6 @@ import pytest
 from slipstream_client import cli
 from slipstream_client.release import release
 
-
 def run(*arguments: str) -> int | str | None:
     """Exit code of the command, run in this process."""
     with pytest.raises(SystemExit) as ended:
@@ -132,9 +131,34 @@ def test_an_error_is_one_line(
 ) -> None:
     failing(monkeypatch, FileNotFoundError(2, "No such file or directory", "x/config.json"))
     assert cli.main(["serve"]) == 1
-    assert capsys.readouterr().err == (
-        "slipstream: [Errno 2] No such file or directory: 'x/config.json'\n"
-    )
+    assert capsys.readouterr().err == "slipstream: x/config.json: No such file or directory\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "file", "said"),
+    [
+        ("--log-file", "/a/b", "--log-file /a/b: Permission denied"),
+        ("--log-file", "/a", "--log-file /a/b: cannot be used (/a: Permission denied)"),
+        ("--log-file", "/a/b/c", "--log-file /a/b: cannot be used (/a/b/c: Permission denied)"),
+        ("--log-file", "/z", "/z: Permission denied"),
+        ("--log-file", None, "Permission denied"),
+        ("--load", "/a/b", "/a/b: Permission denied"),
+    ],
+)
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_a_file_is_named_with_its_option(
+    option: str,
+    file: str | None,
+    said: str,
+    is_joined: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    refused = PermissionError(13, "Permission denied", file)
+    monkeypatch.setattr("slipstream_serve.serve.run", Failing(refused).run)
+    given = [f"{option}=/a/b"] if is_joined else [option, "/a/b"]
+    assert cli.main(["serve", *given]) == 1
+    assert capsys.readouterr().err == f"slipstream: {said}\n"
 
 
 def test_an_unexpected_error_names_its_type_and_how_to_get_a_traceback(

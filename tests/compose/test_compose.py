@@ -172,6 +172,17 @@ def test_check_names_every_difference(checkpoint, tmp_path, capsys):
     assert tree(tmp_path) == before
 
 
+def test_a_full_disk_names_the_file_and_leaves_no_half(checkpoint, tmp_path, monkeypatch):
+    def refuse(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    said = f"--output: {tmp_path}/ensemble/config.pbtxt cannot be written: No space left"
+    with pytest.raises(ComposeError, match=said):
+        run(checkpoint, tmp_path)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 @pytest.mark.parametrize("file", ["config.pbtxt", "1/model.json"])
 def test_files_of_others_are_not_overwritten(checkpoint, tmp_path, file):
     mine = tmp_path / "vllm_model" / file
