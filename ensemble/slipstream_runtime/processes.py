@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterable
@@ -29,6 +30,13 @@ class Spent(NamedTuple):
     computed_s: float = 0.0
     moved: int = 0
     stored: int = 0
+
+
+def ending_signals() -> list[signal.Signals]:
+    """Return the signals that end a server: without SIGHUP under `nohup`, which ignores it."""
+    ending = [signal.SIGTERM, signal.SIGINT]
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return ending if is_ignored else [*ending, signal.SIGHUP]
 
 
 def num_cores() -> int:

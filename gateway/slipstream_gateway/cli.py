@@ -129,6 +129,11 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(
             f"{args.model_repository}: {why}; make one with `slipstream compose`"
         )
+    if args.runtime is not None and not args.runtime.is_dir():
+        raise FileNotFoundError(
+            f"--runtime {args.runtime}: no such directory; start its server first, or leave it out "
+            "for an engine of this gateway's own"
+        )
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import resource
 import shutil
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 import uvicorn
 import uvloop
 from slipstream.bridge.text import make_encoders
+from slipstream_runtime.processes import ending_signals
 from slipstream_runtime.stub import share_interpreter
 from slipstream_runtime.waking import wake_gently
 from starlette.applications import Starlette
@@ -118,20 +118,23 @@ def listen(settings: Settings) -> socket.socket:
     try:
         listener.bind((settings.host, settings.port))
         listener.listen(_BACKLOG)  # connections wait from here on
-    except (OSError, OverflowError):
+    except (OSError, OverflowError) as error:
         listener.close()
-        raise
+        raise OSError(
+            f"port {settings.port} on {settings.host} cannot be used ({error}): choose another "
+            "with --port, or another address with --host"
+        ) from None
     return listener
 
 
 async def serve(settings: Settings, listener: socket.socket) -> None:
-    """Serve until SIGTERM or SIGINT. Raises ValueError, OSError for a bad repository."""
+    """Serve until a signal ends it. Raises ValueError, OSError for a bad repository."""
     loop = asyncio.get_running_loop()
     pool = make_encoders()
     models = open_models(settings, loop, pool)
     try:
         gateway = Gateway(models, settings)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ending_signals():
             loop.add_signal_handler(number, gateway.end)
         share_interpreter()
         await gateway.run(listener)

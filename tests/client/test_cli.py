@@ -1,6 +1,7 @@
 """The frame of the `slipstream` command: help, errors in one line, exit codes, lazy imports."""
 
 import importlib.metadata
+import socket
 import subprocess
 import sys
 import threading
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 from slipstream_client import cli
 from slipstream_client.release import release
+
+MODELS = Path(__file__).parents[2] / "model_repository"
+
 
 def run(*arguments: str) -> int | str | None:
     """Exit code of the command, run in this process."""
@@ -194,6 +198,34 @@ def test_a_gateway_without_models_listens_on_nothing(
     said = capsys.readouterr()
     assert said.err == f"slipstream: {repository}: {why}; make one with `slipstream compose`\n"
     assert not said.out
+
+
+@pytest.fixture
+def unserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway ends where it would begin to serve."""
+    monkeypatch.setattr("slipstream_gateway.server.run", lambda settings, listener: None)
+
+
+@pytest.mark.usefixtures("unserved")
+def test_a_gateway_makes_no_runtime_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A gateway beside no server would start no engine, and wait for one without end."""
+    missing = tmp_path / "x"
+    arguments = ["gateway", "--model-repository", str(MODELS), "--port", "0"]
+    assert cli.main([*arguments, "--runtime", str(missing)]) == 1
+    assert f"--runtime {missing}: no such directory; start its server" in capsys.readouterr().err
+    assert not missing.exists()
+
+
+@pytest.mark.usefixtures("unserved")
+def test_a_gateway_whose_port_is_taken_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["gateway", "--model-repository", str(MODELS), "--port", str(port)]) == 1
+    said = capsys.readouterr().err
+    assert f"port {port} on 127.0.0.1 cannot be used" in said
+    assert "--port" in said
 
 
 @pytest.mark.parametrize("act", [["list"], ["load", "a", "/a"], ["unload", "a"]])
