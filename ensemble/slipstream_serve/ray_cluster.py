@@ -24,6 +24,7 @@ from slipstream.config import EngineConfig
 from slipstream.launch import die_with_parent
 from slipstream_contract.arguments import count, patience, port
 from slipstream_contract.deployment import DEFAULT
+from slipstream_runtime.processes import ending_signals
 from slipstream_runtime.rendezvous import KEY_VARIABLE
 
 from slipstream_serve.rank import config_of
@@ -156,10 +157,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _signals(ended: threading.Event) -> Iterator[None]:
-    before = {
-        number: signal.signal(number, lambda *_: ended.set())
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    }
+    before = {number: signal.signal(number, lambda *_: ended.set()) for number in ending_signals()}
     try:
         yield
     finally:

@@ -25,6 +25,7 @@ from slipstream_contract.deployment import deployments_of
 from slipstream_gateway import cli as gateway_cli
 from slipstream_runtime import draining
 from slipstream_runtime.directory import Runtime
+from slipstream_runtime.processes import ending_signals
 
 from slipstream_serve.conversation import Conversation
 from slipstream_serve.drain import Counter
@@ -142,9 +143,9 @@ def run(args: argparse.Namespace) -> int:
     chosen_models = None
     if args.load or is_open:
         models = chosen_models = chosen(args.model_repository, models, args.load or [])
+    clean_leftovers()
     endpoints.check_free()
     check_shared_memory(len(models))
-    clean_leftovers()
     log = args.log_file or server_directory().parent / "logs" / f"tritonserver-{args.http_port}.log"
     plan = _gateway_plan(args, log)
     server = gateway = conversation = None
@@ -227,7 +228,7 @@ def _signals_raise() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise _Interrupted
 
-    before = {number: signal.signal(number, interrupt) for number in ENDING}
+    before = {number: signal.signal(number, interrupt) for number in ending_signals()}
     try:
         yield
     finally:

@@ -28,6 +28,7 @@ from slipstream_runtime.processes import in_group, is_running
 
 from slipstream_serve.control import control, loaded
 from slipstream_serve.ports import free_ports
+from slipstream_serve.reasons import reason_of
 from slipstream_serve.server import server_directory, server_environment, stub_directory
 from slipstream_serve.spawn import signals_blocked, spawn
 from slipstream_serve.workarounds.triton_24_10 import http_notes
@@ -38,11 +39,6 @@ _OF_A_MODEL = 4 << 20  # bytes, of many models
 MAX_TEMPORARY_PATH = 36  # bytes; a socket's whole path may have 107
 ENDING_S = 0.4  # time for the bridges to end all streams
 EXIT_TIMEOUT_S = 4  # for requests in flight, checked once a second, and for unloading
-# The log quotes a message like JSON; the reason ends before the traceback, which starts with \\n.
-_LOAD_FAILURE = re.compile(
-    r"failed to load '(?P<model>[^']*)' version \d+: \w+: (?:\w+(?:Error|Exception): )?"
-    r'(?P<reason>(?:(?!\\n)[^\n])*?)(?:\\n|"?\n|"?$)'
-)
 CONTROL_HEADER = "slipstream-control"
 # With shared memory a client could read and write the models' regions, by name; tracing while a
 # queue is full crashes 24.10. These APIs need a header with this server's own key.
@@ -329,9 +325,8 @@ class TritonServer:
                     return f"{name}{said.splitlines()[0]}"
         data = self.log.read_bytes() if self.log.is_file() else b""
         text = data[self._log_begin :].decode(errors="replace")
-        found = _LOAD_FAILURE.search(text)
-        if found:
-            return f"{found['model']}: {found['reason']}"
+        if found := reason_of(text):
+            return found
         code = self.exit_code or 0
         if code < 0:
             return f"tritonserver was ended by {signal.Signals(-code).name} (log: {self.log})"
@@ -346,12 +341,7 @@ class TritonServer:
 
     def processes(self) -> Iterator[int]:
         """Yield every live process of this server, with the server itself."""
-        mark = f"{VARIABLE}={self.runtime.directory}".encode()
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
-                with contextlib.suppress(OSError):
-                    if mark in (entry / "environ").read_bytes().split(b"\0"):
-                        yield int(entry.name)
+        return _processes_of(self.runtime.directory)
 
     def stubs(self) -> dict[int, str]:
         """Return the models' processes: pid -> instance of a model by Triton's name (`m_0_0`)."""
@@ -420,11 +410,22 @@ class TritonServer:
         return {*self.processes(), *(in_group(self._process.pid) if self._process else ())}
 
 
-def clean_leftovers() -> None:
-    """Remove shared memory and runtime directories of `slipstream serve`s that were killed.
+def _processes_of(directory: Path) -> Iterator[int]:
+    """Yield every live process that has this runtime directory, but the caller's."""
+    mark = f"{VARIABLE}={directory}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if mark in (entry / "environ").read_bytes().split(b"\0"):
+                    yield int(entry.name)
 
-    Call it before this process makes any: what has its pid belongs to an earlier process, as in
-    a restarted container.
+
+def clean_leftovers() -> None:
+    """Remove what `slipstream serve`s that were killed left: processes, shared memory, directories.
+
+    Such a tritonserver ends by itself, but holds its ports for seconds longer. Call this before
+    the process makes any: what has its pid belongs to an earlier process, as in a restarted
+    container.
     """
     regions = [
         (region, region.name.split("_")[1]) for region in SHARED_MEMORY.glob("slipstream_*_*")
@@ -434,6 +435,7 @@ def clean_leftovers() -> None:
         if owner.isdigit() and (int(owner) == os.getpid() or not is_running(int(owner))):
             with contextlib.suppress(OSError):
                 if path.is_dir():
+                    kill(list(_processes_of(path)))
                     shutil.rmtree(path)
                 else:
                     path.unlink()

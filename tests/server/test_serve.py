@@ -26,6 +26,7 @@ from fixtures.server.serve_process import (
     short_directory,
 )
 from fixtures.tiers import quick_of
+from slipstream_runtime.directory import VARIABLE
 from slipstream_serve import triton
 from slipstream_serve.server import server_directory
 from slipstream_serve.supervise import FIRST_PAUSE_S, STEADY_S, _Pauses
@@ -335,10 +336,19 @@ def test_only_leftovers_of_dead_watchers_are_removed(scratch: Path) -> None:
         region.write_bytes(b"")
         folder.mkdir()
         (folder / "engine.log").write_text("")
+    stubs = [
+        subprocess.Popen(["sleep", "600"], env={**os.environ, VARIABLE: str(folder)})
+        for folder in folders
+    ]
     try:
         environment = os.environ | {"TMPDIR": str(scratch)}
         subprocess.run([sys.executable, "-c", CLEAN, str(scratch)], env=environment, check=True)
         assert [path.exists() for path in regions] == [False, True]
         assert list(scratch.glob("slipstream-serve-*")) == folders[1:]
+        assert stubs[0].wait(10) == -signal.SIGKILL  # which held its server's ports
+        assert stubs[1].poll() is None
     finally:
         regions[1].unlink()
+        for stub in stubs:
+            stub.kill()
+            stub.wait()
