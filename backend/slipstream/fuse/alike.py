@@ -37,9 +37,33 @@ def form_of(block: object) -> Form | None:
     """Return the form of a block; None: it has parts of which nothing is known here."""
     tensors: list[Tensor] = []
     try:
-        return Form(_parts(block, tensors, {}), tensors)
+        parts = _parts(block, tensors, {})
+        return Form((parts, _shared(tensors)), tensors)
     except _UnknownPartError:
         return None
+
+
+def extent_of(tensor: Tensor) -> int:
+    """Return the bytes from a tensor's first element to the end of its last; it has some."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return int(1 + sum((n - 1) * step for n, step in steps)) * tensor.itemsize
+
+
+def _shared(tensors: list[Tensor]) -> Hashable:
+    """Return which tensors lie in the memory of others, and how far behind their first byte.
+
+    Launches tell tensors by their addresses.
+    """
+    found, begin, end, holder = [], 0, 0, -1
+    order = [i for i, tensor in enumerate(tensors) if tensor.numel() > 0]
+    for number in sorted(order, key=lambda i: (tensors[i].data_ptr(), -extent_of(tensors[i]), i)):
+        address = tensors[number].data_ptr()
+        if address < end:
+            found.append((number, holder, address - begin))
+        own = address + extent_of(tensors[number])
+        if own > end:
+            begin, end, holder = address, own, number
+    return tuple(sorted(found))
 
 
 class _UnknownPartError(Exception):

@@ -29,7 +29,7 @@ from slipstream.kernels.cache.pages import (
     tiles_variant,
     tiles_variants,
 )
-from slipstream.kernels.runtime import jit, tensor_map
+from slipstream.kernels.runtime import jit, tape, tensor_map
 from slipstream.kernels.runtime.op import op
 
 _WGMMA_ROWS, _WGMMA_STAGES = 128, 2  # as in prefill_wgmma.cu
@@ -156,7 +156,7 @@ def _all_counters(device: int) -> Tensor:
     shape = (_COUNTED_LAUNCHES, _NUM_COUNTERS)
     zeros = torch.zeros(shape, dtype=torch.int32, device=f"cuda:{device}")
     torch.cuda.synchronize(device)  # other streams may be the next to use them
-    return zeros
+    return tape.lasts(zeros)
 
 
 def _counters(device: int) -> int:

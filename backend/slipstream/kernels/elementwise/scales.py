@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.runtime import tape
+
 
 class Scales(NamedTuple):
     """Scales and bias that a product of `n` rows and `m` columns still needs."""
@@ -26,7 +28,7 @@ def ones(count: int, device: torch.device) -> Tensor:
 
 @functools.cache
 def _ones(count: int, device: torch.device) -> Tensor:
-    return torch.ones(count, dtype=torch.float32, device=device)
+    return tape.lasts(torch.ones(count, dtype=torch.float32, device=device))
 
 
 def scaled(product: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,7 +1,8 @@
 """Launches noted as they are made, to be made again with other addresses.
 
 Noted are those of one thread, in their order: kernels of `jit.launch` and GEMMs of cuBLASLt, but no
-kernels of other libraries, torch's among them.
+kernels of other libraries, torch's among them. `lasting` is the memory that launches share wherever
+they are made: it is never freed, and each leaves it as it was.
 """
 
 import threading
@@ -9,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from slipstream.kernels.runtime.kernel import TensorMap
 
@@ -26,6 +29,7 @@ class Noted:
 
 _notes: list[Noted] | None = None
 _thread = 0
+_lasting: dict[int, Tensor] = {}  # by address
 
 
 @contextmanager
@@ -49,3 +53,18 @@ def note(launch: Noted) -> None:
     """Note a launch that was made; launches are noted."""
     assert _notes is not None, "`is_noting` is asked first"
     _notes.append(launch)
+
+
+def lasts(tensor: Tensor) -> Tensor:
+    """Keep a tensor that all launches share, and return it."""
+    return _lasting.setdefault(tensor.data_ptr(), tensor)
+
+
+def lasting() -> list[Tensor]:
+    """Return what all launches share."""
+    return [*_lasting.values()]
+
+
+def lasting_at(address: int) -> int:
+    """Return the address if memory that lasts begins there, else 0."""
+    return address if address in _lasting else 0
