@@ -85,6 +85,19 @@ def encode_batch(
     return outputs
 
 
+def with_empty_lists(outputs: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the outputs of `encode_batch` for a client that calls the model alone.
+
+    NVIDIA's model has lists in every response, and its clients read them unasked: STOP_WORDS_IDS
+    and BAD_WORDS_IDS int32[B, 2, 1] of no word, EMBEDDING_BIAS float32[B, 0]. The next step of an
+    ensemble goes without, as each tensor costs it time.
+    """
+    size = len(outputs["INPUT_ID"])
+    words = _pack([()] * size)
+    bias = np.zeros((size, 0), np.float32)
+    return {"STOP_WORDS_IDS": words, "BAD_WORDS_IDS": words, "EMBEDDING_BIAS": bias, **outputs}
+
+
 def _add_special_tokens(
     inputs: Mapping[str, Array], parameters: Mapping[str, object], size: int
 ) -> list[bool | None]:

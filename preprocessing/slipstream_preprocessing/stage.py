@@ -21,7 +21,7 @@ from slipstream_runtime.stub import close_inherited, must_end, quicken_bytes, re
 from slipstream_runtime.vitals import Vitals
 from slipstream_runtime.waking import wake_gently
 
-from slipstream_preprocessing.batch import encode_batch
+from slipstream_preprocessing.batch import encode_batch, with_empty_lists
 from slipstream_preprocessing.encode import Encoder
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,8 @@ class TritonPythonModel:
                 outputs = encode_batch(self._encoder, inputs, parameters)
             if is_step:
                 self._gate.pass_on(int(outputs["REQUEST_INPUT_LEN"].max()))
+            else:
+                outputs = with_empty_lists(outputs)
             return pb.InferenceResponse([pb.Tensor(name, value) for name, value in outputs.items()])
         except ContractError as error:
             if not _is_probe(request):

@@ -8,7 +8,7 @@ from slipstream_contract.errors import ContractError
 from slipstream_contract.vocab import TokenBytes
 from slipstream_contract.words import unpack_word_list
 from slipstream_postprocessing.detokenize import detokenize_batch
-from slipstream_preprocessing.batch import encode_batch
+from slipstream_preprocessing.batch import encode_batch, with_empty_lists
 from slipstream_preprocessing.encode import Encoder
 
 
@@ -110,6 +110,22 @@ def test_word_lists(encoder: Encoder) -> None:
 def test_empty_words_are_no_words(encoder: Encoder, name: str) -> None:
     outputs = encode_batch(encoder, minimal("a") | {name: strings([""])})
     assert not {"STOP_WORDS_IDS", "BAD_WORDS_IDS"} & set(outputs)
+
+
+def test_clients_have_lists_of_no_words(encoder: Encoder) -> None:
+    """As NVIDIA's model sends them; words that are there stay."""
+    outputs = with_empty_lists(encode_batch(encoder, minimal("a", "b c")))
+    for name in ("STOP_WORDS_IDS", "BAD_WORDS_IDS"):
+        assert outputs[name].dtype == np.int32
+        assert [unpack_word_list(row) for row in outputs[name]] == [[], []]
+    bias = outputs["EMBEDDING_BIAS"]
+    assert (bias.shape, bias.dtype) == ((2, 0), np.float32)
+    words = {name: strings(["fox"]) for name in ("STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")}
+    given = minimal("a") | words | {"EMBEDDING_BIAS_WEIGHTS": np.ones((1, 1), np.float32)}
+    expected = encode_batch(encoder, given)
+    assert {name: with_empty_lists(expected)[name] is expected[name] for name in expected} == (
+        dict.fromkeys(expected, True)
+    )
 
 
 def test_weights_of_several_words_add_up(encoder: Encoder) -> None:
