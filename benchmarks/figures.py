@@ -7,6 +7,7 @@ what the rows owe their GPU between those of `docs/benchmarks.md`, and two plots
 """
 
 import argparse
+import datetime
 import json
 import sys
 from pathlib import Path
@@ -40,11 +41,29 @@ README_ROWS = (
 )
 
 
+def day(date: str) -> str:
+    """Write `2026-11-26` as `26 November 2026`."""
+    at = datetime.date.fromisoformat(date)
+    return f"{at.day} {at:%B %Y}"
+
+
+def date_of(commit: str) -> str:
+    """Return when a commit was measured, by the name of its file in `benchmarks/results/`."""
+    return min(RESULTS.glob(f"*-{commit}*.json")).name[:10]
+
+
+def span(table: dict[str, Any]) -> str:
+    """Return the days of all sittings of a table: one, or the first and the last."""
+    days = [table["date"], *(date_of(r["commit"]) for r in table["rows"] if "commit" in r)]
+    first, last = day(min(days)), day(max(days))
+    return first if first == last else f"{first} to {last}"
+
+
 def readme_table(table: dict[str, Any]) -> str:
     """Format `README_ROWS` as markdown: two figures and their ratio."""
     peer_name = table["peer"].get("versions", "no peer")
     lines = [
-        f"Llama-3.1-8B shape, one {table['gpu']}, beside {peer_name}:",
+        f"Llama-3.1-8B shape, one {table['gpu']}, beside {peer_name}, measured {span(table)}:",
         "",
         "| workload | Slipstream | vLLM | ratio |",
         "|---|---|---|---|",
@@ -63,10 +82,11 @@ def whole_table(table: dict[str, Any]) -> str:
     has_goals = card(table["gpu"]) == GOALS_CARD
     goal = " to reach |" * has_goals
     lines = [
-        f"Llama-3.1-8B shape, random weights, one {table['gpu']}, commit {table['commit']}, beside "
-        f"{table['peer'].get('versions', 'no peer')} in the same sitting; medians of "
-        f"{ours.get('repetitions')}, at most {ours.get('max_num_batched_tokens')} tokens a step. "
-        f"The limit is what must be read over {limits['read_tb_s']} TB/s, or computed over "
+        f"Llama-3.1-8B shape, random weights, one {table['gpu']}, commit {table['commit']} on "
+        f"{day(table['date'])}, beside {table['peer'].get('versions', 'no peer')} in the same "
+        f"sitting; medians of {ours.get('repetitions')}, at most "
+        f"{ours.get('max_num_batched_tokens')} tokens a step. The limit is what must be read over "
+        f"{limits['read_tb_s']} TB/s, or computed over "
         f"{limits['bf16_tflop_s']:.0f} TFLOP/s (fp8: {limits['fp8_tflop_s']:.0f}).",
         "",
         f"| workload | Slipstream | vLLM | ratio |{goal} share of the limit | spread |",
@@ -80,7 +100,9 @@ def whole_table(table: dict[str, Any]) -> str:
         if r["reached"] and has_goals:
             ratio = f"**{ratio}**"
         cells = (
-            f"{row.label} ({r['commit']})" if "commit" in r else row.label,
+            f"{row.label} ({r['commit']}, {day(date_of(r['commit'])).rpartition(' ')[0]})"
+            if "commit" in r
+            else row.label,
             f"{number(r['ours'], unit)} {unit}",
             number(r["peer"], unit),
             ratio,
@@ -103,8 +125,9 @@ def streams_table(result: dict[str, Any]) -> str:
     lines = [
         "What Triton and our stages add to a token, from its making to its hand-over to the server "
         "for the client, with a source in the engine's place that owes every stream its tokens: "
-        f"{result['cores']} cores, commit {result['commit']} (`make bench-streams`). Composed is "
-        "the true ensemble of three models, fused one model that speaks the same tensors.",
+        f"{result['cores']} cores, commit {result['commit']} on {day(result['date'])} "
+        "(`make bench-streams`). Composed is the true ensemble of three models, fused one model "
+        "that speaks the same tensors.",
         "",
         "| streams x tok/s | fused, median | p99 | composed, median | p99 |",
         "|---|---|---|---|---|",

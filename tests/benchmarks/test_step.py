@@ -253,6 +253,18 @@ def test_the_page_of_figures_shows_what_was_measured(bench) -> None:
     assert shown(side(every, start_uncached=[12.0])) == (len(ROWS) + 1, True)
 
 
+def test_every_row_says_how_old_it_is(bench, tmp_path: Path, monkeypatch) -> None:
+    table = bench.report.merge(side({"prefill": [43_000.0], "decode-bs1": [3.5]}), None)
+    table |= {"commit": "abc", "date": "2026-11-26"}
+    next(r for r in table["rows"] if r["row"] == "prefill")["commit"] = "def"
+    (tmp_path / "2026-11-24-def-h200.json").touch()
+    monkeypatch.setattr(bench.figures, "RESULTS", tmp_path)
+    text = bench.figures.whole_table(table)
+    assert "commit abc on 26 November 2026, beside" in text
+    assert "(def, 24 November) |" in text
+    assert "measured 24 November 2026 to 26 November 2026:" in bench.figures.readme_table(table)
+
+
 CEILINGS = {"read_tb_s": 4.0, "bf16_tflop_s": 500.0}
 
 
@@ -312,6 +324,7 @@ def delays(wiring: str, streams: int, rate: int, p50: float, p99: float, added: 
 STREAMS = {
     "cores": 16,
     "commit": "abc",
+    "date": "2026-11-24",
     "rows": [
         delays("fused", 1, 250, 0.6124, 1.2, 2.2),
         delays("fused", 256, 100, 3.0, 7.0, 50.0),
