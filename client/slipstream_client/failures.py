@@ -13,6 +13,8 @@ from slipstream_contract.errors import Code, ContractError
 _OURS = re.compile(rf"(?:^|[\s,;:'\"])({'|'.join(Code)}): (?!ipv[46]:|unix:)(.*)", re.DOTALL)
 # The message of grpc.aio for a call that ended just as a read started.
 _ENDED = "Internal error from Core"
+# What Triton says of a name that its repository does not have, by a status of its own choice.
+_UNKNOWN = re.compile(r"unknown model: '([^']*)' is not found")
 # What Triton says of calls that the server's operator has closed.
 _RESTRICTED = "This protocol is restricted"
 _STATUS = {
@@ -32,6 +34,11 @@ def error_from_text(text: str, status: str = "INTERNAL") -> ContractError:
     found = _OURS.search(text)
     if found:
         return ContractError(found[2].strip(), Code(found[1]))
+    if found := _UNKNOWN.search(text):
+        return ContractError(
+            f"the server has no model {found[1]!r:.64}: `slipstream models` lists deployments",
+            Code.NOT_FOUND,
+        )
     code = Code(status) if status in Code.__members__ else _STATUS.get(status, Code.INTERNAL)
     return ContractError(text.strip() or status, code)
 

@@ -148,6 +148,11 @@ def test_many_threads_share_a_client(client):
             "the engine restarts",
         ),
         ("NOT_FOUND unknown model: 'x'", Code.NOT_FOUND, "unknown model: 'x'"),
+        (
+            "INTERNAL Request for unknown model: 'x' is not found",
+            Code.NOT_FOUND,
+            "the server has no model 'x': `slipstream models` lists deployments",
+        ),
         ("UNIMPLEMENTED no such thing", Code.UNSUPPORTED, "no such thing"),
         ("DATA_LOSS oh: no", Code.INTERNAL, "oh: no"),
     ],
