@@ -43,7 +43,7 @@ def is_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(
-    family: str, scheme: str, folder: Path, groups: StepGroups | None = None
+    family: str, scheme: str, folder: Path, groups: StepGroups | None = None, **more: Any
 ) -> tuple[Plan, Decoder]:
     """Return a model of six layers, as an engine has it on a Hopper GPU, with places for adapters;
     its weights are random numbers.
@@ -53,9 +53,10 @@ def made(
     config.architectures = [FAMILIES[family]]
     config.save_pretrained(folder)
     asked = {"dtype": "bfloat16", "quantization": scheme, "block_size": BLOCK_SIZE}
-    given = EngineConfig(checkpoint=str(folder), device="cuda", **asked)
+    given = EngineConfig(checkpoint=str(folder), device="cuda", **asked | more)
     plan = settle(given, torch.device("cuda"))
-    weights = Weights(RandomSource(CPU), CPU, plan.dtype, scheme, target=HOPPER)
+    is_fixed = plan.config.deterministic
+    weights = Weights(RandomSource(CPU), CPU, plan.dtype, scheme, is_fixed, target=HOPPER)
     model = build(plan.model, weights, 2048)
     adapt(model, groups or StepGroups(), plan.model.dims.vocab_size)
     return plan, model
@@ -66,7 +67,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 
 def first(x: Tensor) -> int:
-    return int(x.flatten()[:4].view(torch.int64))
+    return int(x.flatten().view(torch.uint8)[:8].view(torch.int64))
 
 
 class Step:
@@ -78,9 +79,8 @@ class Step:
         positions, starts = numbers(n, dtype=torch.int64), numbers(1 + (chunk > 0))
         every = (positions, positions + 1, numbers(count, 16), starts, numbers(count) + 1)
         rows = StepRows(*every, decodes, chunk)
-        width = plan.kv.allocate(1, CPU).shape[-1]
-        shape = (4, d.num_kv_heads, 2, BLOCK_SIZE, width)
-        self.caches = [torch.zeros(shape, dtype=plan.dtype) for _ in model.blocks]
+        shape, dtype = plan.kv.allocate(4, CPU).shape[1:], plan.kv.dtype
+        self.caches = [torch.zeros(shape, dtype=dtype) for _ in model.blocks]
         of_window = {
             window: AttentionInputs.of(plan.attention, self.caches[0], rows, window)
             for window in set(plan.model.windows)
@@ -164,6 +164,18 @@ def test_repeated_blocks_read_what_others_read(
     plan, model = made(family, scheme, tmp_path)
     assert max(compare(plan, model, driver)) == alone
     assert {name for name, *_ in driver.launches} <= WRITES.keys() | ELEMENTWISE
+
+
+@pytest.mark.parametrize(
+    ("more", "tokens"),
+    [({"deterministic": True}, 640), *[({"kv_cache_dtype": x}, 600) for x in ("fp8", "int4")]],
+)
+def test_every_kind_of_step_is_repeated(
+    more: dict[str, Any], tokens: int, driver: Driver, tmp_path: Path
+) -> None:
+    """Slices of the deterministic mode, which torch puts together; quantised caches."""
+    plan, model = made("llama", "none", tmp_path, **more)
+    assert compare(plan, model, driver, [(0, tokens)]) == [2]
 
 
 REST = [  # of one structure each; all others are slow

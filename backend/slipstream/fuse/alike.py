@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.kernels.runtime import tape
+
 ALIGNED = 16  # bytes: all that a launch asks of an address
 _PLAIN = (
     *(bool, int, float, str, bytes, frozenset, type, Enum),
@@ -80,7 +82,8 @@ def _parts(part: object, tensors: list[Tensor], seen: dict[int, tuple[int, objec
     seen[id(part)] = len(seen), part  # which stays: another's identity would be the same
     if isinstance(part, Tensor):
         tensors.append(part)
-        where = part.shape, part.stride(), part.data_ptr() % ALIGNED
+        address = part.data_ptr()
+        where = part.shape, part.stride(), address % ALIGNED, tape.lasting_at(address)
         return part.dtype, part.device, *where
     return type(part), *(_parts(inner, tensors, seen) for inner in _inner(part))
 

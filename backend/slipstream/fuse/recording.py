@@ -212,19 +212,22 @@ class Recording:
     after: list[Tensor | int | None]
     keeps: list[object]
 
-    def repeat(self, own: Own, cache: Tensor, state: State, residual: Residual) -> None:
-        """Launch what another block launches, with its tensors, behind `state` of the residual."""
+    def repeat(self, own: Own, cache: Tensor, state: State, residual: Residual) -> State:
+        """Launch what another block launches, with its tensors, behind `state` of the residual;
+        return the state behind it, which lies in memory like that.
+        """
         sources = _Sources.of(own, cache, state)
         for line in self.lines:
             line.again(sources)
         residual.take()
-        if self.after:
-            found = [own.tensors[x] if isinstance(x, int) else x for x in self.after]
+        found = [own.tensors[x] if isinstance(x, int) else x for x in self.after]
+        if found:
             product, rows, columns, bias = found
             assert product is not None, "it is to be added"
             assert rows is not None, "it lacks its scales"
             assert columns is not None, "it lacks its scales"
             residual.add_later(Unscaled(product, Scales(rows, columns, bias)))
+        return State((state.tensors[0], *found), state.layouts)
 
 
 def record(

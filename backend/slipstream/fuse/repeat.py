@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from slipstream.fuse.alike import form_of
-from slipstream.fuse.recording import Own, Recording, layout_of, record, state_of
+from slipstream.fuse.recording import Own, Recording, State, layout_of, record, state_of
 from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.decoder import AnyBlock, one_by_one
 from slipstream.layers.residual import Residual
@@ -60,14 +60,16 @@ class Repeating:
         ]
         left = Counter(kinds)
         tried: dict[tuple[_Kind | None, object], Recording | None] = {}
+        known: State | None = None  # what a recording left
         for i, (block, where, cache) in enumerate(zip(blocks, inputs, caches, strict=True)):
-            own, kind, state = owns[i], kinds[i], state_of(residual)
+            own, kind, state = owns[i], kinds[i], known or state_of(residual)
+            known = None
             left[kind] -= 1
             key = kind, state and state.layouts
             if own is None or state is None:
                 block(residual, where, cache)
             elif (recording := tried.get(key)) is not None:
-                recording.repeat(own[1], cache, state, residual)
+                known = recording.repeat(own[1], cache, state, residual)
             elif left[kind] and key not in tried:
                 tried[key] = record(block, own[1], state, residual, where, cache)
             else:
