@@ -280,10 +280,10 @@ def _decode_attention(call: DecodeCall) -> Tensor:
 
 def _streaming(
     q: Tensor, cache: Tensor, sinks: Sinks | None, window: int, scores: str
-) -> tuple[int, Tensor | int]:
+) -> tuple[int, Tensor | None]:
     """Return the number of sinks of each sequence and their angles, as the kernel takes them."""
     if sinks is None:
-        return 0, 0
+        return 0, None
     check_angles("decode_attention", sinks.angles, q.shape[2])
     is_window = 0 <= sinks.num_sinks < window
     jit.require(is_window, f"decode_attention: {sinks.num_sinks} sinks in a window of {window}")

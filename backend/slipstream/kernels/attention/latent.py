@@ -155,7 +155,7 @@ def _latent_attention(call: LatentCall) -> Tensor:
         splits = num_splits(tiles * count, capacity, jit.num_multiprocessors(device))
     state = len(q) * num_heads * splits * (sizes[0] + 2) if splits > 1 else 1
     partial = torch.empty(state, dtype=torch.float32, device=q.device)
-    variant, first = _variant(q.dtype, sizes, shape), 0 if starts is None else starts
+    variant = _variant(q.dtype, sizes, shape)
     jit.launch(
         variant,
         "latent_attention",
@@ -165,7 +165,7 @@ def _latent_attention(call: LatentCall) -> Tensor:
         cache,
         block_tables,
         block_tables.stride(0),
-        first,
+        starts,
         lengths,
         out,
         partial,
@@ -176,5 +176,5 @@ def _latent_attention(call: LatentCall) -> Tensor:
     )
     if splits > 1:
         grid, rest = (most * num_heads, count), (lengths, out, num_heads, splits)
-        jit.launch(variant, "combine_latents", grid, 32 * _WARPS, partial, first, *rest)
+        jit.launch(variant, "combine_latents", grid, 32 * _WARPS, partial, starts, *rest)
     return out

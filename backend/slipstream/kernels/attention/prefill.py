@@ -278,7 +278,7 @@ def launch_tiles(call: PrefillCall, out: Tensor, sinks: SinkRows | None = None) 
     num_q_heads, head_size = q.shape[1:]
     num_kv_heads, shape = cache.shape[1], tiles_shape(q.dtype, head_size)
     stages = shape.stages_of(q, cache)
-    num_sinks, angles, positions = sinks or (0, 0, 0)
+    num_sinks, angles, positions = sinks or (0, None, None)
     kind, cap, heads = passed("prefill_attention", q, own)
     jit.launch(
         tiles_variant(

@@ -72,7 +72,7 @@ class Passed(NamedTuple):
 
     kind: str  # as rules.py names it
     cap: float
-    heads: Tensor | int  # [hq] f32: slopes, or scores of sinks; 0: none
+    heads: Tensor | None  # [hq] f32: slopes, or scores of sinks
 
 
 def passed(op_name: str, q: Tensor, changed: Scores) -> Passed:
@@ -82,7 +82,7 @@ def passed(op_name: str, q: Tensor, changed: Scores) -> Passed:
     kind = made[0] if made else PLAIN
     heads = changed.slopes if changed.slopes is not None else changed.sinks
     if heads is None:
-        return Passed(kind, changed.cap, 0)
+        return Passed(kind, changed.cap, None)
     is_vector = heads.dtype == torch.float32 and heads.shape == (q.shape[1],)
     is_there = heads.is_contiguous() and heads.device == q.device
     jit.require(is_vector and is_there, "{}: slopes or sinks are no fp32 vector of heads", op_name)

@@ -100,8 +100,7 @@ def sum_into(peers: Peers, way: str, x: Tensor, residual: Tensor | None, out: Te
     _require(way, x, residual, out)
     most = PACKS // peers.size * PACK_BYTES if way == "one_shot" else ROOM_BYTES
     jit.require(0 < x.nbytes <= most, "{}: {} bytes, above {}", way, x.nbytes, most)
-    before = 0 if residual is None else residual
-    args = (*peers.arguments, x, before, out, x.nbytes // PACK_BYTES)
+    args = (*peers.arguments, x, residual, out, x.nbytes // PACK_BYTES)
     jit.launch(_variant(x.dtype, peers.size), way, (GRID,), THREADS, *args, overlaps=True)
 
 

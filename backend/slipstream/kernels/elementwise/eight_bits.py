@@ -204,9 +204,7 @@ def _packs(accesses: int, num_rows: int) -> int:
     return 2 if accesses <= 2 * _MAX_THREADS else 8
 
 
-def _launch_rows(
-    entry: str, out: Quantized, dtype: torch.dtype, *args: Tensor | int | float
-) -> Quantized:
+def _launch_rows(entry: str, out: Quantized, dtype: torch.dtype, *args: jit.Argument) -> Quantized:
     """Start `entry`, whose CTAs each make a row of `out`."""
     num_rows, width = out.values.shape
     jit.require(width <= MAX_WIDTH, "{}: rows of {}, above {}", entry, width, MAX_WIDTH)
@@ -256,7 +254,7 @@ def _add_norm_quantize(
     entry = "add_norm_quantize"
     _require(entry, x.shape[1], x.dtype, x, norm, product, columns, bias)
     out = _empty(x.shape, x.device, _values_of(entry, product))
-    args = (x, norm, product, rows, columns, 0 if bias is None else bias)
+    args = (x, norm, product, rows, columns, bias)
     return _launch_rows(entry, out, x.dtype, *args, *out, x.shape[1], eps)
 
 
@@ -270,7 +268,7 @@ def _silu_mul_quantize(
     dtype = torch.bfloat16 if bias is None else bias.dtype
     _require(entry, width, dtype, product, columns, bias)
     out = _empty((num_rows, width), product.device, _values_of(entry, product))
-    args = (product, rows, columns, 0 if bias is None else bias)
+    args = (product, rows, columns, bias)
     return _launch_rows(entry, out, dtype, *args, *out, width)
 
 
@@ -282,7 +280,7 @@ def _launch_elements(
     if out.numel() == 0:
         return
     grid = (num_rows, -(-width // (_ELEMENTWISE_THREADS * _VECTOR)))
-    args = (out, product, rows, columns, 0 if bias is None else bias, width)
+    args = (out, product, rows, columns, bias, width)
     wanted = _variant(out.dtype, 1, _values_of(entry, product))
     jit.launch(wanted, entry, grid, _ELEMENTWISE_THREADS, *args, overlaps=True)
 

@@ -191,7 +191,7 @@ def _rope_and_cache(
     strided = [arg for x in rows for arg in (x, x.stride(0))]
     lanes = next(n for n in (4, 8, 16, 32) if n >= min(head_size // 2 // vector, 32))
     num_heads = num_q_heads + 2 * k.shape[1]
-    late = (0 if stages.factors is None else stages.factors,) if is_late else ()
+    late = (stages.factors,) if is_late else ()
     jit.launch(
         _variant(q.dtype, head_size, vector, cache.dtype, is_late),
         "rope_and_cache",
@@ -205,9 +205,9 @@ def _rope_and_cache(
         num_q_heads,
         k.shape[1],
         jit.block_shift(cache.shape[3]),
-        *(norms or (0, 0)),
+        *(norms or (None, None)),
         stages.eps,
-        *(0 if scale is None else scale for scale in scales or (0, 0, 0)),
+        *(scales or (None, None, None)),
         *(static or (0.0, 0.0)),
         *late,
         overlaps=True,

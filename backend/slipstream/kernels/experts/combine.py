@@ -24,11 +24,11 @@ class Shared(NamedTuple):
         return self.values.float() * (1.0 if self.gate is None else self.gate.float().sigmoid())
 
 
-def shared_arguments(shared: Shared | None) -> tuple[Tensor | int, ...]:
+def shared_arguments(shared: Shared | None) -> tuple[jit.Argument, ...]:
     """Return what kernels take of a shared expert: values, gate, and the stride of the gate."""
     if shared is None:
-        return 0, 0, 0
-    return shared.values, *((0, 0) if shared.gate is None else (shared.gate, shared.gate.stride(0)))
+        return None, None, 0
+    return shared.values, shared.gate, 0 if shared.gate is None else shared.gate.stride(0)
 
 
 @op("residual[n,h]:T, terms[p,h]:T", package=__package__)

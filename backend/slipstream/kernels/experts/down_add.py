@@ -109,14 +109,14 @@ def _down_add(
     warps = _WARPS[num_ctas > jit.num_multiprocessors(x.get_device())]
     num_chunks = -(-width * values.itemsize // _CHUNK_BYTES)
     split = warps_of_tile(num_tiles, len(routed.order), num_chunks, warps)
-    given = (0 if each is None else each for each in (matrix.scales, matrix.bias))
     places = (routed.order, routed.weights, routed.tiles)
     jit.launch(
         _variant(x.dtype, is_fp8, warps),
         "down_add",
         (num_ctas,),
         32 * warps,
-        *(x, x.stride(0), values, *given, *places, residual, width, outputs, routed.top_k, 0),
+        *(x, x.stride(0), values, matrix.scales, matrix.bias, *places),
+        *(residual, width, outputs, routed.top_k, 0),
         *(num_tiles, num_rows, split, residual.stride(0)),
         *shared_arguments(shared),
         overlaps=True,

@@ -334,10 +334,10 @@ def _launch(
     out = torch.empty((len(routed.order), outputs), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    given = (0 if each is None else each for each in (matrix.scales, matrix.bias))
     places = (routed.order, routed.weights, routed.tiles)
     sizes = (width, outputs, routed.top_k, 0 if gate is None else gate.value)
-    args = (x, x.stride(0), values, *given, *places, out, *sizes, *(added or ()))
+    given = (x, x.stride(0), values, matrix.scales, matrix.bias)
+    args = (*given, *places, out, *sizes, *(added or ()))
     if matrix.groups is not None:
         packed.launch(name, x, matrix.groups, routed, streams, args, added is not None)
         return out

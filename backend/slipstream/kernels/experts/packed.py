@@ -97,7 +97,7 @@ def launch(
     groups: Groups,
     routed: Routed,
     streams: int,
-    parameters: Sequence[Tensor | int],
+    parameters: Sequence[jit.Argument],
     is_adapted: bool = False,
 ) -> None:
     """Start the kernel for tiles of `routed.tile_rows`.
@@ -125,7 +125,7 @@ def launch(
         32 * _WARPS,
         *parameters,
         groups.scales,
-        0 if groups.zeros is None else groups.zeros,
+        groups.zeros,
         packing.groups,
         packing.group_factor,
         shared_memory=num_slots(packing, rows) * slot_bytes(packing, rows),

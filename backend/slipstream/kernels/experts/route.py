@@ -162,10 +162,10 @@ def empty(num_rows: int, routing: Routing, tile_rows: int, device: torch.device)
 
 def how_to_choose(
     routed: Routed, routing: Routing, correction: Tensor | None
-) -> tuple[Tensor | int | float, ...]:
+) -> tuple[jit.Argument, ...]:
     """Return what kernels take as HOW_TO_CHOOSE (choice.cuh)."""
     return (
-        0 if correction is None else correction,
+        correction,
         *(routed.experts, routed.weights),
         *(len(routed.experts), routing.num_experts, routing.top_k),
         *(routing.score.value, int(routing.normalises), routing.factor, 2 * routing.jitter),

@@ -333,7 +333,7 @@ def _shrink(
         grid = (_turns(len(groups), _OF_TWO, splits * by_turns), splits, by_turns)
         table = groups, len(groups), rows
         args = (x, x.stride(0), *table, place, partial, num_rows, width, inputs, share)
-        late = (0 if factors is None else factors, int(are_late))
+        late = factors, int(are_late)
         wanted = jit.variant("lora/shrink.cu", x.dtype)
         jit.launch(wanted, "shrink", grid, 256, *args, *late, overlaps=True)
     return partial
@@ -399,7 +399,7 @@ def _launch_expand(
     num_tiles = sum(-(-size // _OUTPUTS) for size in (sizes[:1] if is_gated else sizes))
     grid = (num_tiles, _turns(len(groups), _OF_TWO if is_gated else _OF_THREE, num_tiles))
     one, two, three = (*sizes, 0, 0)[:PARTS]
-    of_y = y, y.stride(0), 0 if out is None else out, int(is_wide)
+    of_y = y, y.stride(0), out, int(is_wide)
     of_t = partial, num_rows, width, splits
     args = (*of_y, groups, len(groups), rows, place, *of_t, one, two, three, int(are_late))
     if len(groups):

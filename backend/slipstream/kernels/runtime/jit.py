@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ FOLDER = Path(__file__).parents[1]  # names of sources and headers are relative 
 _ARCHITECTURE = re.compile(r"/sm(\d+)/")  # in the name of a source that is for one alone
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _log = logging.getLogger(__name__)
+
+Argument = Tensor | int | float | TensorMap | None  # of a launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,14 +321,15 @@ def _stream(handle: int) -> Any:
 
 
 @functools.cache
-def _passed(types: tuple[type, ...]) -> tuple[str, list[int], list[int]]:
-    """Return how to pass arguments of these types, 8 bytes each; places of tensors and maps."""
-    kinds = {Tensor: "P", TensorMap: "P", int: "q", float: "f4x"}
+def _passed(types: tuple[type, ...]) -> tuple[str, list[int], list[int], list[int]]:
+    """Return how to pass arguments of these types, 8 bytes each; places of tensors, maps, None."""
+    kinds = {Tensor: "P", TensorMap: "P", NoneType: "P", int: "q", float: "f4x"}
     layout = "".join(next(kinds[k] for k in kinds if issubclass(one, k)) for one in types)
-    tensors_at, maps_at = (
-        [i for i, one in enumerate(types) if issubclass(one, kind)] for kind in (Tensor, TensorMap)
+    tensors_at, maps_at, nones_at = (
+        [i for i, one in enumerate(types) if issubclass(one, kind)]
+        for kind in (Tensor, TensorMap, NoneType)
     )
-    return layout, tensors_at, maps_at
+    return layout, tensors_at, maps_at, nones_at
 
 
 def launch(
@@ -333,21 +337,22 @@ def launch(
     entry: str,
     grid: tuple[int, ...],
     block: int,
-    *args: Tensor | int | float | TensorMap,
+    *args: Argument,
     shared_memory: int = 0,
     overlaps: bool = False,
 ) -> None:
     """Start a kernel on torch's current stream.
 
-    Tensors pass as pointers, ints as `i64`, floats as `float`; `shared_memory` is in bytes. A
-    kernel that `overlaps` starts while the one before it ends (programmatic dependent launch, from
-    sm_90 on): whatever it reads or writes of others, it does after `wait_for_previous()`.
+    Tensors pass as pointers, None as a null pointer, ints as `i64`, floats as `float`;
+    `shared_memory` is in bytes. A kernel that `overlaps` starts while the one before it ends
+    (programmatic dependent launch, from sm_90 on): whatever it reads or writes of others, it does
+    after `wait_for_previous()`.
     """
     if _put_off is not None:
         _put_off.add(wanted)
         return
     device = torch.cuda.current_device()
-    layout, tensors_at, maps_at = _passed(tuple(map(type, args)))
+    layout, tensors_at, maps_at, nones_at = _passed(tuple(map(type, args)))
     values: list[Any] = list(args)
     for index in tensors_at:
         tensor = values[index]
@@ -355,7 +360,7 @@ def launch(
             raise KernelError(f"{entry}: tensor on {tensor.device}, not cuda:{device}")
         values[index] = tensor.data_ptr()
     maps = {index: values[index] for index in maps_at}
-    for index in maps_at:
+    for index in (*maps_at, *nones_at):
         values[index] = 0
     kernel = _kernel(wanted, entry, block, shared_memory, overlaps, device, layout)
     stream = _stream(torch._C._cuda_getCurrentRawStream(device))

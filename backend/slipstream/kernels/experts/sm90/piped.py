@@ -73,7 +73,7 @@ def launch(
     routed: Routed,
     streams: int,
     outputs: int,
-    parameters: Sequence[Tensor | int],
+    parameters: Sequence[jit.Argument],
 ) -> None:
     """Start the kernel.
 

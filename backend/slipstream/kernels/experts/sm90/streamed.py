@@ -74,7 +74,7 @@ def launch(
     routed: Routed,
     streams: int,
     outputs: int,
-    parameters: Sequence[Tensor | int],
+    parameters: Sequence[jit.Argument],
 ) -> None:
     """Round places to e4m3, and start the kernel.
 

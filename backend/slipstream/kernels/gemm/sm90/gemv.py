@@ -221,8 +221,6 @@ def launch(
     if out is None:
         out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     jit.require(out.stride(1) == 1, "gemv: elements of a row of the residual must be contiguous")
-    pointers = (0 if t is None else t for t in (around.norm, around.bias, around.columns))
-    shift = 0 if around.shift is None else around.shift
     num_ctas = min(tiles.ctas * jit.num_multiprocessors(x.get_device()), num_outputs)
     share = tiles.slot_rows // streams
     jit.launch(
@@ -233,7 +231,9 @@ def launch(
         x,
         x.stride(0),
         weight,
-        *pointers,
+        around.norm,
+        around.bias,
+        around.columns,
         out,
         out.stride(0),
         num_rows,
@@ -247,7 +247,7 @@ def launch(
         int(around.residual is not None),
         around.eps,
         1.0 / width,
-        *((shift,) if tiles.is_centred else ()),
+        *((around.shift,) if tiles.is_centred else ()),
         *(_behind(terms) if terms is not None else ()),
         shared_memory=tiles.bytes(width * weight.itemsize),
         overlaps=True,

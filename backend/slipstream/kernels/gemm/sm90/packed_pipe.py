@@ -354,11 +354,9 @@ def _launch(
     of_terms = packed_terms.num_bytes(rows, division.rows) if behind else 0
     shares, copied = division.shares, min(-(-rows // 8) * 8, division.columns)
     row_tiles = -(-rows // division.columns)
-    row_scales = 0 if around.rows is None else around.rows
     all_sums = (shares, rows, packing.tiles * TILE)
-    parts = torch.empty(all_sums, dtype=torch.float32, device=x.device) if shares > 1 else 0
-    factors = 0 if around.columns is None else around.columns
-    bias = 0 if around.bias is None else around.bias
+    parts = torch.empty(all_sums, dtype=torch.float32, device=x.device) if shares > 1 else None
+    beside = (around.rows, around.columns, around.bias)
     is_wide = outputs % 8 == 0 and y.stride(0) % 8 == 0 and y.data_ptr() % 16 == 0
     ends = (shares, int(bool(around.gate)), int(around.residual is not None), int(is_wide))
     sizes = (y.stride(0), rows, packing.outputs, packing.tiles)
@@ -369,9 +367,7 @@ def _launch(
         _GROUPS * 128 + 128,
         tensor_map.boxes(x, rows, x.shape[1], copied, x.stride(0)),
         *_maps(weight, groups, division.tiles),
-        row_scales,
-        factors,
-        bias,
+        *beside,
         y,
         parts,
         y.stride(0),
@@ -391,5 +387,5 @@ def _launch(
     )
     if shares > 1:
         grid = (-(-rows * -(-outputs // 8) // 256),)
-        given = (parts, row_scales, factors, bias, y, *sizes, *ends)
+        given = (parts, *beside, y, *sizes, *ends)
         jit.launch(variant, "packed_pipe_sum", grid, 256, *given, overlaps=True)

@@ -133,9 +133,7 @@ def packed_wgmma(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     variant = _variant(x.dtype, packing, division.columns, division.tiles)
     shares, copied = division.shares, -(-rows // 8) * 8
     size = (shares, rows, packing.tiles * TILE)
-    parts = torch.empty(size, dtype=torch.float32, device=x.device) if shares > 1 else 0
-    factors = 0 if around.columns is None else around.columns
-    bias = 0 if around.bias is None else around.bias
+    parts = torch.empty(size, dtype=torch.float32, device=x.device) if shares > 1 else None
     ends = (shares, int(gated), int(around.residual is not None))
     jit.launch(
         variant,
@@ -145,9 +143,9 @@ def packed_wgmma(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
         tensor_map.boxes(x, rows, width, copied, x.stride(0)),
         weight,
         groups.scales,
-        0 if groups.zeros is None else groups.zeros,
-        factors,
-        bias,
+        groups.zeros,
+        around.columns,
+        around.bias,
         y,
         parts,
         y.stride(0),
@@ -165,6 +163,6 @@ def packed_wgmma(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     if shares > 1:
         grid = (-(-rows * outputs // 256),)
         sizes = (y.stride(0), rows, packing.outputs, packing.tiles)
-        given = (parts, factors, bias, y, *sizes, *ends)
+        given = (parts, around.columns, around.bias, y, *sizes, *ends)
         jit.launch(variant, "packed_sum", grid, 256, *given, overlaps=True)
     return y

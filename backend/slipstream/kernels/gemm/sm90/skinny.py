@@ -201,7 +201,7 @@ def variants() -> Iterator[jit.Variant]:
 def skinny(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`gemm` on the GPU, without a norm."""
     scales, gated = around.scales, bool(around.gate)
-    by_row, by_column, bias = (0, 0, around.bias) if scales is None else scales
+    by_row, by_column, bias = (None, None, around.bias) if scales is None else scales
     num_rows, width = x.shape
     num_weight_rows = weight.shape[0]
     num_outputs = num_weight_rows // (2 if gated else 1)
@@ -229,7 +229,7 @@ def skinny(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
         tensor_map.boxes(x, num_rows, width, copied, x.stride(0)),
         by_row,
         by_column,
-        0 if bias is None else bias,
+        bias,
         y,
         y.stride(0),
         num_rows,

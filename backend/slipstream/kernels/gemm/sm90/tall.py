@@ -125,7 +125,7 @@ def variants() -> Iterator[jit.Variant]:
 def tall(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
     """`gemm` on the GPU, with a gate; of int8 without one, too."""
     scales, is_ungated = around.scales, not around.gate
-    by_row, by_column, bias = (0, 0, around.bias) if scales is None else scales
+    by_row, by_column, bias = (None, None, around.bias) if scales is None else scales
     num_rows, width = x.shape
     num_outputs = len(weight) // (1 if is_ungated else 2)
     y = around.residual
@@ -151,7 +151,7 @@ def tall(x: Tensor, weight: Tensor, around: Around = PLAIN) -> Tensor:
         tensor_map.boxes(x, num_rows, width, copied, x.stride(0)),
         by_row,
         by_column,
-        0 if bias is None else bias,
+        bias,
         y,
         y.stride(0),
         num_rows,
