@@ -7,7 +7,7 @@ import torch
 from slipstream import quant
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.kernels.experts.grouped import DTYPES, MULTIPLE
+from slipstream.kernels.experts.kind import DTYPES, MULTIPLE
 from slipstream.models.cache_scheme import quantization_of
 from slipstream.models.model_config import ModelConfig
 

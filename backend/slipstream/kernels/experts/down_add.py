@@ -8,7 +8,8 @@ from torch import Tensor
 
 from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts.combine import Shared, combine, shared_arguments
-from slipstream.kernels.experts.grouped import DTYPES, SKINNY_ROWS, ExpertMatrix, check, down
+from slipstream.kernels.experts.grouped import SKINNY_ROWS, ExpertMatrix, check, down
+from slipstream.kernels.experts.kind import DTYPES
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op

@@ -18,17 +18,16 @@ from torch.nn import functional
 
 from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts import packed
+from slipstream.kernels.experts.kind import DTYPES, KINDS, MULTIPLE, Kind
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.experts.sm90 import piped, streamed
-from slipstream.kernels.experts.spec import Gate, adapted
+from slipstream.kernels.experts.spec import Gate
 from slipstream.kernels.gemm.op import Matrix, unpacked
 from slipstream.kernels.gemm.packing import Groups, Packing
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.runtime.op import op
 from slipstream.kernels.runtime.registry import CPU, Target, target_of
 
-DTYPES = (torch.float16, torch.bfloat16)  # that have kernels
-MULTIPLE = 8  # of which widths and outputs are, on a GPU; widths of e4m3 of twice as many
 SKINNY_ROWS = 8  # of a tile of `skinny.cu`
 TILE_ROWS = (16, 32, 64, 128)  # of `tiled.cu`
 # The most pairs an expert, on average, for each size of tiles. On an H200 these are the fastest
@@ -246,12 +245,11 @@ down.implementation("torch", "cpu")(down.oracle)
 
 def num_slots(rows: int, is_fp8: bool) -> int:
     """Count the slots of a ring, each of a chunk of a tile's weights and rows."""
-    row_bytes = _CHUNK_BYTES * (2 if is_fp8 else 1)
-    return min(_MOST_SLOTS, _SLOTS_BYTES // _slot_bytes(rows, row_bytes))
+    return min(_MOST_SLOTS, _SLOTS_BYTES // _slot_bytes(rows, is_fp8))
 
 
-def _slot_bytes(rows: int, row_bytes: int) -> int:
-    return rows * row_bytes + _COLUMNS * _CHUNK_BYTES
+def _slot_bytes(rows: int, is_fp8: bool) -> int:
+    return (rows * (2 if is_fp8 else 1) + _COLUMNS) * _CHUNK_BYTES
 
 
 def tiles_of(target: Target, deterministic: bool, is_fp8: bool) -> dict[str, tuple[int, ...]]:
@@ -264,24 +262,15 @@ def tiles_of(target: Target, deterministic: bool, is_fp8: bool) -> dict[str, tup
     return {"skinny": skinny, "tiled": few, "piped": taken, "streamed": ()}
 
 
-def _variant(
-    dtype: torch.dtype, is_fp8: bool, is_gated: bool, rows: int, is_adapted: bool = False
-) -> jit.Variant:
-    kinds = {"FP8": int(is_fp8), "GATED": int(is_gated), **adapted(is_adapted)}
+def _variant(kind: Kind, rows: int) -> jit.Variant:
     if rows == SKINNY_ROWS:
-        return jit.variant("experts/skinny.cu", dtype, **kinds)
-    slots = num_slots(rows, is_fp8)
-    return jit.variant("experts/tiled.cu", dtype, **kinds, ROWS=rows, SLOTS=slots)
+        return kind.variant("experts/skinny.cu")
+    return kind.variant("experts/tiled.cu", ROWS=rows, SLOTS=num_slots(rows, kind.is_fp8))
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Yield every legal instantiation."""
-    sizes = (SKINNY_ROWS, *TILE_ROWS)
-    both = (False, True)
-    for dtype, is_fp8, is_gated, rows in itertools.product(DTYPES, both, both, sizes):
-        yield _variant(dtype, is_fp8, is_gated, rows)
-        if is_gated:
-            yield _variant(dtype, is_fp8, is_gated, rows, is_adapted=True)
+    """Return every legal instantiation."""
+    return itertools.starmap(_variant, itertools.product(KINDS, (SKINNY_ROWS, *TILE_ROWS)))
 
 
 @gate_up.cuda
@@ -341,15 +330,14 @@ def _launch(
     if matrix.groups is not None:
         packed.launch(name, x, matrix.groups, routed, streams, args, added is not None)
         return out
-    rows, is_fp8 = routed.tile_rows, values.dtype == E4M3
-    how, is_adapted = (x.dtype, is_fp8, gate is not None), added is not None
-    sizes_of = tiles_of(target_of(x.device), deterministic, is_fp8)
+    rows = routed.tile_rows
+    kind = Kind(x.dtype, values.dtype == E4M3, gate is not None, added is not None)
+    sizes_of = tiles_of(target_of(x.device), deterministic, kind.is_fp8)
 
     def variant_for(size: int) -> jit.Variant:
         if size in sizes_of["streamed"]:
-            return streamed.variant(x.dtype, gate is not None, size, is_adapted)
-        make = piped.variant if size in sizes_of["piped"] else _variant
-        return make(*how, size, is_adapted)
+            return streamed.variant(kind, size)
+        return (piped.variant if size in sizes_of["piped"] else _variant)(kind, size)
 
     jit.compile_too(variant_for(size) for sizes in sizes_of.values() for size in sizes)
     wanted = variant_for(rows)
@@ -364,8 +352,7 @@ def _launch(
     if rows == SKINNY_ROWS:
         jit.launch(wanted, "skinny", grid, 128, *args, overlaps=True)
         return out
-    row_bytes = _CHUNK_BYTES * (2 if is_fp8 else 1)
-    memory = num_slots(rows, is_fp8) * _slot_bytes(rows, row_bytes)
+    memory = num_slots(rows, kind.is_fp8) * _slot_bytes(rows, kind.is_fp8)
     threads = 256 if rows > 32 else 128
     jit.launch(wanted, "tiled", grid, threads, *args, shared_memory=memory, overlaps=True)
     return out

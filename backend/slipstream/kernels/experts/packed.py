@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from slipstream.kernels.experts.kind import GATES, gate_macros
 from slipstream.kernels.experts.route import Routed
-from slipstream.kernels.experts.spec import adapted
 from slipstream.kernels.gemm.packed import DTYPES, all_packings, block_bytes, defines
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing
 from slipstream.kernels.runtime import jit
@@ -51,14 +51,13 @@ def num_slots(packing: Packing, rows: int) -> int:
 
 
 def variant(
-    dtype: torch.dtype, packing: Packing, is_gated: bool, rows: int, is_adapted: bool = False
+    dtype: torch.dtype, packing: Packing, is_gated: bool, is_adapted: bool, rows: int
 ) -> jit.Variant:
     """Return the kernel for tiles of so many rows."""
     return jit.variant(
         "experts/packed.cu",
         dtype,
-        GATED=int(is_gated),
-        **adapted(is_adapted),
+        **gate_macros(is_gated, is_adapted),
         **defines(packing),
         ROWS=rows,
         SPLIT=_split(rows),
@@ -69,11 +68,9 @@ def variant(
 def variants() -> Iterator[jit.Variant]:
     """Yield every legal instantiation."""
     for dtype in DTYPES:
-        for packing, gated in itertools.product(all_packings(dtype), (False, True)):
+        for packing, gates in itertools.product(all_packings(dtype), GATES):
             for rows in tile_rows(packing):
-                yield variant(dtype, packing, gated, rows)
-                if gated:
-                    yield variant(dtype, packing, gated, rows, is_adapted=True)
+                yield variant(dtype, packing, *gates, rows)
 
 
 def check(name: str, x: Tensor, packing: Packing, streams: int) -> None:
@@ -115,11 +112,11 @@ def launch(
     check(name, x, packing, streams)
     sizes = tile_rows(packing)
     jit.require(rows in sizes, "{}: {} have no tiles of {}", name, packing, rows)
-    how = x.dtype, packing, streams > 1
-    jit.compile_too(variant(*how, each, is_adapted) for each in sizes)
+    how = x.dtype, packing, streams > 1, is_adapted
+    jit.compile_too(variant(*how, each) for each in sizes)
     units = -(-packing.tiles // _TILES)
     jit.launch(
-        variant(*how, rows, is_adapted),
+        variant(*how, rows),
         "packed",
         (-(-units * _split(rows) // _WARPS), len(routed.tiles)),
         32 * _WARPS,

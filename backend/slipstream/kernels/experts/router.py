@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.experts import route as choosing
-from slipstream.kernels.experts.grouped import DTYPES, MULTIPLE
+from slipstream.kernels.experts.kind import DTYPES, MULTIPLE
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.experts.spec import MAX_EXPERTS, Routing
 from slipstream.kernels.runtime import jit, team

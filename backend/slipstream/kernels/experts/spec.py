@@ -42,8 +42,3 @@ class Gate(Enum):
 
     SILU = 0
     CLAMPED = 1  # gate up to 7, up within 7: gate * logistic(1.702 gate) * (up + 1)
-
-
-def adapted(is_adapted: bool) -> dict[str, int]:
-    """Return what defines kernels of gates and ups to which adapters add."""
-    return {"TERMS": 1} if is_adapted else {}

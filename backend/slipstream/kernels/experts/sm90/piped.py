@@ -8,12 +8,11 @@ another warp widens, too.
 import itertools
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise.eight_bits import E4M3
+from slipstream.kernels.experts.kind import KINDS, Kind
 from slipstream.kernels.experts.route import Routed
-from slipstream.kernels.experts.spec import adapted
 from slipstream.kernels.runtime import jit, tensor_map
 from slipstream.kernels.runtime.registry import Target
 
@@ -48,23 +47,15 @@ def _slot_bytes(rows: int, is_fp8: bool) -> int:
     return (rows * (2 if is_fp8 else 1) + _WEIGHT_ROWS) * _COLUMN
 
 
-def variant(
-    dtype: torch.dtype, is_fp8: bool, is_gated: bool, rows: int, is_adapted: bool = False
-) -> jit.Variant:
+def variant(kind: Kind, rows: int) -> jit.Variant:
     """Return the kernel for tiles of so many rows."""
-    kinds = {"FP8": int(is_fp8), "GATED": int(is_gated), **adapted(is_adapted)}
-    slots = num_slots(rows, is_fp8)
-    return jit.variant("experts/sm90/piped.cu", dtype, **kinds, ROWS=rows, SLOTS=slots)
+    slots = num_slots(rows, kind.is_fp8)
+    return kind.variant("experts/sm90/piped.cu", ROWS=rows, SLOTS=slots)
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Yield every legal instantiation."""
-    both = (False, True)
-    dtypes = (torch.float16, torch.bfloat16)
-    for dtype, is_fp8, is_gated, rows in itertools.product(dtypes, both, both, TILE_ROWS):
-        yield variant(dtype, is_fp8, is_gated, rows)
-        if is_gated:
-            yield variant(dtype, is_fp8, is_gated, rows, is_adapted=True)
+    """Return every legal instantiation."""
+    return itertools.starmap(variant, itertools.product(KINDS, TILE_ROWS))
 
 
 def launch(

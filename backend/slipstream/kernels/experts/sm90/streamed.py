@@ -8,12 +8,11 @@ beside `piped.cu` and `tiled.cu`: `python benchmarks/streamed_experts.py`.
 import itertools
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from slipstream.kernels.elementwise.eight_bits import gather_quantize, quantize
+from slipstream.kernels.experts.kind import KINDS, Kind
 from slipstream.kernels.experts.route import Routed
-from slipstream.kernels.experts.spec import adapted
 from slipstream.kernels.runtime import jit, tensor_map
 from slipstream.kernels.runtime.registry import Target
 
@@ -51,20 +50,15 @@ def _slot_bytes(rows: int) -> int:
     return (rows + _WEIGHT_ROWS) * _COLUMN
 
 
-def variant(dtype: torch.dtype, is_gated: bool, rows: int, is_adapted: bool = False) -> jit.Variant:
-    """Return the kernel for tiles of so many rows."""
-    kinds = {"FP8": 1, "GATED": int(is_gated), **adapted(is_adapted)}
-    slots = num_slots(rows)
-    return jit.variant("experts/sm90/streamed.cu", dtype, **kinds, ROWS=rows, SLOTS=slots)
+def variant(kind: Kind, rows: int) -> jit.Variant:
+    """Return the kernel for tiles of so many rows, whose weights are in e4m3."""
+    return kind.variant("experts/sm90/streamed.cu", ROWS=rows, SLOTS=num_slots(rows))
 
 
 def variants() -> Iterator[jit.Variant]:
-    """Yield every legal instantiation."""
-    dtypes = (torch.float16, torch.bfloat16)
-    for dtype, is_gated, rows in itertools.product(dtypes, (False, True), TILE_ROWS):
-        yield variant(dtype, is_gated, rows)
-        if is_gated:
-            yield variant(dtype, is_gated, rows, is_adapted=True)
+    """Return every legal instantiation."""
+    kinds = [kind for kind in KINDS if kind.is_fp8]
+    return itertools.starmap(variant, itertools.product(kinds, TILE_ROWS))
 
 
 def launch(
