@@ -8,7 +8,6 @@ that the scheduler decides can differ: chunks, drafts, beams, tables, copies of 
 
 from collections.abc import Iterator
 from enum import Enum
-from typing import Protocol
 
 import msgspec
 import torch
@@ -133,20 +132,23 @@ def _tensor(sent: SentTensor | None) -> Tensor | None:
     return flat.view(getattr(torch, sent.dtype)).view(sent.shape)
 
 
-class Group(Protocol):
-    """The other ranks of a runner."""
+class Group:
+    """The other ranks of a runner; here there is none."""
 
     def share(self, model: StepDecoder, vocab_size: int) -> None:
         """Join the weights of a rank to those of the others."""
 
     def agree(self, count: int) -> int:
         """Return the number of blocks that all ranks have room for."""
+        return count
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum over the ranks that share layers with this one."""
+        return x
 
     def all_can(self, can: bool) -> bool:
         """Return whether all ranks that share layers with this one can, of which each asks."""
+        return can
 
     def announce(
         self,
@@ -175,63 +177,16 @@ class Group(Protocol):
 
     def is_giving(self, number: int) -> bool:
         """Return whether pieces of an adapter are left."""
+        return False
 
     def order(self, order: AdapterOrder, number: int) -> None:
         """Have the other ranks do with an adapter what rank 0 does."""
 
 
-class Alone:
-    """No other rank."""
-
-    def share(self, model: StepDecoder, vocab_size: int) -> None:
-        """Nothing is to be joined."""
-
-    def agree(self, count: int) -> int:
-        """Return the count."""
-        return count
-
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the only part."""
-        return x
-
-    def all_can(self, can: bool) -> bool:
-        """Return whether this one can."""
-        return can
-
-    def announce(
-        self,
-        batch: Batch,
-        shape: StepShape,
-        arrays: StepArrays,
-        tokens: Int64s,
-        is_graph: bool = False,
-    ) -> None:
-        """No other rank is there."""
-
-    def spread(self, token_ids: Tensor) -> None:
-        """The tokens are there."""
-
-    def give_adapter(self, number: int, weights: AdapterWeights) -> None:
-        """No other rank is there."""
-
-    def give_some(self) -> None:
-        """Nothing is left."""
-
-    def give_all(self, number: int) -> None:
-        """Nothing is left."""
-
-    def is_giving(self, number: int) -> bool:
-        """Return that nothing is left."""
-        return False
-
-    def order(self, order: AdapterOrder, number: int) -> None:
-        """No other rank is there."""
+ALONE = Group()
 
 
-ALONE: Group = Alone()
-
-
-class Joined:
+class Joined(Group):
     """The other ranks, by the memory that all share.
 
     Args:

@@ -26,7 +26,7 @@ from slipstream.models.model_config import ModelConfig
 from slipstream.models.sharding import share
 from slipstream.models.stages import Bounds, Costs, kinds_of, split
 from slipstream.runner.graphs import layout_of
-from slipstream.runner.group import Alone
+from slipstream.runner.group import Group
 from slipstream.runner.host import MIN_ELEMENTS, Kept, cores_here, is_busy
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import Plan, resolve, settle
@@ -175,7 +175,7 @@ class _OwnRanks:
         """Nothing can be late."""
 
 
-class _OfRank(Alone):
+class _OfRank(Group):
     """A rank of several whose layers run without the others."""
 
     def __init__(self, size: int) -> None:
