@@ -27,6 +27,7 @@ from replicas import Replica, Request, Shaped, make
 from traces import Arrival, lengths
 
 VALUES = Path(__file__).parents[1] / "deploy" / "helm" / "slipstream" / "values.yaml"
+MAX_REPLICAS = 8
 SYNC_S = 15.0
 TOLERANCE = 0.1
 LAG_S = 20.0  # of scraping and the adapter
@@ -69,14 +70,14 @@ def number(quantity: str | float) -> float:
     return float(text[:-1]) / 1000 if text.endswith("m") else float(text)
 
 
-def rule_of(values: dict[str, Any], maximum: int = 8) -> Rule:
+def rule_of(values: dict[str, Any]) -> Rule:
     """Return the rule of a chart's values."""
     found = values["autoscaling"]
     up, down = found["scaleUp"], found["scaleDown"]
     return Rule(
         {_NAMES[each["name"]]: number(each["value"]) for each in found["metrics"]},
         found["replicas"]["minimum"],
-        maximum,
+        MAX_REPLICAS,
         up["stabilizationSeconds"],
         down["stabilizationSeconds"],
         (up["pods"], up["percent"], up["periodSeconds"]),
@@ -179,7 +180,7 @@ def arrivals(load: Load, seconds: float, seed: int) -> list[Request]:
 
 
 def simulate(
-    rule: Rule, requests: Sequence[Request], seconds: float, start_s: float, first: int = 1
+    rule: Rule, requests: Sequence[Request], seconds: float, start_s: float, first: int
 ) -> Outcome:
     """Serve the requests with `first` replicas at the beginning; the emptiest gets each."""
     scaler, shaped = Autoscaler(rule), Shaped()

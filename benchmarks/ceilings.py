@@ -48,8 +48,9 @@ def read_bandwidth() -> float:
     return best
 
 
-def matrix_rate(seconds: float = 0.5, size: int = 8192) -> float:
+def matrix_rate() -> float:
     """bf16 operations a second of torch's product of square matrices, sustained."""
+    seconds, size = 0.5, 8192
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     torch.mm(a, b, out=out)

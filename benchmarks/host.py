@@ -93,7 +93,7 @@ def step_times(num_seqs: int, window: AttentionWindow = ALL, num_steps: int = 30
     return times
 
 
-def turnover_times(is_reused: bool, num_seqs: int = 256, num_steps: int = 400) -> list[float]:
+def turnover_times(is_reused: bool) -> list[float]:
     """Seconds of each step of short requests that share 288 of 320 tokens."""
     engine = Engine(Limits(MAX_SEQS, 2048, 1000, kv_cache_reuse=is_reused), Nothing(), None)
     sampling = SamplingParams(max_tokens=64, temperature=0.0)
@@ -105,10 +105,10 @@ def turnover_times(is_reused: bool, num_seqs: int = 256, num_steps: int = 400) -
         engine.submit(b"bench", Submit(number, pack([*range(288), *own]), sampling, 1))
         number += 1
 
-    for _ in range(num_seqs):
+    for _ in range(MAX_SEQS):
         submit()
     times = []
-    for _ in range(num_steps + 100):
+    for _ in range(500):
         begin = time.perf_counter()
         outputs = engine.step()
         times.append(time.perf_counter() - begin)
