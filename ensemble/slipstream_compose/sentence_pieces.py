@@ -29,7 +29,7 @@ def read_pieces(path: Path) -> Any:
     return proto
 
 
-def tokenizer_of_pieces(proto: Any, spelled: Sequence[tuple[str, str]] = ()) -> Tokenizer:
+def tokenizer_of_pieces(proto: Any, spelled: Sequence[tuple[str, str]]) -> Tokenizer:
     """Return the tokenizer, which adds nothing to a text. Raises ValueError for other kinds.
 
     `spelled` are characters and the pieces that stand for them, which texts may have, too.

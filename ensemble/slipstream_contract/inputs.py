@@ -93,7 +93,7 @@ def refuse_parameter(name: str, known: Collection[str]) -> ContractError:
     return ContractError(f"unknown request parameter {clip(name)}{hint}")
 
 
-def refuse_others(parameters: Mapping[str, object], known: Collection[str] = ()) -> None:
+def refuse_others(parameters: Mapping[str, object], known: Collection[str]) -> None:
     """Raise ContractError for the first request parameter that is neither known nor Triton's."""
     for name in parameters:
         if name not in known and not is_triton_parameter(name):

@@ -100,7 +100,7 @@ def check_word_bytes(field: str, words: Sequence[bytes], limit: int = MAX_LIST_B
     check_count(field, sum(map(len, words)), limit, "bytes")
 
 
-def check_words(field: str, words: Sequence[Sequence[int]], most: int = MAX_WORDS) -> None:
+def check_words(field: str, words: Sequence[Sequence[int]], most: int) -> None:
     """Check words as token ids: their number and lengths. Raises ContractError."""
     check_count(field, len(words), most, "words")
     longest = max(map(len, words), default=0)

@@ -335,7 +335,7 @@ FIELDS = _table(SamplingParams)
 FILTERS = tuple(name for name, entry in FIELDS.items() if entry.field.is_filter)
 
 
-def normalised(values: dict[str, Any], most_tokens: int | None = None) -> dict[str, Any]:
+def normalised(values: dict[str, Any], most_tokens: int | None) -> dict[str, Any]:
     """Apply the rules that all schemas share to values that are in bounds.
 
     `most_tokens` is a second bound on the output. Raises ContractError.

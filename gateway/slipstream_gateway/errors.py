@@ -56,7 +56,7 @@ class ApiError(Exception):
         self.retry_after_ms = retry_after_ms
 
 
-def api_error(error: ContractError, fields: Container[str] = ()) -> ApiError:
+def api_error(error: ContractError, fields: Container[str]) -> ApiError:
     """Return the HTTP form of a contract error. A full engine is 429, one that is down 503.
 
     `fields`: the fields of the request; the first word of the message names the wrong one.

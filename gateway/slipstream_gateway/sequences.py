@@ -249,7 +249,7 @@ def whole_text(vocab: TokenBytes, token_ids: Sequence[int], skip_special: bool) 
     return detokenize(vocab, token_ids, skip_special=skip_special)
 
 
-def finish_of(finished: wire.Finished, has_calls: bool = False) -> Finish:
+def finish_of(finished: wire.Finished, has_calls: bool) -> Finish:
     """Return how an answer ended; `has_calls`: with whole calls, which are to be made."""
     reason = REASONS[finished.reason]
     if has_calls and reason == "stop":

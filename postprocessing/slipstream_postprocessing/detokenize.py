@@ -29,7 +29,7 @@ def detokenize(
 
 
 def detokenize_next(
-    vocab: TokenBytes, token_ids: Iterable[int], state: StreamState, skip_special: bool = True
+    vocab: TokenBytes, token_ids: Iterable[int], state: StreamState, skip_special: bool
 ) -> tuple[str, StreamState]:
     """Return the text as `detokenize` does, and the state after these tokens.
 

@@ -64,7 +64,7 @@ _REPLICA = {
 }
 
 
-def replica_metrics(count: int, deployment: str = DEFAULT) -> list[Metric]:
+def replica_metrics(count: int, deployment: str) -> list[Metric]:
     """Return the metrics of each of several replicas, with the label `replica`."""
     own = {} if deployment == DEFAULT else {"engine": deployment}
     return [

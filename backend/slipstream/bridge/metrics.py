@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import triton_python_backend_utils as pb
-from slipstream_contract.deployment import DEFAULT, split_name
+from slipstream_contract.deployment import split_name
 from slipstream_contract.errors import REASONS, ContractError, label_of
 from slipstream_runtime import repairs
 from slipstream_runtime.stub import must_end
@@ -183,7 +183,7 @@ class CallMetrics:
 class EngineMetrics:
     """Metrics of the engine; only one bridge of each engine has them."""
 
-    def __init__(self, bridge: Bridge, deployment: str = DEFAULT) -> None:
+    def __init__(self, bridge: Bridge, deployment: str) -> None:
         self._deployment = deployment
         self._connection = bridge.connection
         self._repairs = bridge.repairs

@@ -51,9 +51,9 @@ class Extras:
         self,
         options: ResponseOptions,
         num_input_tokens: int,
-        batch_index: int | None = None,
-        sequence_index: int | None = None,
-        wanted: LogProbs | None = None,
+        batch_index: int | None,
+        sequence_index: int | None,
+        wanted: LogProbs | None,
     ) -> None:
         """Start; `batch_index` is None for a batch of one, `sequence_index` for n = 1."""
         self._options = options

@@ -5,7 +5,7 @@ from slipstream_contract.ids import TokenIds
 
 from slipstream.core.sequence import Request, Sequence
 from slipstream.core.stop import RawBytes
-from slipstream.core.two_way import ONE_WAY, Sight
+from slipstream.core.two_way import Sight
 from slipstream.core.values import Wanted, top_mode
 from slipstream.engine.beam_group import Beam, BeamGroup
 from slipstream.engine.best_of import Choice, Sample
@@ -44,7 +44,7 @@ def add_wanted(request: Request, mode: str) -> None:
             sequence.want(Wanted(values, flags, is_first=sequence.index == 0))
 
 
-def make_request(bridge: bytes, message: Submit, sight: Sight = ONE_WAY) -> Request:
+def make_request(bridge: bytes, message: Submit, sight: Sight) -> Request:
     """Return a request without sequences; where the best are chosen, log probs are kept."""
     sampling = message.sampling
     if message.task is not None or message.table is not None:

@@ -39,8 +39,8 @@ def guide_of(
     form: Format,
     added: AddedTokens,
     choice: ToolChoice,
-    is_thinking: bool = False,
-    answer: Any = None,
+    is_thinking: bool,
+    answer: Any,
 ) -> Guide | None:
     """Return the guide of a request's answers; None: any answer will do.
 

@@ -279,7 +279,7 @@ def refusal(choice: ToolChoice, problem: str) -> ApiError:
 
 
 def own_guide(
-    plan: RegionPlan, added: AddedTokens, choice: ToolChoice, prompt: str, answer: Any = None
+    plan: RegionPlan, added: AddedTokens, choice: ToolChoice, prompt: str, answer: Any
 ) -> Guide | None:
     """Return the guide of a request's answers in a template's form; None: any answer will do.
 

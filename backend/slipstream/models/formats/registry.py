@@ -44,7 +44,7 @@ class Formats:
         head: name of the head, which is in 16 bits where nothing says so.
     """
 
-    def __init__(self, directory: Path, source: RawSource, head: str = "lm_head") -> None:
+    def __init__(self, directory: Path, source: RawSource, head: str) -> None:
         self._directory, self._source, self._head = directory, source, head
         self._format = self._chosen(directory)
         beside = beside_of(directory)
