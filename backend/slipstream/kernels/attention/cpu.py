@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.calls import takes
 from slipstream.kernels.attention.decode import DecodeCall, decode_attention
 from slipstream.kernels.attention.prefill import PrefillCall, prefill_attention
 from slipstream.kernels.attention.rules import SINKING
@@ -11,6 +10,7 @@ from slipstream.kernels.attention.scores import Scores
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cpu.native import Sequences, address, loaded, num_threads
 from slipstream.kernels.elementwise.rope_cpu import cache_struct, takes_heads
+from slipstream.kernels.runtime.flat import flattened
 
 MOST_GROUP = 128  # heads that share a kv head
 
@@ -43,7 +43,7 @@ def _is_dense(q: Tensor, cache: Tensor, tables: Tensor, out: Tensor, *vectors: T
 
 
 @decode_attention.implementation("C++", "cpu", takes=_takes, cost=0.5)
-@takes(DecodeCall)
+@flattened(DecodeCall)
 def decode(call: DecodeCall) -> Tensor:
     """`decode_attention`; what the kernel does not take is computed by torch."""
     q, cache, tables, lengths, _, scale, out, newest, window, sinks, _, changed = call
@@ -63,7 +63,7 @@ def decode(call: DecodeCall) -> Tensor:
 
 
 @prefill_attention.implementation("C++", "cpu", takes=_takes, cost=0.5)
-@takes(PrefillCall)
+@flattened(PrefillCall)
 def prefill(call: PrefillCall) -> Tensor:
     """`prefill_attention`; what the kernel does not take is computed by torch."""
     q, cache, tables, starts, lengths, scale, _, out, window, _, changed, _ = call

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from slipstream.kernels.attention import decode_prefixes, decode_shapes
-from slipstream.kernels.attention.calls import takes
 from slipstream.kernels.attention.decode_prefixes import Work, find_prefixes
 from slipstream.kernels.attention.decode_shapes import (
     COLUMNS,
@@ -49,6 +48,7 @@ from slipstream.kernels.cache.pages import (
     tiles_variants,
 )
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.flat import flattened
 from slipstream.kernels.runtime.op import op
 
 # Tiles: what a CTA gets at least; how long its run may be, or how much longer than with equal ones
@@ -90,7 +90,7 @@ class DecodeCall(NamedTuple):
 
 
 @op("lengths[s]:i32, cache[_,h,2,_,_]:any")
-@takes(PlanCall)
+@flattened(PlanCall)
 def plan_decode(call: PlanCall) -> Tensor:
     """Plan how to divide the tiles of sequences of these lengths, for all layers of a step that
     have this window.
@@ -109,7 +109,7 @@ def plan_decode(call: PlanCall) -> Tensor:
     "q[s,hq,d]:T, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, lengths[s]:i32, plan[_]:i32",
     package=__package__,
 )
-@takes(DecodeCall)
+@flattened(DecodeCall)
 def decode_attention(call: DecodeCall) -> Tensor:
     """`softmax(q K^T * scale) V` over the first `lengths[s]` cached tokens; `[s, hq, d]`.
 
@@ -201,7 +201,7 @@ def _work(cache: Tensor, num_q_heads: int, num_ctas: int, shape: CtaShape) -> Wo
 
 
 @plan_decode.cuda
-@takes(PlanCall)
+@flattened(PlanCall)
 def _plan_decode(call: PlanCall) -> Tensor:
     lengths, cache, num_q_heads, window, block_tables, num_sinks, scores = call
     num_sequences, num_kv_heads = len(lengths), cache.shape[1]
@@ -249,7 +249,7 @@ def _plan_decode(call: PlanCall) -> Tensor:
 
 
 @decode_attention.cuda
-@takes(DecodeCall)
+@flattened(DecodeCall)
 def _decode_attention(call: DecodeCall) -> Tensor:
     q, cache, block_tables, lengths, plan, scale, out, newest, _, sinks, reads_step, _ = call
     _check_newest_of_step(newest, reads_step)

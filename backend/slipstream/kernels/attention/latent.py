@@ -16,10 +16,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.calls import takes
 from slipstream.kernels.attention.rules import LATENT_SIZES
 from slipstream.kernels.cache.pages import gather
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.flat import flattened
 from slipstream.kernels.runtime.op import op
 
 _WARPS, _TILE, _MIN_SPLIT = 8, 32, 128  # as in latent.cu
@@ -42,7 +42,7 @@ class LatentCall(NamedTuple):
 
 
 @op("q[n,hq,_]:T, cache[_,_,2,_,_]:any, block_tables[s,_]:i32")
-@takes(LatentCall)
+@flattened(LatentCall)
 def latent_attention(call: LatentCall) -> Tensor:
     """Causal attention as `prefill_attention` has it; a row's first numbers are its value.
 
@@ -137,7 +137,7 @@ def _check(call: LatentCall) -> tuple[int, int]:
 
 
 @latent_attention.cuda
-@takes(LatentCall)
+@flattened(LatentCall)
 def _latent_attention(call: LatentCall) -> Tensor:
     q, cache, block_tables, starts, lengths, out, scale, most, may_split = call
     sizes, num_heads, count = _check(call), call.q.shape[1], len(call.lengths)

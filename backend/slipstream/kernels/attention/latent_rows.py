@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.calls import takes
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.elementwise.rope import rotate
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.flat import flattened
 from slipstream.kernels.runtime.op import op
 
 _THREADS = 256
@@ -40,7 +40,7 @@ def _turned(x: Tensor, angles: tuple[Tensor, Tensor], interleaved: bool) -> Tens
     "x[n,row]:T, weight[_]:T, cos_sin[_,r]:f32, positions[n]:i64, slots[n]:i64, "
     "cache[_,_,2,_,_]:any, q[n,hq,_]:T, out[n,hq,row]:T"
 )
-@takes(LatentRows)
+@flattened(LatentRows)
 def latent_rows(call: LatentRows) -> None:
     """Write normalised latents and rotated keys to the cache, rotated queries to `out`."""
     x, weight, cos_sin, positions, slots, cache, q, out, eps, interleaved = call
@@ -66,7 +66,7 @@ def variants() -> Iterator[jit.Variant]:
 
 
 @latent_rows.cuda
-@takes(LatentRows)
+@flattened(LatentRows)
 def _latent_rows(call: LatentRows) -> None:
     x, weight, cos_sin, positions, slots, cache, q, out, eps, interleaved = call
     row, rank, rotated = x.shape[1], len(weight), cos_sin.shape[1]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from slipstream.kernels.attention.calls import takes
 from slipstream.kernels.attention.rules import WGMMA_HEAD_SIZES, Case, no_parts, no_wgmma
 from slipstream.kernels.attention.scores import (
     UNCHANGED,
@@ -30,6 +29,7 @@ from slipstream.kernels.cache.pages import (
     tiles_variants,
 )
 from slipstream.kernels.runtime import jit, tape, tensor_map
+from slipstream.kernels.runtime.flat import flattened
 from slipstream.kernels.runtime.op import op
 
 _WGMMA_ROWS, _WGMMA_STAGES = 128, 2  # as in prefill_wgmma.cu
@@ -66,7 +66,7 @@ class SinkRows(NamedTuple):
     "lengths[s]:i32",
     package=__package__,
 )
-@takes(PrefillCall)
+@flattened(PrefillCall)
 def prefill_attention(call: PrefillCall) -> Tensor:
     """Causal attention of chunks: rows `query_starts[s] : query_starts[s+1]` of `q` are the last
     positions of the `lengths[s]` tokens cached for sequence s; `[n, hq, d]`.
@@ -180,7 +180,7 @@ def _has(
 
 
 @prefill_attention.cuda
-@takes(PrefillCall)
+@flattened(PrefillCall)
 def _prefill_attention(call: PrefillCall) -> Tensor:
     q, cache, block_tables, query_starts, lengths, scale, max_queries, out, window, splits, own = (
         call[:11]

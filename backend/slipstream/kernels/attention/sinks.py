@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.kernels.attention.calls import takes
 from slipstream.kernels.attention.prefill import PrefillCall, SinkRows, launch_tiles, tiles_shape
 from slipstream.kernels.cache.pages import (
     check_layouts,
@@ -23,6 +22,7 @@ from slipstream.kernels.cache.pages import (
 )
 from slipstream.kernels.elementwise.rope import rotate
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.flat import flattened
 from slipstream.kernels.runtime.op import op
 
 
@@ -54,7 +54,7 @@ class SinkCall(NamedTuple):
     "q[n,hq,d]:T, angles[n,d]:f32, positions[n]:i64, cache[_,h,2,_,_]:any, block_tables[s,_]:i32, "
     "query_starts[s1]:i32, lengths[s]:i32"
 )
-@takes(SinkCall)
+@flattened(SinkCall)
 def sink_attention(call: SinkCall) -> Tensor:
     """Attention of rows `query_starts[s] : query_starts[s+1]` of q, the last of the `lengths[s]`
     tokens in the table of sequence s; `[n, hq, d]`.
@@ -110,7 +110,7 @@ def variants() -> Iterator[jit.Variant]:
 
 
 @sink_attention.cuda
-@takes(SinkCall)
+@flattened(SinkCall)
 def _sink_attention(call: SinkCall) -> Tensor:
     q, angles, positions, cache, block_tables, query_starts, lengths = call[:7]
     scale, max_queries, window, num_sinks, out = call[7:]

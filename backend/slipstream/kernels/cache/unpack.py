@@ -6,6 +6,7 @@ of its queries. Where that is often, the blocks are unpacked once for a layer, a
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from slipstream.kernels.cache import kv_format
 from slipstream.kernels.cache.pages import first_seen
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.flat import flattened
 from slipstream.kernels.runtime.op import op
 
 MOST_CHUNKS = 128  # a CTA of the kernel counts the blocks of all chunks before its own
@@ -48,35 +50,31 @@ def is_worth_it(
     return read > _PAIR * tokens * num_kv_heads + _LAUNCH
 
 
+class UnpackCall(NamedTuple):
+    """Arguments of `unpack_blocks`."""
+
+    cache: Tensor  # quantised: [block, kv head, K or V, token in block, row]
+    block_tables: Tensor  # [s, blocks], of the cache
+    query_starts: Tensor  # [s + 1]
+    lengths: Tensor  # [s], cached tokens
+    into: Tensor  # [block, kv head, K or V, token in block, d], in 16 bits
+    tables: Tensor  # [s, blocks], of `into`
+    window: int = 0  # tokens that a query sees; 0: all
+    num_blocks: int = 0  # that are seen, or more; they size the grid, and `into` holds the seen
+
+
 @op(
     "cache[_,h,2,b,_]:any, block_tables[s,w]:i32, query_starts[s1]:i32, lengths[s]:i32, "
     "into[_,h,2,b,d]:T, tables[s,w]:i32"
 )
-def unpack_blocks(
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    into: Tensor,
-    tables: Tensor,
-    window: int = 0,
-    num_blocks: int = 0,
-) -> None:
+@flattened(UnpackCall)
+def unpack_blocks(call: UnpackCall) -> None:
     """Write the blocks that chunks see to `into`, in order, and where they are to `tables`.
 
     Chunks are as `prefill_attention` has them. Entries of `tables` for blocks that no query sees
     stay as they are.
-
-    Args:
-        cache: quantised, `[block, kv head, K or V, token in block, row]`.
-        block_tables: `[s, blocks]`, of the cache.
-        query_starts: `[s + 1]`.
-        lengths: `[s]`, cached tokens.
-        into: `[block, kv head, K or V, token in block, d]`, in 16 bits.
-        tables: `[s, blocks]`, of `into`.
-        window: tokens that a query sees; 0: all.
-        num_blocks: as many as are seen, or more; it sizes the grid. `into` must hold the seen.
     """
+    cache, block_tables, query_starts, lengths, into, tables, window, _ = call
     size, used, starts = cache.shape[3], 0, query_starts.tolist()
     for s, length in enumerate(lengths.tolist()):
         num_queries = starts[s + 1] - starts[s]
@@ -103,16 +101,9 @@ def variants() -> Iterator[jit.Variant]:
 
 
 @unpack_blocks.cuda
-def _unpack_blocks(
-    cache: Tensor,
-    block_tables: Tensor,
-    query_starts: Tensor,
-    lengths: Tensor,
-    into: Tensor,
-    tables: Tensor,
-    window: int = 0,
-    num_blocks: int = 0,
-) -> None:
+@flattened(UnpackCall)
+def _unpack_blocks(call: UnpackCall) -> None:
+    cache, block_tables, query_starts, lengths, into, tables, window, num_blocks = call
     name, num_chunks, head_size = "unpack_blocks", lengths.shape[0], into.shape[4]
     jit.require(kv_format.is_quantized(cache), f"{name}: a cache of {cache.dtype}")
     jit.require(into.dtype != torch.float32, f"{name}: no copy in {into.dtype}")

@@ -13,7 +13,7 @@ GATES = ((False, False), (True, False), (True, True))  # is it gated, and do ada
 
 
 class Kind(NamedTuple):
-    """Rows and weights of a kernel of experts, and what it does with their products."""
+    """Rows and weights of a kernel of experts, and what it does to sums."""
 
     dtype: torch.dtype  # of rows
     is_fp8: bool  # weights are
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
 
 
 def gate_macros(is_gated: bool, is_adapted: bool) -> dict[str, int]:
-    """Return the macros of a kernel whose products are gated, or not, and added to, or not."""
+    """Return the macros of a kernel whose sums are gated, or not, and added to, or not."""
     return {"GATED": int(is_gated), **({"TERMS": 1} if is_adapted else {})}
 
 

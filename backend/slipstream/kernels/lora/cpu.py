@@ -1,6 +1,5 @@
 """Low-rank terms on the processor, by the kernels in C++: two calls a place for all adapters."""
 
-from collections.abc import Sequence
 from ctypes import c_int64
 
 import torch
@@ -8,8 +7,16 @@ from torch import Tensor
 
 from slipstream.kernels.cpu import native
 from slipstream.kernels.cpu.native import library
-from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
-from slipstream.kernels.lora.terms import PARTS, expand, expand_new, shrink
+from slipstream.kernels.elementwise.norm import rms_norm
+from slipstream.kernels.lora.terms import (
+    PARTS,
+    ExpandCall,
+    ShrinkCall,
+    expand,
+    expand_new,
+    shrink,
+)
+from slipstream.kernels.runtime.flat import flattened
 
 _Sizes = c_int64 * PARTS
 
@@ -21,18 +28,10 @@ def _takes(spec: tuple[tuple[object, ...], ...]) -> str | None:
 
 
 @shrink.implementation("C++", "cpu", takes=_takes, cost=0.5)
-def shrunk(
-    x: Tensor,
-    groups: Tensor,
-    rows: Tensor,
-    place: int,
-    width: int,
-    norm: RmsNorm | None = None,
-    is_fixed: bool = False,
-    factors: Tensor | None = None,
-    are_late: bool = False,
-) -> Tensor:
+@flattened(ShrinkCall)
+def shrunk(call: ShrinkCall) -> Tensor:
     """Implement `shrink`; a row's bits never depend on others."""
+    x, groups, rows, place, width, norm, _, factors, _ = call
     if x.stride(1) != 1:
         x = x.contiguous()
     product = native.Product()
@@ -49,18 +48,12 @@ def shrunk(
 
 
 @expand.implementation("C++", "cpu", takes=_takes, cost=0.5)
-def expanded(
-    y: Tensor,
-    groups: Tensor,
-    rows: Tensor,
-    partial: Tensor,
-    place: int,
-    sizes: Sequence[int],
-    are_late: bool = False,
-) -> Tensor:
+@flattened(ExpandCall)
+def expanded(call: ExpandCall) -> Tensor:
     """Implement `expand` of what `shrunk` made; torch does what is strided or split."""
+    y, groups, rows, partial, place, sizes, _ = call
     if y.stride(1) != 1 or partial.shape[0] != 1 or not partial.is_contiguous():
-        return expand.oracle(y, groups, rows, partial, place, sizes)
+        return expand.oracle(*call)
     terms = _terms(groups, rows, partial, place)
     own = _Sizes(*sizes)
     native.loaded().expand(terms, own, y.data_ptr(), y.stride(0), native.num_threads())
@@ -68,11 +61,11 @@ def expanded(
 
 
 @expand_new.implementation("C++", "cpu", takes=_takes, cost=0.5)
-def _made(
-    y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
-) -> Tensor:
+@flattened(ExpandCall)
+def _made(call: ExpandCall) -> Tensor:
     """Implement `expand_new`; of other rows `y` has zeros."""
-    return expanded(y.zero_(), groups, rows, partial, place, sizes)
+    call.y.zero_()
+    return expanded(*call)
 
 
 def _terms(groups: Tensor, rows: Tensor, partial: Tensor, place: int) -> native.Terms:

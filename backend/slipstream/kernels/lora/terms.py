@@ -18,6 +18,7 @@ from torch import Tensor
 from slipstream.kernels.elementwise.activation import GATES
 from slipstream.kernels.elementwise.norm import RmsNorm, rms_norm
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.flat import flattened
 from slipstream.kernels.runtime.op import op
 
 TILE = 16  # rows of a group at most; ranks are filled up to a multiple of it
@@ -120,32 +121,40 @@ def words_of(
     return torch.from_numpy(np.concatenate([words.reshape(-1), addresses.reshape(-1)])), width
 
 
+class ShrinkCall(NamedTuple):
+    """Arguments of `shrink`."""
+
+    x: Tensor  # rows that the place multiplies, or that its norm takes
+    groups: Tensor  # of a `Table`
+    rows: Tensor  # of it, too
+    place: int  # its number in tables
+    width: int  # columns of t
+    norm: RmsNorm | None = None  # of `x`, if it is not computed yet
+    is_fixed: bool = False  # may a row's bits not depend on how many rows there are
+    factors: Tensor | None = None  # of t, `[n] f32` in the order of `rows`
+    are_late: bool = False  # do kernels of the same step make the tables
+
+
+class ExpandCall(NamedTuple):
+    """Arguments of `expand`."""
+
+    y: Tensor  # results of the place
+    groups: Tensor  # of a `Table`
+    rows: Tensor  # of it, too
+    partial: Tensor  # what `shrink` made
+    place: int  # its number in tables
+    sizes: Sequence[int]  # outputs of each part
+    are_late: bool = False  # do kernels of the same step make the tables
+
+
 @op("x[_,k]:T, groups[_,2]:i64, rows[n]:i32", package=__package__)
-def shrink(
-    x: Tensor,
-    groups: Tensor,
-    rows: Tensor,
-    place: int,
-    width: int,
-    norm: RmsNorm | None = None,
-    is_fixed: bool = False,
-    factors: Tensor | None = None,
-    are_late: bool = False,
-) -> Tensor:
+@flattened(ShrinkCall)
+def shrink(call: ShrinkCall) -> Tensor:
     """Return `t` of the rows that have adapters, `[splits, n, width] f32` in the order of `rows`.
 
     Its sum over splits is `t`. Rows that no group has are not written.
-
-    Args:
-        x: rows that the place multiplies, or that its norm takes.
-        groups, rows: of a `Table`.
-        place: number of the place in tables.
-        width: columns of t.
-        norm: of `x`, if it is not computed yet.
-        is_fixed: whether a row's bits may not depend on how many rows there are.
-        factors: of t, `[n] f32` in the order of `rows`.
-        are_late: whether kernels of the same step make the tables.
     """
+    x, groups, rows, place, width, norm, _, factors, _ = call
     if norm is not None:
         x = rms_norm(x, *norm)
     found = x.new_zeros((1, len(rows), width), dtype=torch.float32)
@@ -161,25 +170,10 @@ def shrink(
 
 
 @op("y[n,_]:T, groups[_,2]:i64, rows[n]:i32, partial[_,n,_]:f32", package=__package__)
-def expand(
-    y: Tensor,
-    groups: Tensor,
-    rows: Tensor,
-    partial: Tensor,
-    place: int,
-    sizes: Sequence[int],
-    are_late: bool = False,
-) -> Tensor:
-    """Add terms to `y`, in place: `t B^T` in fp32, then rounded once; return it.
-
-    Args:
-        y: results of the place.
-        groups, rows: of a `Table`.
-        partial: what `shrink` made.
-        place: number of the place in tables.
-        sizes: outputs of each part.
-        are_late: as of `shrink`.
-    """
+@flattened(ExpandCall)
+def expand(call: ExpandCall) -> Tensor:
+    """Add terms to `y`, in place: `t B^T` in fp32, then rounded once; return it."""
+    y, groups, rows, partial, place, sizes, _ = call
     for address, begin, end in _groups(groups):
         own = rows[begin:end].long()
         first = 0
@@ -194,16 +188,15 @@ def expand(
 
 
 @op("y[n,_]:T, groups[_,2]:i64, rows[n]:i32, partial[_,n,_]:f32", package=__package__)
-def expand_new(
-    y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
-) -> Tensor:
+@flattened(ExpandCall)
+def expand_new(call: ExpandCall) -> Tensor:
     """Replace rows of `y` that groups have by their terms, rounded once, or zeros; return it.
 
-    Arguments are those of `expand`; tables may be of the same step.
+    Tables may be of the same step.
     """
-    for _, begin, end in _groups(groups):
-        y[rows[begin:end].long()] = 0
-    return expand.oracle(y, groups, rows, partial, place, sizes)
+    for _, begin, end in _groups(call.groups):
+        call.y[call.rows[begin:end].long()] = 0
+    return expand.oracle(*call)
 
 
 @op("y[n,_]:T, groups[_,2]:i64, rows[n]:i32, partial[_,n,_]:f32")
@@ -309,17 +302,9 @@ def _turns(num_groups: int, most: int, num_ctas: int) -> int:
 
 
 @shrink.cuda
-def _shrink(
-    x: Tensor,
-    groups: Tensor,
-    rows: Tensor,
-    place: int,
-    width: int,
-    norm: RmsNorm | None = None,
-    is_fixed: bool = False,
-    factors: Tensor | None = None,
-    are_late: bool = False,
-) -> Tensor:
+@flattened(ShrinkCall)
+def _shrink(call: ShrinkCall) -> Tensor:
+    x, groups, rows, place, width, norm, is_fixed, factors, are_late = call
     if norm is not None:
         x = rms_norm(x, *norm)
     _check(x, "shrink", 8)
@@ -340,25 +325,15 @@ def _shrink(
 
 
 @expand.cuda
-def _expand(
-    y: Tensor,
-    groups: Tensor,
-    rows: Tensor,
-    partial: Tensor,
-    place: int,
-    sizes: Sequence[int],
-    are_late: bool = False,
-) -> Tensor:
-    _launch_expand("expand", y, None, (groups, rows, partial), place, sizes, are_late)
-    return y
+@flattened(ExpandCall)
+def _expand(call: ExpandCall) -> Tensor:
+    return _launch_expand("expand", call)
 
 
 @expand_new.cuda
-def _expand_new(
-    y: Tensor, groups: Tensor, rows: Tensor, partial: Tensor, place: int, sizes: Sequence[int]
-) -> Tensor:
-    _launch_expand("expand_new", y, None, (groups, rows, partial), place, sizes, True)
-    return y
+@flattened(ExpandCall)
+def _expand_new(call: ExpandCall) -> Tensor:
+    return _launch_expand("expand_new", call._replace(are_late=True))
 
 
 @expand_gated.cuda
@@ -371,26 +346,17 @@ def _expand_gated(
     sizes: Sequence[int],
     gate: str,
 ) -> Tensor:
-    table = groups, rows, partial
+    call = ExpandCall(y, groups, rows, partial, place, sizes)
     if len(sizes) != 2 or sizes[0] != sizes[1] or not len(groups):
-        return GATES[gate](_expand(y, *table, place, sizes))
+        return GATES[gate](_launch_expand("expand", call))
     out = torch.empty((len(y), sizes[0]), dtype=y.dtype, device=y.device)
-    _launch_expand(f"expand_{gate}", y, out, table, place, sizes)
-    return out
+    return _launch_expand(f"expand_{gate}", call, out)
 
 
-def _launch_expand(
-    entry: str,
-    y: Tensor,
-    out: Tensor | None,
-    table: tuple[Tensor, Tensor, Tensor],
-    place: int,
-    sizes: Sequence[int],
-    are_late: bool = False,
-) -> None:
-    """Launch an entry of `expand.cu`, gated if there is an `out`."""
+def _launch_expand(entry: str, call: ExpandCall, out: Tensor | None = None) -> Tensor:
+    """Launch an entry of `expand.cu`, gated if there is an `out`; return that, or `y`."""
+    y, groups, rows, partial, place, sizes, are_late = call
     _check(y, entry, 2)
-    groups, rows, partial = table
     splits, num_rows, width = partial.shape
     jit.require(refusal(8, sizes) is None, "{}: parts of {} outputs", entry, sizes)
     jit.require(splits <= _SPLITS, "{}: {} splits, not {} at most", entry, splits, _SPLITS)
@@ -405,3 +371,4 @@ def _launch_expand(
     if len(groups):
         wanted = jit.variant("lora/expand.cu", y.dtype)
         jit.launch(wanted, entry, grid, 256, *args, overlaps=True)
+    return y if out is None else out

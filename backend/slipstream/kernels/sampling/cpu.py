@@ -1,13 +1,11 @@
 """Sampling on the processor, by the kernel in C++: a pass or two over a row, and no sort."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
-from torch import Tensor
 
 from slipstream.kernels.cpu.native import Sampling, library, loaded, num_threads
-from slipstream.kernels.sampling.sample import ROW, sample
+from slipstream.kernels.runtime.flat import flattened
+from slipstream.kernels.sampling.sample import ROW, SampleCall, sample
 
 _FIELDS = (  # in the order of `enum Field`
     *("temperature", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "slot"),
@@ -24,20 +22,12 @@ def _takes(spec: tuple[tuple[object, ...], ...]) -> str | None:
 
 
 @sample.implementation("C++", "cpu", takes=_takes, cost=0.5)
-def sampled(
-    logits: Tensor,
-    rows: Tensor,
-    edits: Tensor,
-    counts: Tensor,
-    token_ids: Tensor,
-    log_probs: Tensor,
-    outcomes: Tensor,
-    mirrors: Sequence[Tensor] = (),
-) -> None:
+@flattened(SampleCall)
+def sampled(call: SampleCall) -> None:
     """`sample`; rows of logits that are not dense are sampled by torch."""
-    of = rows, edits, counts, token_ids, log_probs, outcomes
+    logits, *of, mirrors = call
     if mirrors or logits.stride(1) != 1 or not all(each.is_contiguous() for each in of):
-        sample.oracle(logits, *of, mirrors)
+        sample.oracle(*call)
         return
     sizes = logits.stride(0), logits.shape[1], len(logits)
     where = [each.data_ptr() for each in of]

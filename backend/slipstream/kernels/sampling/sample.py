@@ -12,7 +12,7 @@ before it knows the token of the step before.
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from slipstream.core.batch import Outcome
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.flat import flattened
 from slipstream.kernels.runtime.op import op
 from slipstream.kernels.runtime.team import THREADS, team_size
 
@@ -223,21 +224,31 @@ def processed_logits(
     return edited, temperature
 
 
+class SampleCall(NamedTuple):
+    """Arguments of `sample`."""
+
+    logits: Tensor  # [n, v] fp32, fp16 or bf16
+    rows: Tensor  # `ROW` records as words
+    edits: Tensor  # `EDIT` records likewise
+    counts: Tensor  # [slots, v], see `count_tokens`; a slot belongs to one row
+    token_ids: Tensor  # [r], written
+    log_probs: Tensor  # [r], written
+    outcomes: Tensor  # [r], written
+    mirrors: Sequence[Tensor] = ()  # three more like these, in pinned host memory, get the same
+
+    @property
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tensors that are written, and mirrored."""
+        return self.token_ids, self.log_probs, self.outcomes
+
+
 @op(
     f"logits[n,v]:T, rows[n,{ROW_WORDS}]:i32, edits[e,2]:i32, counts[s,v]:i16, "
     "token_ids[r]:i64, log_probs[r]:f32, outcomes[r]:u8",
     package=__package__,
 )
-def sample(
-    logits: Tensor,
-    rows: Tensor,
-    edits: Tensor,
-    counts: Tensor,
-    token_ids: Tensor,
-    log_probs: Tensor,
-    outcomes: Tensor,
-    mirrors: Sequence[Tensor] = (),
-) -> None:
+@flattened(SampleCall)
+def sample(call: SampleCall) -> None:
     """Sample one token of each row of logits, as `ROW` says, into the results' `row.result`.
 
     A logit is converted to fp32, plus its edit (`EDIT`; `first_edit .. end_edit - 1`, by rising
@@ -249,14 +260,8 @@ def sample(
     lowest id of equal logits). `log_probs` are of the chosen token under the softmax of the edited
     logits. The outcome of a row with a NaN or +inf, or with nothing but -inf, is
     `Outcome.NOT_FINITE`: its token is 0, and is not counted.
-
-    Args:
-        logits: `[n, v]` fp32, fp16 or bf16.
-        rows, edits: `ROW` and `EDIT` records as words.
-        counts: `[slots, v]`, see `count_tokens`. A slot belongs to one row.
-        token_ids, log_probs, outcomes: `[r]`, written.
-        mirrors: three more of the same shapes, in pinned host memory, that get the same.
     """
+    logits, rows, edits, counts, *_, mirrors = call
     row = _Rows(rows)
     logits = _edited(logits, row, edits, counts)
     highest = logits.amax(-1)  # NaN if any is
@@ -275,11 +280,9 @@ def sample(
     outcome = torch.where(finite, int(Outcome.SAMPLED), int(Outcome.NOT_FINITE)).to(torch.uint8)
     is_sampled = row.result >= 0
     where = row.result[is_sampled]
-    for out, values in zip(
-        (token_ids, log_probs, outcomes), (chosen, chosen_log_probs, outcome), strict=True
-    ):
+    for out, values in zip(call.results, (chosen, chosen_log_probs, outcome), strict=True):
         out[where] = values[is_sampled]
-    for mirror, out in zip(mirrors, (token_ids, log_probs, outcomes), strict=False):
+    for mirror, out in zip(mirrors, call.results, strict=False):
         mirror.copy_(out)
     counted = row.has_penalties & finite
     place = (row.slot[counted], chosen[counted])
@@ -342,19 +345,11 @@ def check_layout(name: str, logits: Tensor, rows: Tensor, *others: Tensor) -> bo
 
 
 @sample.cuda
-def _sample(
-    logits: Tensor,
-    rows: Tensor,
-    edits: Tensor,
-    counts: Tensor,
-    token_ids: Tensor,
-    log_probs: Tensor,
-    outcomes: Tensor,
-    mirrors: Sequence[Tensor] = (),
-) -> None:
+@flattened(SampleCall)
+def _sample(call: SampleCall) -> None:
+    logits, rows, edits, counts, *_, mirrors = call
     num_rows, num_tokens = logits.shape
-    results = (token_ids, log_probs, outcomes)
-    is_aligned = check_layout("sample", logits, rows, edits, counts, *results, *mirrors)
+    is_aligned = check_layout("sample", logits, rows, edits, counts, *call.results, *mirrors)
     if num_rows == 0:
         return
     jit.launch(
@@ -362,7 +357,16 @@ def _sample(
         "sample",
         (num_rows * team_size(logits.get_device()),),
         THREADS,
-        *(logits, logits.stride(0), num_tokens, int(is_aligned), rows, edits, counts, *results),
+        *(
+            logits,
+            logits.stride(0),
+            num_tokens,
+            int(is_aligned),
+            rows,
+            edits,
+            counts,
+            *call.results,
+        ),
         *([mirror.data_ptr() for mirror in mirrors] or (0, 0, 0)),
         overlaps=True,
     )

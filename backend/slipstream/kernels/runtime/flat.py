@@ -9,7 +9,7 @@ C = TypeVar("C")
 R = TypeVar("R")
 
 
-def takes(struct: Callable[P, C]) -> Callable[[Callable[[C], R]], Callable[P, R]]:
+def flattened(struct: Callable[P, C]) -> Callable[[Callable[[C], R]], Callable[P, R]]:
     """Make a function of one struct a function of the struct's fields (decorator).
 
     Callers pass fields by position or by name, with the struct's defaults; names, order and
@@ -18,9 +18,9 @@ def takes(struct: Callable[P, C]) -> Callable[[Callable[[C], R]], Callable[P, R]
 
     def decorate(body: Callable[[C], R]) -> Callable[P, R]:
         @functools.wraps(body)
-        def flat(*args: P.args, **kwargs: P.kwargs) -> R:
+        def of_fields(*args: P.args, **kwargs: P.kwargs) -> R:
             return body(struct(*args, **kwargs))
 
-        return flat
+        return of_fields
 
     return decorate
