@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,23 +11,15 @@ import pytest
 import torch
 from fixtures.quantize import tiny
 from fixtures.quantize.live import Live
-from fixtures.scripts import scripts
 from slipstream.layers.residual import Residual
 from slipstream_quantize import measure
 from slipstream_quantize.job import Job
 from slipstream_quantize.opened import Opened, Running
 from slipstream_quantize.recipe import RECIPES
-from slipstream_serve.server import repository_root
 
 NAMES = ("quality", "accuracy_models", "accuracy_metrics", "limits", "rows", "report")
 NAMES = (*NAMES, "accuracy_table", "accuracy")
 LENGTH, AT_ONCE = 40, 7
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[SimpleNamespace]:
-    with scripts(repository_root() / "benchmarks", NAMES) as found:
-        yield found
 
 
 def log_probs(opened: Opened, text: torch.Tensor) -> torch.Tensor:

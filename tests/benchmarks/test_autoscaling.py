@@ -6,19 +6,12 @@ from itertools import pairwise
 
 import pytest
 import yaml
-from fixtures.scripts import scripts
-from slipstream_serve.server import repository_root
 
 NAMES = (
     *("shapes", "workloads", "limits", "step_times", "traces", "recorded_load", "replicas"),
     "autoscaling",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def bench():
-    with scripts(repository_root() / "benchmarks", NAMES):
-        yield
+pytestmark = pytest.mark.usefixtures("bench")
 
 
 def module():

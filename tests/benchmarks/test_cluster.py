@@ -5,8 +5,6 @@ import statistics
 from itertools import pairwise
 
 import pytest
-from fixtures.scripts import scripts
-from slipstream_serve.server import repository_root
 
 NAMES = (
     "shapes",
@@ -20,12 +18,7 @@ NAMES = (
     "cluster",
     "forecast",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def bench():
-    with scripts(repository_root() / "benchmarks", NAMES):
-        yield
+pytestmark = pytest.mark.usefixtures("bench")
 
 
 def module(name: str):

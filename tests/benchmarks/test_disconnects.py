@@ -1,7 +1,5 @@
 """Clients that leave a gateway at random moments, and what the benchmark would find."""
 
-import importlib
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,18 +7,18 @@ import pytest
 from slipstream_serve.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
-NAMES = ("report", "limits", "rows", "paced_engine", "stream_clients", "sse_clients")
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """The scripts as modules; they import each other by their plain names, as they are run."""
-    sys.path.insert(0, str(FOLDER))
-    names = (*NAMES, "stream_figures", "paced_gateway", "disconnects", "gateway_streams")
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    sys.path.remove(str(FOLDER))
-    for name in names:
-        sys.modules.pop(name)
+NAMES = (
+    "report",
+    "limits",
+    "rows",
+    "paced_engine",
+    "stream_clients",
+    "sse_clients",
+    "stream_figures",
+    "paced_gateway",
+    "disconnects",
+    "gateway_streams",
+)
 
 
 @pytest.mark.rest

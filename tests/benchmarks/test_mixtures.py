@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.scripts import scripts
 from slipstream.config import EngineConfig
 from slipstream.runner import load_weights
 from slipstream.runner.plan import resolve
@@ -12,12 +11,6 @@ from slipstream_serve.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
 NAMES = ("shapes", "workloads", "limits", "driving", "packed_weights", "engine", "mixtures")
-
-
-@pytest.fixture(scope="module")
-def bench():
-    with scripts(FOLDER, NAMES) as found:
-        yield found
 
 
 @pytest.mark.parametrize(

@@ -1,29 +1,26 @@
 """The reuse benchmark: what it offers, what it makes of the answers, a small run of it."""
 
-import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from slipstream_serve.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
 CHECKPOINT = repository_root() / "model_repository" / "tensorrt_llm" / "1" / "checkpoint"
-NAMES = ("limits", "workloads", "shapes", "rows", "report", "driving", "side", "reuse_workloads")
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """The scripts as modules; they import each other by their plain names, as they are run."""
-    sys.path.insert(0, str(FOLDER))
-    names = (*NAMES, "reuse")
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    sys.path.remove(str(FOLDER))
-    for name in names:
-        sys.modules.pop(name)
+NAMES = (
+    "limits",
+    "workloads",
+    "shapes",
+    "rows",
+    "report",
+    "driving",
+    "side",
+    "reuse_workloads",
+    "reuse",
+)
 
 
 class Scripted:

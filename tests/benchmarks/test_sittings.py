@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from fixtures.benchmarks import Instant
-from fixtures.scripts import scripts
 from slipstream_serve.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
@@ -15,12 +14,6 @@ NAMES = (
     *("limits", "workloads", "shapes", "rows", "report", "driving", "side", "engine"),
     *("saturation", "traces", "open_load", "open_rows", "plan", "sweep", "step"),
 )
-
-
-@pytest.fixture(scope="module")
-def bench():
-    with scripts(FOLDER, NAMES) as found:
-        yield found
 
 
 def open_run(bench, path, **given):

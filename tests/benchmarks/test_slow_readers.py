@@ -1,33 +1,29 @@
 """Clients that read nothing: their cost is bounded, they are ended, and no other stream waits."""
 
 import asyncio
-import importlib
 import json
 import socket
-import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from slipstream_serve.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
-NAMES = ("report", "limits", "rows", "paced_engine", "stream_clients", "sse_clients")
+NAMES = (
+    "report",
+    "limits",
+    "rows",
+    "paced_engine",
+    "stream_clients",
+    "sse_clients",
+    "stream_figures",
+    "paced_gateway",
+    "disconnects",
+)
 RATE, SECONDS, STALL_S = 50, 12, 3.0
 NUM_STREAMS, NUM_SLOW, NUM_ANSWERS = 32, 8, 32
-
-
-@pytest.fixture(scope="module")
-def bench():
-    """The scripts as modules; they import each other by their plain names, as they are run."""
-    sys.path.insert(0, str(FOLDER))
-    names = (*NAMES, "stream_figures", "paced_gateway", "disconnects")
-    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-    sys.path.remove(str(FOLDER))
-    for name in names:
-        sys.modules.pop(name)
 
 
 def open_slow(bench, port: int, seed: int) -> socket.socket:

@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from fixtures.scripts import scripts
 from slipstream_serve.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"
@@ -40,12 +39,6 @@ ROWS = [
     "fp8-decode-bs128",
     "fp8-mixed-512",
 ]
-
-
-@pytest.fixture(scope="module")
-def bench():
-    with scripts(FOLDER, NAMES) as found:
-        yield found
 
 
 def side(rows: dict[str, list[float]], **more: object) -> dict[str, object]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from fixtures.benchmarks import Instant
-from fixtures.scripts import scripts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.engine.scheduler import Limits
@@ -17,12 +16,6 @@ NAMES = (
     *("shapes", "workloads", "limits", "step_times", "traces", "recorded_load", "simulated"),
     *("tails", "open_load", "open_rows"),
 )
-
-
-@pytest.fixture(scope="module")
-def bench():
-    with scripts(FOLDER, NAMES) as found:
-        yield found
 
 
 @pytest.mark.parametrize("card", ["H100", "H200"])

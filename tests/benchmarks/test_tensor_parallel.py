@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from fixtures.bridge.launching import is_alive, wait_for
+from fixtures.bridge.launching import is_alive
 from fixtures.scripts import scripts
+from fixtures.waiting import wait_for
 from slipstream_serve.server import repository_root
 
 FOLDER = repository_root() / "benchmarks"

@@ -4,7 +4,7 @@ import sys
 import time
 
 import pytest
-from fixtures.bridge.streams import wait_for
+from fixtures.waiting import wait_for
 from slipstream_runtime.credit import NUM_SLOTS, CreditFile, Taker
 from slipstream_runtime.processes import MAX_INSTANCES
 

@@ -5,14 +5,8 @@ import subprocess
 import time
 
 import pytest
-from fixtures.bridge.streams import (
-    Recorder,
-    check_overdue,
-    finished,
-    overdue,
-    step,
-    wait_for,
-)
+from fixtures.bridge.streams import Recorder, check_overdue, finished, overdue, step
+from fixtures.waiting import wait_for
 from slipstream import wire
 from slipstream.bridge.flow import Flow
 from slipstream_contract.errors import Code

@@ -4,15 +4,8 @@ import random
 import time
 
 import pytest
-from fixtures.bridge.streams import (
-    Desk,
-    Recorder,
-    check_overdue,
-    finished,
-    overdue,
-    step,
-    wait_for,
-)
+from fixtures.bridge.streams import Desk, Recorder, check_overdue, finished, overdue, step
+from fixtures.waiting import wait_for
 from slipstream import wire
 from slipstream.bridge.flow import Flow
 from slipstream_runtime.credit import Taker

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from fixtures.bridge.launching import CONFIG, Deaf, Server, is_alive, wait_for, wait_lost
+from fixtures.bridge.launching import CONFIG, Deaf, Server, is_alive, wait_lost
+from fixtures.waiting import wait_for
 from slipstream.bridge.connection import Connection
 from slipstream.config import EngineConfig
 from slipstream.launch import SupervisorStarter

@@ -15,10 +15,11 @@ from types import SimpleNamespace
 import pytest
 from fixtures.bridge import of_torchrun
 from fixtures.bridge.hosts import ADDRESS, other_host, variables
-from fixtures.bridge.launching import CONFIG, Server, is_alive, wait_for
+from fixtures.bridge.launching import CONFIG, Server, is_alive
 from fixtures.bridge.replicated import Client
 from fixtures.faults.starting import order, write_python
 from fixtures.ports import held_port
+from fixtures.waiting import wait_for
 from slipstream import launch
 from slipstream.config import EngineConfig
 from slipstream_runtime.directory import Runtime

@@ -5,8 +5,9 @@ import signal
 import sys
 
 import pytest
-from fixtures.bridge.launching import Server, is_alive, wait_for, wait_lost
+from fixtures.bridge.launching import Server, is_alive, wait_lost
 from fixtures.models.checkpoints import edit_config
+from fixtures.waiting import wait_for
 from slipstream.config import EngineConfig
 
 

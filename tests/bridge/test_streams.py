@@ -11,9 +11,9 @@ from fixtures.bridge.streams import (
     finished,
     overdue,
     step,
-    wait_for,
     without_collector,
 )
+from fixtures.waiting import wait_for
 from slipstream import wire
 from slipstream_contract.errors import Code, ContractError
 

@@ -4,7 +4,8 @@ import re
 import time
 
 import pytest
-from fixtures.bridge.streams import Desk, Recorder, finished, step, wait_for
+from fixtures.bridge.streams import Desk, Recorder, finished, step
+from fixtures.waiting import wait_for
 from slipstream import wire
 from slipstream.bridge.flow import Flow
 from slipstream.bridge.watch import Watch

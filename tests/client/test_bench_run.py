@@ -4,11 +4,11 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fixtures.waiting import wait_for
 from slipstream_client.cli import main
 from slipstream_client.commands import bench
 
@@ -174,18 +174,11 @@ def test_the_clients_end_with_the_command(served, prompts):
     process = subprocess.Popen([*command, "--concurrency", "1", "--processes", "1"])
     try:
         triton = served[0]
-        wait_until(lambda: triton.requests)
+        wait_for(lambda: triton.requests)
     finally:
         process.kill()
         process.wait(120)
     assert triton.cancelled[triton.requests[0].id].wait(120)
-
-
-def wait_until(condition, timeout_s: float = 120.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_the_same_seed_makes_the_same_load():

@@ -20,6 +20,7 @@ from fixtures.faults.bounds import assert_promised
 from fixtures.faults.supervised import Supervision, supervised, wait_line
 from fixtures.server.sixty_ask import call
 from fixtures.server.support import LONG, PROMPT, Client
+from fixtures.waiting import wait_for
 from slipstream_serve.server import server_directory
 from slipstream_serve.triton import TritonServer
 
@@ -88,13 +89,6 @@ class Stream(threading.Thread):
         assert not self.is_alive()
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    begin = time.monotonic()
-    while not is_so():
-        assert time.monotonic() - begin < PATIENCE_S
-        time.sleep(0.05)
-
-
 def post(client: Client, path: str, body: bytes, **headers: str) -> tuple[int, str]:
     address = client.http.removeprefix("http://")
     with closing(http.client.HTTPConnection(address, timeout=PATIENCE_S)) as connection:
@@ -148,10 +142,10 @@ def test_no_stream_of_others_ends(
     with supervision.on() as lines:
         for stream in streams:
             stream.start()
-        wait_until(lambda: all(stream.num_pieces for stream in streams))
+        wait_for(lambda: all(stream.num_pieces for stream in streams))
         send(client)
         seen = [stream.num_pieces for stream in streams]
-        wait_until(lambda: all(s.num_pieces > n for s, n in zip(streams, seen, strict=True)))
+        wait_for(lambda: all(s.num_pieces > n for s, n in zip(streams, seen, strict=True)))
         assert [stream.error for stream in streams] == [""] * len(streams)
         for stream in streams:
             stream.leave()

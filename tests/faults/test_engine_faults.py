@@ -9,8 +9,8 @@ import pytest
 from fixtures.faults.asking import Ask, asks
 from fixtures.faults.bounds import assert_promised
 from fixtures.faults.oracle import Oracle
-from fixtures.faults.rude_clients import wait_until
 from fixtures.server.support import RequestError
+from fixtures.waiting import wait_for
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest]
 
@@ -32,7 +32,7 @@ def lose_engine(
     oracle.plant("pace", seconds=PACE_S)
     with oracle.storm(questions, running=len(questions)):
         outcomes = oracle.outcomes[first:]
-        wait_until(lambda: all(outcome.text for outcome in outcomes), 120)
+        wait_for(lambda: all(outcome.text for outcome in outcomes), 120)
         pid = oracle.client.health()["engine_pid"]
         begin = time.monotonic()
         end(pid)
@@ -84,7 +84,7 @@ def test_requests_of_which_nothing_was_told_outlive_their_engine(oracle: Oracle)
     oracle.plant("stall", seconds=60.0)
     pid = oracle.client.health()["engine_pid"]
     with oracle.storm(questions):
-        wait_until(lambda: oracle.num_in_flight() == len(questions), 120)
+        wait_for(lambda: oracle.num_in_flight() == len(questions), 120)
         time.sleep(0.5)  # the first is in a step, the others wait in the engine's socket
         os.kill(pid, signal.SIGKILL)
     oracle.wait_back(pid, BACK_S)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.bridge.launching import CONFIG, Server, pids_of, wait_for
+from fixtures.bridge.launching import CONFIG, Server, pids_of
 from fixtures.bridge.replicated import Client
 from fixtures.faults.ranks import PROMPTS, faulted, over
+from fixtures.waiting import wait_for
 from slipstream.config import EngineConfig
 
 pytestmark = [

@@ -12,10 +12,11 @@ import signal
 from pathlib import Path
 
 import pytest
-from fixtures.bridge.launching import Server, is_alive, pids_of, wait_for
+from fixtures.bridge.launching import Server, is_alive, pids_of
 from fixtures.bridge.replicated import Client
 from fixtures.faults.starting import HANG, MOMENTS, order, write_python
 from fixtures.models.checkpoints import make_model, save
+from fixtures.waiting import wait_for
 from slipstream.config import EngineConfig
 from slipstream.launch import SupervisorStarter
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from fixtures.faults.asking import asks
 from fixtures.faults.oracle import Oracle
-from fixtures.faults.rude_clients import SlowReaders, drop_many, wait_until
+from fixtures.faults.rude_clients import SlowReaders, drop_many
 from fixtures.server.support import Client, serving
+from fixtures.waiting import wait_for
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest]
 
@@ -62,11 +63,11 @@ def check_slow_readers(oracle: Oracle, number: int, max_tokens: int, record) -> 
             pass
         assert [outcome.error for outcome in oracle.outcomes] == [None] * len(questions)
         client.wait_running(0, 400)  # the engine does not wait for clients that do not read
-        wait_until(lambda: client.health()["waiting"] == 0, 400)
+        wait_for(lambda: client.health()["waiting"] == 0, 400)
         growth = rss_mib(client.server.pid) - before
         record("RSS growth, MiB", growth)
         assert growth < number * max_tokens * KIB_A_RESPONSE / 1024 + RSS_SLACK_MIB
-        wait_until(lambda: readers.num_read >= number, 120)
+        wait_for(lambda: readers.num_read >= number, 120)
         with oracle.storm(questions):
             pass
     assert oracle.judge("nobody") == []

@@ -18,7 +18,7 @@ from fixtures.faults.bounds import assert_promised
 from fixtures.faults.oracle import Oracle, Outcome
 from fixtures.faults.planter import write_python
 from fixtures.faults.supervised import Supervision, planted_server, supervised, wait_line
-from fixtures.server.metrics_page import Page, wait_for
+from fixtures.server.metrics_page import Page, wait_for_page
 from fixtures.server.support import LONG, PROMPT, Client, RequestError, lasting
 from slipstream_serve.pulse import MODEL_PERIOD_S
 from slipstream_serve.server import server_directory
@@ -229,7 +229,7 @@ def test_a_process_that_dies_idle_is_replaced_and_nobody_notices(
         name = "slipstream_repairs"
         return name in page.names and page.get(name) == supervision.num_repairs
 
-    page = wait_for(client.server.endpoints.metrics, is_told)
+    page = wait_for_page(client.server.endpoints.metrics, is_told)
     assert page.get("slipstream_repairs", what="model") >= len(STUBS) + 1
 
 

@@ -6,12 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 
 import pytest
-from fixtures.bridge.launching import Server, wait_for
+from fixtures.bridge.launching import Server
 from fixtures.bridge.texts import CHECKPOINT
 from fixtures.features import answers
 from fixtures.features.house import House, Wirings
 from fixtures.features.pairing import cases, refused
 from fixtures.features.table import FEATURES, MODELS, body_of, has
+from fixtures.waiting import wait_for
 from slipstream.config import EngineConfig
 from slipstream_contract.errors import ContractError
 

@@ -5,17 +5,12 @@ from functools import partial
 import pytest
 import torch
 from fixtures.kernels.attention_cases import BLOCK_SIZES, HEAD_SIZES, HEADS
-from fixtures.kernels.checking import DTYPES, Judge, poison, same_bits, short
+from fixtures.kernels.checking import DTYPES, Judge, poison, random, same_bits, short
 from slipstream.kernels.elementwise.activation import gegelu_mul, gelu_mul, silu_mul, xielu
 from slipstream.kernels.elementwise.norm import rms_norm
 from slipstream.kernels.elementwise.rope import HeadStages, rope_and_cache
 
 pytestmark = pytest.mark.gpu
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
 
 def layouts(n: int, width: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fixtures.kernels.checking import Judge, poison, same_bits, short
+from fixtures.kernels.checking import Judge, poison, random, same_bits, short
 from slipstream.kernels.gemm import cublaslt, search, tiles, trials, tuning
 from slipstream.kernels.gemm.cublaslt import matmul
 from slipstream.kernels.runtime.op import KernelError
@@ -21,11 +21,6 @@ def _untuned(tmp_path, monkeypatch):
     cublaslt.discard_plans()
     yield
     cublaslt.discard_plans()
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
 
 def spread(rows: torch.Tensor, gap: int, offset: int) -> torch.Tensor:

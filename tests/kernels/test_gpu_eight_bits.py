@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fixtures.kernels.checking import Judge, poison, same_bits, short
+from fixtures.kernels.checking import Judge, poison, random, same_bits, short
 from fixtures.kernels.eight_bits_cases import (
     Rotation,
     dequantized,
@@ -26,11 +26,6 @@ KIND = pytest.mark.parametrize("kind", KINDS, ids=str)
 LARGEST = {eight_bits.E4M3: 448, eight_bits.INT8: 127}
 WIDTHS = (16, 272, 1008, 4096, 8208, 14336, 16384, 16400, 32768)
 ROWS = (1, 130)
-
-
-def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    generator = torch.Generator(device="cuda").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
 
 
 def poisoned(n: int, width: int, run: Callable[[], Quantized]) -> Quantized:

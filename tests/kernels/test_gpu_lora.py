@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from fixtures.kernels.checking import poison_all
 from fixtures.kernels.lora import Adapted, Shape
 from fixtures.kernels.packed_cases import FLOATS, FORMS, Form, packed_pair
 from slipstream.kernels.elementwise.activation import activate
@@ -45,12 +46,6 @@ def rows_of(shape: Shape, count: int, dtype: torch.dtype, seed: int) -> tuple[Te
     return y, x
 
 
-def poison() -> None:
-    """Fill what the allocator hands out next by NaN."""
-    kept = [torch.full((size,), torch.nan, device="cuda") for size in (1 << 14, 1 << 20, 1 << 24)]
-    del kept
-
-
 @pytest.mark.parametrize("is_fixed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(12))
@@ -58,7 +53,7 @@ def test_terms_are_those_of_torch(seed: int, dtype: torch.dtype, is_fixed: bool)
     shape, numbers = drawn(seed)
     made = Adapted(shape, dtype, "cuda", seed)
     y, x = rows_of(shape, len(numbers), dtype, seed)
-    poison()
+    poison_all()
     found = made.run(y, x, numbers, is_fixed=is_fixed)
     wanted = made.by_torch(y, x, numbers)
     apart = (found.float() - wanted).abs() / (1 + wanted.abs())
@@ -66,7 +61,7 @@ def test_terms_are_those_of_torch(seed: int, dtype: torch.dtype, is_fixed: bool)
     others = [n == 0 for n in numbers]
     assert torch.equal(found[others], y[others])
     for _ in range(3):
-        poison()
+        poison_all()
         assert torch.equal(made.run(y, x, numbers, is_fixed=is_fixed), found)
 
 
@@ -94,7 +89,7 @@ def test_a_gate_is_applied_to_all_rows_on_the_way(num_rows: int, size: int, gate
     y, x = rows_of(made.shape, num_rows, torch.bfloat16, size)
     wanted = activate(gate, made.run(y, x, numbers))
     for _ in range(3):
-        poison()
+        poison_all()
         assert torch.equal(made.run(y, x, numbers, gate=gate), wanted)
 
 
@@ -297,7 +292,7 @@ def test_packed_gemms_add_terms(seed: int) -> None:
             alone = packed_stream.packed_stream(x, matrix.values, around())
             assert torch.equal(first[others], alone[others])
         for _ in range(20):
-            poison()
+            poison_all()
             assert torch.equal(run(x, matrix.values, around(), terms), first)
         assert not scratch[:COUNTS].any()
         assert not scratch[COUNTS + WHOLE_ROWS * made.width :].any()

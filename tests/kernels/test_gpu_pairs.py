@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from fixtures.kernels.checking import poison_all
 from fixtures.kernels.expert_terms import Mixed, Widths
 from slipstream.kernels.lora.pairs import group_pairs
 
@@ -11,12 +12,6 @@ pytestmark = pytest.mark.gpu
 DTYPES = (torch.float16, torch.bfloat16)
 RANKS = ((16, 16, 16), (3, 0, 40), (0, 300, 5), (0, 0, 0))
 WIDTHS = Widths(128, 8, 2048, 768)
-
-
-def poison() -> None:
-    """Fill what the allocator hands out next by NaN."""
-    kept = [torch.full((size,), torch.nan, device="cuda") for size in (1 << 14, 1 << 20, 1 << 24)]
-    del kept
 
 
 @pytest.mark.parametrize("num_rows", [1, 33, 700, 3000])
@@ -31,7 +26,7 @@ def test_groups_are_those_of_torch(num_rows: int) -> None:
     wanted = group_pairs.oracle(*given)
     moved = [each.cuda() for each in given]
     for _ in range(5):
-        poison()
+        poison_all()
         found = group_pairs(*moved)
         assert all(torch.equal(x.cpu(), y) for x, y in zip(found, wanted, strict=True))
 
@@ -47,7 +42,7 @@ def test_pairs_get_their_terms(
     made = Mixed(WIDTHS, RANKS, dtype, "cuda", num_rows, seed=num_rows)
     rng = random.Random(num_rows)
     numbers = [rng.randint(0, 4) for _ in range(num_rows)] if num_rows > 1 else [1]
-    poison()
+    poison_all()
     found = made.run(numbers, is_fixed, tile_rows=tile_rows)
     some = rng.sample(range(num_rows), min(num_rows, 20))
     wanted, rounded = made.by_torch(numbers, some), made.by_torch(numbers, some, dtype)
@@ -58,7 +53,7 @@ def test_pairs_get_their_terms(
     assert torch.equal(found[others], plain[others])
     assert bool(((found - plain)[~others].abs() > 0.05).any(1).all())
     for _ in range(3):
-        poison()
+        poison_all()
         assert torch.equal(made.run(numbers, is_fixed, tile_rows=tile_rows), found)
     for row in some[:5] if is_fixed else ():
         assert torch.equal(made.run([numbers[row]], True, [row])[0], found[row])

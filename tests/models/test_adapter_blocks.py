@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.models.adapters import SIZES
 from fixtures.models.checkpoints import make_model, make_runner, save
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,6 @@ from slipstream.models.adapters import stored
 from slipstream.models.adapters.read import FILE, read_adapter
 from slipstream.models.adapters.targets import Targets
 
-SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 INPUTS = {"down_proj": 48}
 OUTPUTS = {"gate_proj": 48, "up_proj": 48}
 MODULES = [

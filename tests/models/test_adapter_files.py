@@ -25,19 +25,8 @@ from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.lora import LoraTask
 
 PEFT = Path(__file__).parents[1] / "fixtures/models/peft"  # by peft 0.21.2, logits too
-SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
-    return make_model("llama", **SIZES)
-
-
-@pytest.fixture(scope="module")
-def runner(base: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    return make_runner(save(base, tmp_path_factory.mktemp("base")))
 
 
 @pytest.mark.parametrize("name", ["rooted", "some", "magnitudes", "ends", "saved"])

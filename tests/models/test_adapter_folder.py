@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures.models.adapters import draw_pairs, targets_of, write_adapter
-from fixtures.models.checkpoints import make_model, make_runner, save
 from safetensors.torch import load_file, save_file
 from slipstream.engine.adapters import AdapterStore
 from slipstream.errors import CheckpointError
@@ -18,7 +17,6 @@ from slipstream.models.adapters.patterns import Pattern
 from slipstream.runner.model_runner import ModelRunner
 from slipstream_contract.errors import ContractError
 
-SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _opened: list[tuple[str, int]] = []  # real path and flags of what Python opens
 _is_watched = False
@@ -40,16 +38,6 @@ def watched() -> Iterator[list[tuple[str, int]]]:
     _is_watched = True
     yield _opened
     _is_watched = False
-
-
-@pytest.fixture(scope="module")
-def base() -> torch.nn.Module:
-    return make_model("llama", **SIZES)
-
-
-@pytest.fixture(scope="module")
-def runner(base: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    return make_runner(save(base, tmp_path_factory.mktemp("base")))
 
 
 @pytest.fixture

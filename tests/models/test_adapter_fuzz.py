@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures.models.adapters import draw_pairs, targets_of, write_adapter
-from fixtures.models.checkpoints import Driver, Generation, make_model, make_runner, save
+from fixtures.models.checkpoints import Driver, Generation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -18,7 +18,6 @@ from slipstream.models.adapters.read import AdapterWeights
 from slipstream.runner.adapters import Adapters
 from slipstream.runner.model_runner import ModelRunner
 
-SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 KEYS = sorted(_HARMLESS | _READ | _OF_PROMPTS | {"use_qalora", "layer_replication", "new"})
 scalars = st.none() | st.booleans() | st.integers(-2, 600) | st.floats() | st.text(max_size=6)
@@ -43,16 +42,6 @@ kinds = st.sampled_from(
 dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float64])
 fills = st.sampled_from([0.0, 1.0, math.nan, math.inf, 1e-45, 3e38])
 added = st.tuples(names, kinds, st.lists(sizes, max_size=3), dtypes, fills)
-
-
-@pytest.fixture(scope="module")
-def base() -> torch.nn.Module:
-    return make_model("llama", **SIZES)
-
-
-@pytest.fixture(scope="module")
-def runner(base: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    return make_runner(save(base, tmp_path_factory.mktemp("base")))
 
 
 @pytest.fixture(scope="module")

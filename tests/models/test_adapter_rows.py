@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fixtures.models.adapters import SIZES
 from fixtures.models.checkpoints import make_model, save
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,6 @@ from slipstream.models.adapters.targets import Part, Targets
 from slipstream_contract.lora import LoraTask
 from slipstream_convert.adapters import targets_of
 
-SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 FULL, HALF = torch.float32, torch.float16
 WIDTH = 600
 FAULTS = ("", "", "", "", "module", "layer", "rank", "behind", "infinite", "again", "-0 behind")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from fixtures.models.adapters import draw_pairs, targets_of, write_adapter
-from fixtures.models.checkpoints import Driver, Generation, make_model, make_runner, save
+from fixtures.models.checkpoints import Driver, Generation
 from safetensors.torch import load_file, save_file
 from slipstream.errors import CheckpointError
 from slipstream.models.adapters.read import AdapterWeights
@@ -16,7 +16,6 @@ from slipstream.models.reader import Reader
 from slipstream.runner.model_runner import ModelRunner
 
 PEFT = Path(__file__).parents[1] / "fixtures/models/peft"
-SIZES = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.12.mlp.down_proj"
 EXPERT = "model.layers.0.experts.1.w1"
@@ -52,16 +51,6 @@ def test_modules_are_those_of_peft(given: dict[str, object], wanted: str) -> Non
     modules = (Q, DOWN, EXPERT, "lm_head")
     found = "".join(str(int(selection.left_out_by(module) is None)) for module in modules)
     assert found == wanted
-
-
-@pytest.fixture(scope="module")
-def base() -> torch.nn.Module:
-    return make_model("llama", **SIZES)
-
-
-@pytest.fixture(scope="module")
-def runner(base: torch.nn.Module, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
-    return make_runner(save(base, tmp_path_factory.mktemp("base")))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.bridge.launching import wait_for
 from fixtures.engine.adapted import RANKS, House
 from fixtures.models.adapters import (
     Pairs,
@@ -29,6 +28,7 @@ from fixtures.models.quantised import model_of
 from fixtures.models.rank_adapters import check_same, compare, generated
 from fixtures.models.ranks import Group, ranks_of
 from fixtures.tiers import quick_of
+from fixtures.waiting import wait_for
 from safetensors.torch import load_file, save_file
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import CheckpointError

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.bridge.launching import wait_for
 from fixtures.models.adapters import Pairs, draw_pairs, targets_of, write_adapter
 from fixtures.models.checkpoints import Driver, Generation, make_model, make_runner, save
 from fixtures.models.ranks import Group
 from fixtures.models.repeated import repeat, start_graphs
+from fixtures.waiting import wait_for
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slipstream.runner.model_runner import ModelRunner

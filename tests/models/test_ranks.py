@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from fixtures.bridge.launching import wait_for
 from fixtures.models.checkpoints import (
     Driver,
     Generation,
@@ -23,6 +22,7 @@ from fixtures.models.ranks import Group, compare, driven, ranks_of
 from fixtures.models.remote_drawn import REMOTE, Remote
 from fixtures.models.written import COMPRESSED, GGUF, PACKED, quantised
 from fixtures.tiers import quick_of
+from fixtures.waiting import wait_for
 from slipstream.config import EngineConfig
 from slipstream.engine.scheduler import Limits
 from slipstream.errors import ConfigError

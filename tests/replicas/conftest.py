@@ -4,8 +4,9 @@ import json
 import sys
 
 import pytest
-from fixtures.bridge.launching import CONFIG, Server, wait_for
+from fixtures.bridge.launching import CONFIG, Server
 from fixtures.bridge.replicated import Client
+from fixtures.waiting import wait_for
 from slipstream.config import EngineConfig
 
 ENDLESS = {"attention_window": 32}  # streams that do not end by themselves

@@ -4,10 +4,11 @@ import os
 import signal
 
 import pytest
-from fixtures.bridge.launching import CONFIG, wait_for
+from fixtures.bridge.launching import CONFIG
 from fixtures.bridge.replicated import Client
 from fixtures.models.adapters import draw_pairs, write_adapter
 from fixtures.models.checkpoints import make_model
+from fixtures.waiting import wait_for
 from slipstream_contract.errors import ContractError
 
 pytestmark = pytest.mark.rest

@@ -1,8 +1,8 @@
 """Requests go where their prompts are cached: a router and two engines, real processes."""
 
 import pytest
-from fixtures.bridge.launching import wait_for
 from fixtures.bridge.replicated import Client, stopped
+from fixtures.waiting import wait_for
 from slipstream import wire
 
 pytestmark = pytest.mark.rest

@@ -4,8 +4,9 @@ import os
 import signal
 
 import pytest
-from fixtures.bridge.launching import wait_for, wait_lost
+from fixtures.bridge.launching import wait_lost
 from fixtures.bridge.replicated import Client, parent_of, stopped
+from fixtures.waiting import wait_for
 from slipstream import wire
 from slipstream.bridge import connection
 from slipstream.bridge.totals import Totals

@@ -4,7 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from fixtures.bridge.launching import is_alive, wait_for
+from fixtures.bridge.launching import is_alive
+from fixtures.waiting import wait_for
 
 STARTER = """
 import os, pathlib, sys

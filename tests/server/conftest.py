@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fixtures.server.serve_process import short_directory
 from fixtures.server.support import (
     GPU_HOUR_PRICE,
     KV_CACHE_TOKENS,
@@ -31,6 +32,13 @@ def repository(tmp_path_factory) -> Path:
 def client(repository, tmp_path_factory) -> Iterator[Client]:
     with serving(repository, tmp_path_factory.mktemp("log") / "server.log") as client:
         yield client
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A folder whose name leaves room for sockets."""
+    with short_directory() as folder:
+        yield folder
 
 
 @pytest.fixture

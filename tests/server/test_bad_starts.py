@@ -10,12 +10,12 @@ import shutil
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from fixtures.server.serve_process import Serve, short_directory
+from fixtures.server.serve_process import Serve
 from safetensors.torch import load_file, save_file
 from slipstream_serve.server import repository_root, server_directory
 
@@ -33,12 +33,6 @@ HEADER = (
 )
 LATEST_S = 120.0  # on a machine that is busy with other things
 SOON_S = 30.0  # likewise; alone on two cores, 2.2 to 3.9 s were measured
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    with short_directory() as folder:
-        yield folder
 
 
 @pytest.fixture

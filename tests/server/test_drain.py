@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fixtures.bridge.launching import wait_for
 from fixtures.server.serve_process import Serve, short_directory
 from fixtures.server.support import CHECKPOINT, compose
+from fixtures.waiting import wait_for
 from slipstream_client import cli
 from slipstream_runtime import draining, inflight
 from slipstream_runtime.directory import Runtime

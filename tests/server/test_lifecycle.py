@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import time
 
 import pytest
 from fixtures.server.support import (
@@ -17,6 +16,7 @@ from fixtures.server.support import (
     serving,
 )
 from fixtures.server.support import text as join
+from fixtures.waiting import wait_for
 
 pytestmark = [pytest.mark.triton, pytest.mark.rest, pytest.mark.beside]
 
@@ -40,13 +40,6 @@ def is_served(client: Client, model: str) -> bool:
         client.generate(model, **BODY)
         return True
     return False
-
-
-def wait_for(condition, timeout_s: float = 120.0) -> None:
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < timeout_s
-        time.sleep(0.05)
 
 
 def test_models_can_be_unloaded_and_loaded_while_the_engine_serves_on(explicit):

@@ -49,13 +49,6 @@ def client(tmp_path_factory) -> Iterator[Client]:
         yield client
 
 
-@pytest.fixture
-def idle(client: Client) -> Iterator[Client]:
-    yield client
-    client.wait_idle(120)
-    assert client.server.exit_code is None
-
-
 @pytest.fixture(scope="module")
 def expected(client: Client) -> str:
     """What another contract's model answers, greedy."""

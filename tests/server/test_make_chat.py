@@ -6,11 +6,10 @@ import re
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fixtures.server.serve_process import environment, living, short_directory
+from fixtures.server.serve_process import environment, living
 from fixtures.server.terminal import Terminal
 from slipstream_serve.chat_model import ChatModelError, fetch
 from slipstream_serve.server import server_directory
@@ -33,12 +32,6 @@ def file() -> Path:
         return fetch(ROOT / ".slipstream" / "chat")
     except ChatModelError as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    with short_directory() as folder:
-        yield folder
 
 
 def free_ports() -> dict[str, int]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from fixtures.server.metrics_page import Page, settled, wait_for
+from fixtures.server.metrics_page import Page, settled, wait_for_page
 from fixtures.server.support import (
     CONTEXT,
     GPU_HOUR_PRICE,
@@ -275,7 +275,7 @@ def test_an_engine_that_stands_still_is_seen_while_it_does(idle, url):
         stopped, engine = Page(url), idle.health()["engine_pid"]
         os.kill(engine, signal.SIGSTOP)
         try:
-            page = wait_for(
+            page = wait_for_page(
                 url,
                 lambda page: (
                     page.get("slipstream_engine_answer_age_seconds") > 2
@@ -286,7 +286,7 @@ def test_an_engine_that_stands_still_is_seen_while_it_does(idle, url):
             os.kill(engine, signal.SIGCONT)
         told = "slipstream_metrics_update_time_seconds"
         assert page.get(told) > stopped.get(told)
-    page = wait_for(
+    page = wait_for_page(
         url,
         lambda page: (
             page.get("slipstream_engine_answer_age_seconds") < 1

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fixtures.server.metrics_page import Page, wait_for
+from fixtures.server.metrics_page import Page, wait_for_page
 from fixtures.server.support import PROMPT, Client, RequestError, lasting
 from slipstream_serve.server import repository_root
 
@@ -158,7 +158,7 @@ def test_compose_brings_prometheus_and_grafana_up_with_the_dashboard():
 @pytest.mark.triton
 def test_promtool_finds_nothing_wrong_with_our_metrics(idle, tools):
     url = idle.server.endpoints.metrics
-    page = wait_for(url, lambda page: "slipstream_running_sequences" in page.names)
+    page = wait_for_page(url, lambda page: "slipstream_running_sequences" in page.names)
     ours = "".join(
         line + "\n"
         for line in page.text.splitlines()
@@ -281,7 +281,7 @@ def test_every_query_of_the_dashboard_has_data_and_no_alert_fires(idle, promethe
 @pytest.mark.triton
 def test_dashboard_and_rules_speak_of_metrics_that_there_are(idle):
     url = idle.server.endpoints.metrics
-    page: Page = wait_for(url, lambda page: "slipstream_running_sequences" in page.names)
+    page: Page = wait_for_page(url, lambda page: "slipstream_running_sequences" in page.names)
     texts = [*queries().values(), *(rule["expr"] for rule in RULES)]
     named = {name for text in texts for name in _NAME.findall(text)}
     assert {name for name in named - page.names if not name.startswith("nv_gpu_")} == set()

@@ -18,8 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
-from fixtures.server.metrics_page import settled
-from fixtures.server.metrics_page import wait_for as wait_for_page
+from fixtures.server.metrics_page import settled, wait_for_page
 from fixtures.server.support import (
     CHECKPOINT,
     KV_CACHE_TOKENS,

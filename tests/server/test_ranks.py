@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from fixtures.bridge.launching import wait_for
 from fixtures.server.support import (
     KV_CACHE_TOKENS,
     PROMPT,
@@ -16,6 +15,7 @@ from fixtures.server.support import (
     long_checkpoint,
     serving,
 )
+from fixtures.waiting import wait_for
 from slipstream_serve.server import server_directory
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fixtures.bridge.launching import wait_for
 from fixtures.server.support import CHECKPOINT, KV_CACHE_TOKENS, PROMPT, Client, compose
+from fixtures.waiting import wait_for
 from slipstream_serve.triton import Endpoints
 
 ray = pytest.importorskip("ray")

@@ -6,8 +6,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from fixtures.bridge.launching import wait_for
 from fixtures.server.support import CHECKPOINT, PROMPT, Client, compose, serving
+from fixtures.waiting import wait_for
 from slipstream_serve.server import server_directory
 
 pytestmark = [pytest.mark.triton, pytest.mark.slow]

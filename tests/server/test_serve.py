@@ -14,7 +14,6 @@ import time
 import types
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from fixtures.server.serve_process import (
     Serve,
     assert_one_line,
     run_to_end,
-    short_directory,
 )
 from fixtures.tiers import quick_of
 from slipstream_runtime.directory import VARIABLE
@@ -74,12 +72,6 @@ STUBBORN = (
         subprocess.Popen([os.environ["SLIPSTREAM_PYTHON"], "-c", code], start_new_session=True)
 """
 )
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    with short_directory() as folder:
-        yield folder
 
 
 def write_model(folder: Path, code: str = ECHO) -> Path:

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,12 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not server_directory().is_dir(), reason="no tritonserver: make install"),
 ]
 REPOSITORY = repository_root() / "model_repository"
-
-
-@pytest.fixture
-def scratch() -> Iterator[Path]:
-    with short_directory() as folder:
-        yield folder
 
 
 def test_demo_and_its_commands_then_an_end_in_the_middle_of_a_stream(

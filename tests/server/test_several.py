@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fixtures.server.metrics_page import Page, settled, wait_for
+from fixtures.server.metrics_page import Page, settled, wait_for_page
 from fixtures.server.serve_process import Serve, short_directory
 from fixtures.server.several import FOUR_TIMES, write_several
 from fixtures.server.support import (
@@ -22,6 +22,7 @@ from fixtures.server.support import (
     serving,
     text,
 )
+from fixtures.waiting import wait_for
 from slipstream_client.cli import main
 from slipstream_runtime.processes import is_running
 from slipstream_serve.server import server_directory
@@ -124,8 +125,9 @@ def test_metrics_tell_the_engines_apart(two):
     plain = before.get("slipstream_output_tokens_total") - chat
     two.stream("chat", **SOME | {"max_tokens": 50})
     wanted = chat + 50
-    page = wait_for(url, lambda p: p.get("slipstream_output_tokens_total", engine="chat") >= wanted)
-    assert page.get("slipstream_output_tokens_total") == wanted + plain
+    total = "slipstream_output_tokens_total"
+    page = wait_for_page(url, lambda p: p.get(total, engine="chat") >= wanted)
+    assert page.get(total) == wanted + plain
     models = {labels["model"] for labels in page.labels("vllm:num_requests_running")}
     assert models == {"vllm_model", "chat_vllm_model"}
     models = {labels["model"] for labels in page.labels("nv_trt_llm_general_metrics")}
@@ -210,13 +212,6 @@ def is_served(client: Client, model: str) -> bool:
     return False
 
 
-def wait_until(condition, timeout_s: float = 120.0) -> None:
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begin < timeout_s
-        time.sleep(0.1)
-
-
 def test_models_go_and_come_while_others_stream(serve, several, capsys):
     client = client_of(serve, several)
     assert control(several, serve, capsys)[0]["engine"] == "not loaded"
@@ -232,7 +227,7 @@ def test_models_go_and_come_while_others_stream(serve, several, capsys):
     stream = Background(client, "ensemble", **SOME)
     stream.wait_for(1)
     assert control(several, serve, capsys, "--unload", "chat")[0]["engine"] == "not loaded"
-    wait_until(lambda: not is_running(first))
+    wait_for(lambda: not is_running(first))
     assert len(engines(serve)) == 1
     assert stream.text() == expected
     page = Page(f"http://127.0.0.1:{serve.ports[2]}/metrics")  # no gauge is left, to look stale
@@ -250,7 +245,7 @@ def test_a_repair_brings_back_what_was_loaded_and_no_more(serve, several, capsys
     client = client_of(serve, several)
     control(several, serve, capsys, "--load", "chat")
     control(several, serve, capsys, "--unload", "ensemble")
-    wait_until(lambda: len(engines(serve)) == 1)
+    wait_for(lambda: len(engines(serve)) == 1)
     time.sleep(3)  # what was unloaded is not taken for dead
     expected = text(client.stream("chat", **SOME))
     os.kill(serve.pid("chat_preprocessing_0_0"), signal.SIGKILL)
@@ -259,12 +254,12 @@ def test_a_repair_brings_back_what_was_loaded_and_no_more(serve, several, capsys
     assert text(client.stream("chat", **SOME)) == expected
     os.kill(serve.pid("bin/tritonserver"), signal.SIGKILL)
     serve.wait_line("repair 2")
-    wait_until(lambda: is_served(client, "chat"))
+    wait_for(lambda: is_served(client, "chat"))
     assert text(client.stream("chat", **SOME)) == expected
     states = [row["engine"] for row in control(several, serve, capsys)]
     assert states[1] == "not loaded"
     url = f"http://127.0.0.1:{serve.ports[2]}/metrics"
-    page = wait_for(url, lambda page: "slipstream_repairs" in page.names)
+    page = wait_for_page(url, lambda page: "slipstream_repairs" in page.names)
     counts = {
         what: page.get("slipstream_repairs", engine="chat", what=what)
         for what in ("model", "server")
