@@ -26,7 +26,7 @@ from slipstream.layers.dims import RopeConfig
 from slipstream.layers.streaming import Streaming
 
 ROOT = Path(__file__).parents[2]
-OPS = ("plan_decode", "decode_attention", "prefill_attention", "sink_attention")
+OPS = ("plan_decode", "prefill_attention", "sink_attention")
 NUM_DECODES, CHUNK = 3, 40
 
 
@@ -41,6 +41,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[jit.Variant]]:
     monkeypatch.setattr(prefill, "_counters", lambda _: 0)
     for name in OPS:
         monkeypatch.setattr(backends, name, getattr(backends, name).launcher)
+    attend = staticmethod(backends.decode_attention.launcher)
+    monkeypatch.setattr(backends.AttentionBackend, "decode", attend)
     decode._device.cache_clear()
     yield variants
     decode._device.cache_clear()

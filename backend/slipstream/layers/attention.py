@@ -123,10 +123,11 @@ class AttentionInputs:
         n, window = self.rows.num_decodes, self.window
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n > 0:
-            where = (cache, self.decodes, self.plan, scale, out[:n])
-            reads_step = self.rows.has_drafts
-            how = (newest, window, None, reads_step, changed)
-            self.backend.decode(q[:n], *where, *how)
+            self.backend.decode(
+                *(q[:n], cache, *self.decodes, self.plan, scale, out[:n], newest, window),
+                reads_step=self.rows.has_drafts,
+                changed=changed,
+            )
         if self.chunks.max_queries > 0:
             chunks = (self.chunked, self.chunks, scale, out[n:], window, None, changed)
             self.backend.prefill(q[n:], cache, *chunks)

@@ -66,10 +66,9 @@ class StreamingInputs(AttentionInputs):
         n, rows, num_sinks = self.num_single, self.rows, self.backend.spec.num_sinks
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if n > 0:
-            where = (cache, self.decodes, self.plan, scale, out[:n])
             sinks = Sinks(self.further[:n], num_sinks)
-            how = (newest, self.window, sinks, rows.has_drafts)
-            self.backend.decode(q[:n], *where, *how)
+            where = (q[:n], cache, *self.decodes, self.plan, scale, out[:n])
+            self.backend.decode(*where, newest, self.window, sinks, rows.has_drafts)
         if n < len(rows.lengths):
             most = max(rows.max_queries, int(n < rows.num_decodes))
             chunks = Chunks(rows.query_starts if n > 0 else self.starts, most)

@@ -14,10 +14,9 @@ from torch import Tensor
 from slipstream.kernels.attention import refusals, rules
 from slipstream.kernels.attention.decode import MOST_SEQUENCES, decode_attention, plan_decode
 from slipstream.kernels.attention.latent import latent_attention
-from slipstream.kernels.attention.newest import Newest
 from slipstream.kernels.attention.prefill import SinkRows, prefill_attention
 from slipstream.kernels.attention.scores import UNCHANGED, Scores
-from slipstream.kernels.attention.sinks import Sinks, sink_attention
+from slipstream.kernels.attention.sinks import sink_attention
 from slipstream.kernels.attention.spec import BY_HEAD, LATENT, AttentionSpec
 from slipstream.kernels.cache.kv_spec import KVSpec
 from slipstream.kernels.cache.unpack import (
@@ -131,28 +130,7 @@ class AttentionBackend(ABC):
         scores = spec.case().scores
         return plan_decode(lengths, cache, spec.num_heads, window, tables, scores=scores)
 
-    def decode(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        rows: Rows,
-        plan: Tensor,
-        scale: float,
-        out: Tensor,
-        newest: Newest | None,
-        window: int,
-        sinks: Sinks | None = None,
-        reads_step: bool = False,
-        changed: Scores = UNCHANGED,
-    ) -> None:
-        """Attend with one query a row, `q [s, hq, d]`; the result goes to `out`.
-
-        `newest` is rotated and cached on the way, if given. Sequences that stream have `sinks`.
-        If it `reads_step`, rows may attend to tokens of each other, which are in the cache.
-        `changed` are scores as the spec says.
-        """
-        where = (cache, *rows, plan, scale, out)
-        decode_attention(q, *where, newest, window, sinks, reads_step, changed)
+    decode = staticmethod(decode_attention)  # with one query a row; no backend has its own
 
     def prefill(
         self,
