@@ -111,9 +111,9 @@ WITHOUT = SimpleNamespace(rows=SimpleNamespace(positions=None))  # no table of p
 
 def test_only_where_it_is_asked_for(tmp_path: Path) -> None:
     runner = make(tmp_path)
-    assert isinstance(runner._model.blocks[0].attention.qkv.place, SlicedNormLinear)
+    assert isinstance(runner._model.blocks[0].attention.qkv.without_terms, SlicedNormLinear)
     plain = make_runner(tmp_path)
-    assert not isinstance(plain._model.blocks[0].attention.qkv.place, SlicedNormLinear)
+    assert not isinstance(plain._model.blocks[0].attention.qkv.without_terms, SlicedNormLinear)
     generation, other = generations(2, 8)[1], generations(2, 8)[1]
     Driver(runner).finish([generation])
     Driver(plain).finish([other])
