@@ -142,11 +142,6 @@ def route_of(x: Operand, matrix: Matrix, around: Around = PLAIN) -> Route:
     return route
 
 
-def discard_routes() -> None:
-    """Choose anew for every product: what kernels take has changed."""
-    _routes.clear()
-
-
 def takes_quantized(matrix: Matrix, num_rows: int, dtype: torch.dtype) -> bool:
     """Return whether so many rows, which have a dtype else, may come in 8 bits, of the type that
     the matrix `rounds_to`, as a kernel before quantised them.
