@@ -142,8 +142,8 @@ def compare(
     ("family", "scheme", "alone"),
     [
         ("llama", "none", 2),
-        ("llama", "fp8", 3),
         ("qwen2", "none", 2),
+        pytest.param("llama", "fp8", 3, marks=pytest.mark.rest),
         pytest.param("cwm", "none", 3, marks=pytest.mark.rest),
         *[
             pytest.param(*each, marks=pytest.mark.rest)
