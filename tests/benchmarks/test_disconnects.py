@@ -4,9 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from slipstream_serve.server import repository_root
 
-FOLDER = repository_root() / "benchmarks"
 NAMES = (
     "report",
     "limits",

@@ -7,9 +7,7 @@ import torch
 from slipstream.config import EngineConfig
 from slipstream.runner import load_weights
 from slipstream.runner.plan import resolve
-from slipstream_serve.server import repository_root
 
-FOLDER = repository_root() / "benchmarks"
 NAMES = ("shapes", "workloads", "limits", "driving", "packed_weights", "engine", "mixtures")
 
 

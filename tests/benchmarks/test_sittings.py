@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from fixtures.benchmarks import Instant
-from slipstream_serve.server import repository_root
 
-FOLDER = repository_root() / "benchmarks"
 NAMES = (
     *("limits", "workloads", "shapes", "rows", "report", "driving", "side", "engine"),
     *("saturation", "traces", "open_load", "open_rows", "plan", "sweep", "step"),

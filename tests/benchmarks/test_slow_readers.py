@@ -8,9 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from slipstream_serve.server import repository_root
 
-FOLDER = repository_root() / "benchmarks"
 NAMES = (
     "report",
     "limits",

@@ -171,7 +171,7 @@ def test_a_host_that_launches_slowly_spoils_no_tail(bench, monkeypatch, has_grap
 
 
 def test_a_step_takes_as_long_as_its_graph(bench, monkeypatch):
-    """One of 9 decodes, which has none of its own, and one of a prompt beside them."""
+    """Time 9 decodes, for which there is no graph of their own, and a prompt beside them."""
     simulated, times = bench.simulated, bench.step_times.times_of("8b")
     load = bench.traces.at_once(count=9)
     arrivals = [replace(each, num_input=20, num_output=30) for each in load.arrivals]

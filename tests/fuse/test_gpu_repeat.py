@@ -43,7 +43,7 @@ def states(runner: ModelRunner, sizes: list[tuple[int, int]], decodes: int) -> l
 def test_repeated_blocks_have_the_bits_of_each(
     family: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of families of each structure, some of whose blocks torch has a part in."""
+    """Compare a family of each structure; torch has a part in the blocks of some."""
     monkeypatch.setattr(repeat, "is_on", True)
     sizes = SIZES | {"num_hidden_layers": LAYERS, "max_position_embeddings": 1024}
     model = make_model(family, **(sizes | OWN.get(family, {})))

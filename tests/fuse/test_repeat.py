@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fixtures.kernels.driverless import HOPPER, WRITES, Driver, Operators, driverless
+from fixtures.kernels.driverless import HOPPER, WRITES, Driver, TorchCalls, driverless
 from fixtures.models.checkpoints import FAMILIES, classes, make_sizes
 from fixtures.models.gpu_sizes import OWN, SIZES
 from slipstream.config import EngineConfig
@@ -99,7 +99,7 @@ class Step:
             cache.fill_(i)
         residual = Residual(torch.ones(self.size, dtype=self.dtype))
         driver.launches.clear()
-        with Operators(driver):
+        with TorchCalls(driver):
             apply(self.model.blocks, residual, self.inputs, self.caches)
         launches = [
             (name, text, {place: self._lasting(at) for place, at in places.items()})

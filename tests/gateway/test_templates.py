@@ -60,7 +60,7 @@ def test_what_leaves_the_sandbox_or_fails_is_refused(source: str, said: str):
 
 
 def test_variables_may_have_any_name():
-    """One called `self` was an internal error."""
+    """A variable called `self` was an internal error."""
     given = {"self": 1, "name": 2, "template": 3, "context": 4, "messages": 5, "": 6}
     source = "{{ name }}{{ template }}{{ context }}{{ messages[0].role }}"
     for template in (ChatTemplate({"default": source}, {}), ForeignTemplate(source, {})):

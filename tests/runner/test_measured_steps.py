@@ -14,7 +14,7 @@ from slipstream.config import EngineConfig
 from slipstream.core.laps import Laps
 from slipstream.engine.chores import Chores
 from slipstream.layers.residual import Residual
-from slipstream.runner import graphs, model_runner
+from slipstream.runner import model_runner
 from slipstream.runner.graphs import Buckets, largest_shapes, layout_of
 from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import resolve
@@ -81,7 +81,9 @@ def test_steps_are_measured_with_the_adapters_that_may_come(
 def test_steps_that_keep_what_blocks_allocate_are_measured(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "MOST_TOKENS", 40)
+    monkeypatch.setattr("slipstream.fuse.repeat.MOST_TOKENS", 40)
+    assert 40 not in {shape.num_tokens for shape, _ in measured(checkpoint, monkeypatch)}
+    monkeypatch.setattr("slipstream.fuse.repeat.is_on", True)
     assert 40 in {shape.num_tokens for shape, _ in measured(checkpoint, monkeypatch)}
 
 

@@ -11,6 +11,7 @@ from slipstream.config import EngineConfig
 from slipstream.core.window import AttentionWindow
 from slipstream.errors import ConfigError
 from slipstream.kernels.cpu import native
+from slipstream.kernels.cpu.native import library
 from slipstream.kernels.runtime.registry import KNOWN
 from slipstream.runner import plan as plans
 from slipstream.runner.memory import num_blocks
@@ -224,7 +225,7 @@ def test_gpu_facts(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slipstream.runner.plan.target_of", lambda _: KNOWN["sm_90a"])
     edit_config(own, dtype="bfloat16")
     monkeypatch.setattr(native, "built", lambda _: pytest.fail("a GPU needs no kernels of a CPU"))
-    native.library.cache_clear()
+    library.cache_clear()
     plan = resolve(EngineConfig(checkpoint=str(own)))
     assert plan.device.type == "cuda"
     assert plan.dtype == torch.bfloat16

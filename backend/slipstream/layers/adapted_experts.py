@@ -35,7 +35,7 @@ class ExpertTerms:
             and then their last matrices.
     """
 
-    without_terms = None
+    without_terms = None  # what stands there in steps without adapters
 
     def __init__(
         self, layer: Experts, prefix: str, groups: StepGroups, which: str, first: int = 0

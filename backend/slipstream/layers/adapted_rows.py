@@ -108,7 +108,7 @@ class AdaptedKeys:
         groups: of the step.
     """
 
-    without_terms = None
+    without_terms = None  # what stands there in steps without adapters
 
     def __init__(self, name: str, groups: StepGroups) -> None:
         self._name, self._groups = name, groups

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from slipstream.fuse.repeat import MOST_TOKENS
+from slipstream.fuse import repeat
 from slipstream.kernels.runtime.collection import without_collection
 from slipstream.layers.sliced import ROWS
 from slipstream.runner.plan import Plan
@@ -200,7 +200,8 @@ def largest_shapes(
     plan: Plan, layout: Layout
 ) -> tuple[StepShape, StepShape, *tuple[StepShape, ...]]:
     """Return steps of the most rows: alone, and with all tokens that a step may have; then, where
-    these are more, with the most tokens of which blocks are repeated, which keep memory for it.
+    blocks are repeated and these are more, with the most tokens of such a step, whose blocks keep
+    memory for it.
     """
     budget = plan.max_num_batched_tokens
     size = min(plan.max_num_seqs, budget)
@@ -212,8 +213,9 @@ def largest_shapes(
         contexts = ((min(longest, 2048),) * 2,)  # so that kernels over unpacked blocks are loaded
         return StepShape(layout.up(tokens), size, beside, count, longest, False, contexts)
 
-    repeated = [mixed(MOST_TOKENS)] if size <= MOST_TOKENS < budget else []
-    return alone, mixed(budget), *repeated
+    most = repeat.MOST_TOKENS
+    is_less = repeat.is_on and size <= most < budget
+    return alone, mixed(budget), *([mixed(most)] if is_less else [])
 
 
 def is_of_memory(error: RuntimeError) -> bool:

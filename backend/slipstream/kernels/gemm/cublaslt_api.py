@@ -319,29 +319,31 @@ class MatmulPlan:
         self, x: int, weight: int, out: int, stream: int, of_weight: int, of_x: int
     ) -> None:
         """`launch`, with the addresses of scales (`Problem.set_scales`)."""
+        self._problem.set_scales(of_weight, of_x)
+        self._start(x, weight, out, stream)
+        if tape.is_noting():
 
-        def again(values: list[int], _: object = None) -> None:
-            x, weight, out, of_weight, of_x = values
-            self._problem.set_scales(of_weight, of_x)
-            self._start(x, weight, out, stream)
+            def again(values: list[int], _: object) -> None:
+                x, weight, out, of_weight, of_x = values
+                self._problem.set_scales(of_weight, of_x)
+                self._start(x, weight, out, stream)
 
-        again(values := [x, weight, out, of_weight, of_x])
-        self._note(again, values)
+            self._note(again, [x, weight, out, of_weight, of_x])
 
     def launch(self, x: int, weight: int, out: int, stream: int) -> None:
         """`out = x weight^T`, `+=` if the shape adds; addresses, and the stream's handle."""
+        self._start(x, weight, out, stream)
+        if tape.is_noting():
 
-        def again(values: list[int], _: object = None) -> None:
-            x, weight, out = values
-            self._start(x, weight, out, stream)
+            def again(values: list[int], _: object) -> None:
+                x, weight, out = values
+                self._start(x, weight, out, stream)
 
-        again(values := [x, weight, out])
-        self._note(again, values)
+            self._note(again, [x, weight, out])
 
     def _note(self, again: Callable[[list[Any], Any], None], addresses: list[int]) -> None:
-        if tape.is_noting():
-            places = [*range(len(addresses))]
-            tape.note(tape.Noted(str(self.shape), again, addresses, places, {}))
+        places = [*range(len(addresses))]
+        tape.note(tape.Noted(str(self.shape), again, addresses, places, {}))
 
     def _start(self, x: int, weight: int, out: int, stream: int) -> None:
         handle, description, weight_layout, x_layout, out_layout = self._arguments

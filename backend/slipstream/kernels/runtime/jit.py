@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.runtime import disk_cache, tape
-from slipstream.kernels.runtime.kernel import Kernel
-from slipstream.kernels.runtime.kernel import TensorMap as TensorMap
+from slipstream.kernels.runtime.kernel import Kernel, TensorMap
 from slipstream.kernels.runtime.op import KernelError
 from slipstream.kernels.runtime.registry import architecture_of
 

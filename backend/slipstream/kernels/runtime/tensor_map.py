@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime.kernel import TensorMap
 
 COLUMN_BYTES = 128  # of a box's row: as wide as the swizzle
 _WORD = 8  # bytes of an element of `words`
@@ -14,7 +15,7 @@ _WORD = 8  # bytes of an element of `words`
 
 def boxes(
     x: Tensor, num_rows: int, num_columns: int, box_rows: int, row_stride: int = 0
-) -> jit.TensorMap:
+) -> TensorMap:
     """The map of `x` as `[num_rows, num_columns]`, by boxes of `box_rows` rows.
 
     It is of fp16, bf16 or 8 bits. Rows are contiguous, and so are their elements, unless
@@ -28,7 +29,7 @@ def boxes(
     return _encode(x.data_ptr(), x.dtype, sizes, (stride,), box)
 
 
-def eights(x: Tensor, box_columns: int, box_rows: int) -> jit.TensorMap:
+def eights(x: Tensor, box_columns: int, box_rows: int) -> TensorMap:
     """The map of contiguous `x [n, k]` (fp16, bf16 or of 8 bits) by boxes of columns of 128 bytes.
 
     Rows come in eights, which lie in shared memory one after the other, each by columns, as if the
@@ -43,7 +44,7 @@ def eights(x: Tensor, box_columns: int, box_rows: int) -> jit.TensorMap:
     return _encode(x.data_ptr(), x.dtype, sizes, strides, (column, 8, box_columns, box_rows // 8))
 
 
-def expert_rows(x: Tensor, streams: int, box_rows: int) -> jit.TensorMap:
+def expert_rows(x: Tensor, streams: int, box_rows: int) -> TensorMap:
     """The map of contiguous `x [e, streams * n, k]` (fp16, bf16, e4m3) by boxes of one matrix.
 
     A box has a column of 128 bytes of `box_rows` rows of each stream: eight of the first, the same
@@ -58,7 +59,7 @@ def expert_rows(x: Tensor, streams: int, box_rows: int) -> jit.TensorMap:
     return _encode(x.data_ptr(), x.dtype, sizes, strides, box)
 
 
-def words(x: Tensor, num_rows: int, row_bytes: int, box_bytes: int, box_rows: int) -> jit.TensorMap:
+def words(x: Tensor, num_rows: int, row_bytes: int, box_bytes: int, box_rows: int) -> TensorMap:
     """The map of contiguous bytes as `[num_rows, row_bytes]`, by boxes that arrive row by row.
 
     Both sizes of bytes are multiples of 8, that of a row of 16. A kernel counts columns in eights.
@@ -74,7 +75,7 @@ def _encode(
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
     box: tuple[int, ...],
-) -> jit.TensorMap:
+) -> TensorMap:
     """Sizes and the box in elements, the innermost first; strides of all but that in bytes.
 
     Words are not swizzled.
@@ -111,7 +112,7 @@ def _encode(
     target = -(-ctypes.addressof(memory) // alignment) * alignment
     ctypes.memmove(target, int(encoded.getPtr()), size)
 
-    def moved(to: int) -> jit.TensorMap:
+    def moved(to: int) -> TensorMap:
         return _encode(to, dtype, sizes, strides, box)
 
-    return jit.TensorMap(target, memory, address, moved)
+    return TensorMap(target, memory, address, moved)

@@ -41,6 +41,7 @@ from slipstream.kernels.gemm.packed import (
 from slipstream.kernels.gemm.packing import BLOCK, TILE, Groups, Packing, arranged
 from slipstream.kernels.gemm.sm90 import packed_terms
 from slipstream.kernels.runtime import jit, tensor_map
+from slipstream.kernels.runtime.kernel import TensorMap
 from slipstream.kernels.runtime.registry import Implementation
 
 MAX_ROWS, MAX_SCALED_ROWS, MAX_E4M3_ROWS = 128, 256, 1 << 16
@@ -318,7 +319,7 @@ def _multiply(
     return y
 
 
-def _maps(weight: Tensor, groups: Groups, tiles: int) -> tuple[jit.TensorMap, ...]:
+def _maps(weight: Tensor, groups: Groups, tiles: int) -> tuple[TensorMap, ...]:
     """Maps of codes, scales and zeros by boxes of half a CTA's rows, of a block."""
     packing = groups.packing
     codes = BLOCK * TILE * packing.bits // 8
