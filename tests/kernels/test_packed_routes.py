@@ -292,6 +292,17 @@ def test_routes_of_rows_in_e4m3() -> None:
     ]
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_100a"])
+def test_no_rows_are_taken_by_what_takes_rows(target: str) -> None:
+    """The last block of a step has none where no token is sampled."""
+    made = {each._replace(group=128) for each in packed.all_packings(torch.bfloat16)}
+    made |= {PACKED_4._replace(for_e4m3=True)} if target == "sm_90a" else set()
+    norm = torch.empty(PACKED_4.inputs, dtype=torch.bfloat16, device="meta")
+    for each, gate in itertools.product(made, ("", "silu", "gelu")):
+        for more in ({"norm": norm}, {}):
+            assert linear.choose(spec(0, target, each, gate=gate, **more)).gemm.name
+
+
 def test_gates_of_odd_sizes_follow_the_product() -> None:
     chosen = linear.choose(spec(1, made=PACKED_4._replace(outputs=4080), gate="silu"))
     assert (str(chosen.path), chosen.gemm.name) == ("GEMM + behind", "packed_stream")

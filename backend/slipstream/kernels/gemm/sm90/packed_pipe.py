@@ -201,8 +201,8 @@ def takes_e4m3(spec: Spec) -> str | None:
         return "takes codes packed for rows of e4m3"
     if spec.x != E4M3 or spec.scales != "both" or spec.out != torch.bfloat16:
         return "takes rows of e4m3 with scales, for a model in bf16"
-    if not 1 <= spec.rows <= MAX_E4M3_ROWS:
-        return f"takes 1 to {MAX_E4M3_ROWS} rows"
+    if spec.rows > MAX_E4M3_ROWS:
+        return f"takes at most {MAX_E4M3_ROWS} rows"
     if spec.norm or (why := shape_refusal(spec, 16)) is not None:
         return "has no norm" if spec.norm else why
     return None
@@ -306,6 +306,8 @@ def _multiply(
         outputs = packing.outputs // (2 if around.gate else 1)
         dtype = torch.bfloat16 if packing.for_e4m3 else x.dtype
         y = torch.empty((len(x), outputs), dtype=dtype, device=x.device)
+    if y.numel() == 0:
+        return y
     jit.require(y.stride(1) == 1, "packed_pipe: rows of the residual must be contiguous")
     multiprocessors = jit.num_multiprocessors(x.get_device())
     if terms is None:
