@@ -21,7 +21,6 @@ from shapes import SHAPES, write_config
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fixtures.kernels.driverless import HOPPER, Driver, driverless
 from slipstream.config import EngineConfig
-from slipstream.fuse import repeat
 from slipstream.fuse.adapt import adapt
 from slipstream.fuse.repeat import Repeating
 from slipstream.layers.adapted import StepGroups
@@ -102,7 +101,6 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    repeat.is_on = True
     with driverless(mixes=False) as driver, torch.inference_mode():
         for shape in args.shapes:
             show(shape, driver, args.repeat, args.profile)

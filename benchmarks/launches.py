@@ -18,7 +18,6 @@ from engine import build
 from parts import batch_of
 from shapes import SHAPES
 from slipstream.core.batch import Batch
-from slipstream.fuse import repeat
 from slipstream.layers.decoder import one_by_one
 from timing import need_gpu
 
@@ -83,7 +82,6 @@ def main() -> int:
     args = parser.parse_args()
     assert set(args.shapes) <= SHAPES.keys(), f"shapes are {[*SHAPES]}"
     need_gpu()
-    repeat.is_on = True
     found = {}
     for shape in args.shapes:
         options = {"quantization": args.quantization, "max_num_seqs": MAX_SEQS}

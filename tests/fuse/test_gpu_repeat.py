@@ -9,7 +9,6 @@ import torch
 from fixtures.kernels.checking import same_bits
 from fixtures.models.checkpoints import make_model, make_runner, ragged_batch, save
 from fixtures.models.gpu_sizes import OWN, SIZES
-from slipstream.fuse import repeat
 from slipstream.fuse.recording import Recording
 from slipstream.layers.decoder import one_by_one
 from slipstream.runner.model_runner import ModelRunner
@@ -40,11 +39,8 @@ def states(runner: ModelRunner, sizes: list[tuple[int, int]], decodes: int) -> l
         *[("deepseek_v3", "none"), ("gpt2", "none"), ("qwen2", "w4a8")],
     ],
 )
-def test_repeated_blocks_have_the_bits_of_each(
-    family: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_blocks_have_the_bits_of_each(family: str, scheme: str, tmp_path: Path) -> None:
     """Compare a family of each structure; torch has a part in the blocks of some."""
-    monkeypatch.setattr(repeat, "is_on", True)
     sizes = SIZES | {"num_hidden_layers": LAYERS, "max_position_embeddings": 1024}
     model = make_model(family, **(sizes | OWN.get(family, {})))
     given = {"device": DEVICE, "dtype": "bfloat16", "block_size": 16, "kv_cache_tokens": 16384}

@@ -37,11 +37,6 @@ ELEMENTWISE = {"torch copy_", "torch zeros_like", "torch add_", "torch clone", "
 Launches = list[tuple[str, str, dict[int, int | None]]]
 
 
-@pytest.fixture(autouse=True)
-def is_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeat, "is_on", True)
-
-
 def made(
     family: str, scheme: str, folder: Path, groups: StepGroups | None = None, **more: Any
 ) -> tuple[Plan, Decoder]:
@@ -276,13 +271,12 @@ def test_many_tokens_are_launched_one_by_one(
 def test_blocks_are_launched_one_by_one_beside_adapters(
     driver: Driver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By what an engine's decoder has itself, and not while this is off."""
+    """By what an engine's decoder has itself."""
     monkeypatch.setattr(Repeating.__init__, "__defaults__", ("cpu",))
     groups, beside = StepGroups(), [Group({}, numbers(3, dtype=torch.int64))]
     plan, model = made("llama", "none", tmp_path, groups)
     step = Step(plan, model, *STEPS[0])
-    for is_on, tokens, is_repeated in ((True, (), True), (True, beside, False), (False, (), False)):
-        monkeypatch.setattr(repeat, "is_on", is_on)
+    for tokens, is_repeated in (((), True), (beside, False)):
         groups.tokens = tokens
         with patch.object(repeat, "record", side_effect=repeat.record) as records:
             step.run(driver, model.in_turn)

@@ -81,9 +81,8 @@ def test_steps_are_measured_with_the_adapters_that_may_come(
 def test_steps_that_keep_what_blocks_allocate_are_measured(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.fuse.repeat.MOST_TOKENS", 40)
     assert 40 not in {shape.num_tokens for shape, _ in measured(checkpoint, monkeypatch)}
-    monkeypatch.setattr("slipstream.fuse.repeat.is_on", True)
+    monkeypatch.setattr("slipstream.fuse.repeat.MOST_TOKENS", 40)
     assert 40 in {shape.num_tokens for shape, _ in measured(checkpoint, monkeypatch)}
 
 

@@ -19,7 +19,6 @@ from slipstream.layers.attention import AttentionInputs
 from slipstream.layers.decoder import AnyBlock, one_by_one
 from slipstream.layers.residual import Residual
 
-is_on = False  # no GPU has timed it
 # Of a step whose blocks are repeated. More take the device far longer than the host, and what a
 # block allocates is most of a step's memory: all of it at once is a third more than piece by piece.
 MOST_TOKENS = 4096
@@ -50,7 +49,7 @@ class Repeating:
     ) -> None:
         """Do what `one_by_one` does: the same kernels with the same arguments in the same order."""
         is_taken = residual.device.type == self._device and len(residual) <= MOST_TOKENS
-        if not is_on or not is_taken:
+        if not is_taken:
             one_by_one(blocks, residual, inputs, caches)
             return
         owns = self._owns_of(blocks)

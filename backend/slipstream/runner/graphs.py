@@ -214,7 +214,7 @@ def largest_shapes(
         return StepShape(layout.up(tokens), size, beside, count, longest, False, contexts)
 
     most = repeat.MOST_TOKENS
-    is_less = repeat.is_on and size <= most < budget
+    is_less = size <= most < budget
     return alone, mixed(budget), *([mixed(most)] if is_less else [])
 
 
