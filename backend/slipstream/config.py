@@ -319,9 +319,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         str,
         _field(
             "on: on a GPU, long prompts over a KV cache in fewer bits are attended to in a copy of "
-            "16 bits, which takes up to 256 MiB; not measured on a GPU yet; off: they are not"
+            "16 bits, for which the start takes up to 256 MiB; off: over the cache as it is"
         ),
-    ] = "off"
+    ] = "on"
 
     kv_events: Annotated[
         str,

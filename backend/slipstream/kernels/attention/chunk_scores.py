@@ -35,7 +35,7 @@ def chunk_scores(
         if begin == end or length == 0:
             continue
         seen = first_seen(length - (end - begin), window)
-        k, v = (x.float() for x in gather(cache, block_tables[s], seen, length))
+        k, v = (x.to(q.dtype).float() for x in gather(cache, block_tables[s], seen, length))
         groups = q[begin:end].float().view(end - begin, cache.shape[1], -1, q.shape[2])
         positions = torch.arange(length - (end - begin), length, device=q.device)[:, None]
         keys = torch.arange(seen, length, device=q.device)
