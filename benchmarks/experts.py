@@ -4,7 +4,8 @@ Each layer has weights of its own, and a choice of its own that is uniform over 
 is what the distinct experts of the rows take to read. Of up to eight rows `choose` and `down_add`
 are kernels of their own, `few` a layer by them with its norm, `normed` by the others with its norm.
 `--tiles` times every size of tiles, by which `slipstream.kernels.experts.grouped` chooses, and
-`--both` each by the kernel of all GPUs and by Hopper's, in turn. Packed weights, by
+`--both` each by the kernel of all GPUs and by Hopper's, in turn, which for e4m3 is `streamed.cu`
+with the rounding of its rows, else `piped.cu`. Packed weights, by
 `--weights`, have one kernel; their limit is of the bytes that a GPU keeps. `--layers` and
 `--choices` make weights and choices of layers as far apart in memory as those of a model are.
 """
@@ -13,8 +14,10 @@ import argparse
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from unittest.mock import patch
 
 import torch
 from limits import rates_of
@@ -34,7 +37,7 @@ from slipstream.kernels.experts.grouped import (
 )
 from slipstream.kernels.experts.route import Routed, route
 from slipstream.kernels.experts.router import Chosen, RouterStages, choose_rows
-from slipstream.kernels.experts.sm90 import piped
+from slipstream.kernels.experts.sm90 import piped, streamed
 from slipstream.kernels.experts.spec import Gate, Routing
 from slipstream.kernels.gemm.linear import linear
 from slipstream.kernels.gemm.op import Matrix
@@ -71,7 +74,7 @@ class Result:
     weights: str
     rows: int
     tile_rows: int
-    is_piped: bool
+    of_kernel: str  # tiles, or of a Hopper piped or streamed
     kernel: str
     microseconds: float
     share_of_limit: float | None
@@ -189,6 +192,16 @@ def make_layers(model: Model, kind: str, count: int | None) -> list[Layer]:
     return [Layer(model, kind) for _ in range(wanted)]
 
 
+@contextmanager
+def chosen_by(is_hoppers: bool) -> Iterator[None]:
+    """Choose kernels as on this GPU, or, if not `is_hoppers`, as on one before Hopper."""
+    with ExitStack() as stack:
+        if not is_hoppers:
+            stack.enter_context(patch.object(piped, "runs_on", lambda *_: False))
+            stack.enter_context(patch.object(streamed, "refusal", lambda *_: "is Hopper's"))
+        yield
+
+
 def measure(
     layers: list[Layer],
     kind: str,
@@ -200,21 +213,23 @@ def measure(
     rate, model = rates_of(torch.cuda.get_device_name(), {}).read, layers[0].model
     results, device, is_fp8 = [], layers[0].router.device, kind == "e4m3"
     own = [each.groups.packing for each in (layers[0].gate_up, layers[0].down) if each.groups]
-    for n, is_piped in itertools.product(counts, kernels[:1] if own else kernels):
-        piped.runs_on = lambda *_, is_piped=is_piped: is_piped
-        pairs = n * model.top_k
-        chosen = tile_rows(pairs, model.experts, is_fp8, target=target_of(device), packings=own)
-        sizes = piped.TILE_ROWS if is_piped else (SKINNY_ROWS, *TILE_ROWS)
+    hoppers, of_hopper = (streamed, "streamed") if is_fp8 else (piped, "piped")
+    for n, is_own in itertools.product(counts, kernels[:1] if own else kernels):
+        pairs, name = n * model.top_k, of_hopper if is_own else "tiles"
+        with chosen_by(is_own):
+            chosen = tile_rows(pairs, model.experts, is_fp8, target=target_of(device), packings=own)
+        sizes = hoppers.TILE_ROWS if is_own else (SKINNY_ROWS, *TILE_ROWS)
         sizes = packed.tile_rows(own[0]) if own else sizes
         for tile in sizes if all_tiles else (chosen,):
-            found = timed(layers, n, tile)
-            line = f"{model.name:14} {kind:10} {n:5} rows, {'piped' if is_piped else 'tiles'} of"
+            with chosen_by(is_own):
+                found = timed(layers, n, tile)
+            line = f"{model.name:14} {kind:10} {n:5} rows, {name} of"
             line += f" {tile:3}{'*' * (tile == chosen):1}"
             for kernel, (seconds, num_bytes) in found.items():
                 share = num_bytes / rate / seconds if num_bytes else None
                 line += f" {kernel} {seconds * 1e6:7.1f} us"
                 line += f" {share:4.0%}" if share else ""
-                how = (model.name, kind, n, tile, is_piped, kernel)
+                how = (model.name, kind, n, tile, name, kernel)
                 results.append(Result(*how, seconds * 1e6, share))
             ms = found["layer"][0] * model.num_layers * 1e3
             print(f"{line} | {ms:.2f} ms a step of {model.num_layers}", flush=True)

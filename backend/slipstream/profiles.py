@@ -21,6 +21,7 @@ from slipstream_runtime.ranks import MAX_RANKS
 from slipstream.config import MAX_REPLICAS, EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels.elementwise.eight_bits import E4M3, INT8
+from slipstream.kernels.experts.sm90 import streamed
 from slipstream.kernels.runtime.registry import Target
 from slipstream.runner.matrices import WeightParts, weight_parts
 from slipstream.runner.memory import num_blocks
@@ -44,7 +45,7 @@ _PACKED_EXPERTS_READ = {  # likewise, by bits and type of their codes
     (8, "e4m3"): 0.57,
     (4, "e2m1"): 0.43,
 }
-_EXPERTS_RATE = 0.6  # of operations in 16 bits
+_EXPERTS_RATE = 0.6  # of operations in 16 bits, where rows of experts are so
 _SUM_S = 5e-6  # of a sum over ranks, of which a layer has two
 _SUM_RATE = 300e9  # bytes a second of it
 _HOP_S = 30e-6  # from stage to stage
@@ -209,6 +210,11 @@ class StepModel:
             self._experts_read = _PACKED_EXPERTS_READ[weights.expert_codes]
         if (experts := model.axes.experts) is not None:
             self._chosen = experts.routing.top_k / experts.routing.num_experts
+        refusal = streamed.refusal(card.target, plan.config.deterministic, is_fp8=True)
+        of_e4m3 = weights.rounded_experts if refusal is None else 0
+        self._pair_s = (weights.expert_elements - of_e4m3) / (_EXPERTS_RATE * card.bf16)
+        if of_e4m3:
+            self._pair_s += _UNHIDDEN * of_e4m3 / card.fp8
         self.token_bytes = plan.block_bytes * plan.window.num_tables / plan.block_size
 
     def read_bytes(self, rows: int, context: int) -> tuple[float, float]:
@@ -236,8 +242,7 @@ class StepModel:
         row_s = self._elements / self._rate + self._rounded_s + self._head / card.bf16
         gemms_s = 2 * rows * row_s
         unhidden_s = self._launches_s + _UNHIDDEN * gemms_s + self.packed_s(rows)
-        chosen = self._chosen * self._weights.expert_elements
-        unhidden_s += 2 * rows * chosen / (_EXPERTS_RATE * card.bf16)
+        unhidden_s += 2 * rows * self._chosen * self._pair_s
         sums_s = 0.0
         if self._tensor > 1:
             shares = 2 * (self._tensor - 1) / self._tensor

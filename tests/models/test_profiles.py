@@ -96,7 +96,7 @@ def test_a_step_of_another_family_is_within_15_percent_of_the_recorded_one(tmp_p
     "shape", [pytest.param("qwen3-30b-a3b", marks=pytest.mark.rest), "mixtral-8x7b"]
 )
 def test_a_step_of_a_mixture_reads_the_experts_that_its_rows_choose(tmp_path, shape):
-    rows = [row for row in columns("2026-11-29-mixtures-h200.txt", 2) if row[0] == shape]
+    rows = [row for row in columns("2026-11-30-mixtures-h200.txt", 2) if row[0] == shape]
     assert [row[2] for row in rows] == ["1", "32", "128"]
     quantization = "fp8" if rows[0][1] == "fp8" else "auto"
     config = msgspec.structs.replace(shape_of(shape, tmp_path), quantization=quantization)
@@ -112,7 +112,7 @@ def test_a_step_of_a_mixture_reads_the_experts_that_its_rows_choose(tmp_path, sh
 @pytest.mark.rest
 def test_steps_of_a_mixture_in_4_bits_are_within_15_percent_of_the_recorded_ones(tmp_path):
     """Compare the last recording, whose rows chose as many experts as are counted, but 128 rows."""
-    text = (RESULTS / "2026-11-29-mixtures-h200.txt").read_text()
+    text = (RESULTS / "2026-11-30-mixtures-h200.txt").read_text()
     rows = re.findall(r"^qwen3-30b-a3b +int4 +(\d+) .* ([\d.]+) +[\d.]+%$", text, re.MULTILINE)
     recorded = [(int(count), float(ms)) for count, ms in rows[-3:-1]]
     assert [count for count, _ in recorded] == [1, 32]
@@ -133,6 +133,21 @@ def test_experts_in_8_bits_are_read_as_other_matrices_in_8_bits(tmp_path):
     assert experts == pytest.approx(whole / 2, rel=0.02)
     least = 1e3 * experts / (0.74 * CARDS["H200"].read)
     assert 1.0 < packed.step_ms(32, 128) / least < 1.5
+
+
+def test_experts_in_e4m3_take_longer_where_their_rows_stay(tmp_path):
+    """In deterministic mode, and not where weights alone have fewer bits."""
+    config = msgspec.structs.replace(shape_of("mixtral-8x7b", tmp_path), quantization="fp8")
+    fixed = msgspec.structs.replace(config, deterministic=True)
+    rounded, kept = (step_model(each, CARDS["H200"]) for each in (config, fixed))
+    assert rounded.read_bytes(128, 192) == kept.read_bytes(128, 192)
+    assert kept.step_ms(128, 192) > 1.3 * rounded.step_ms(128, 192)
+    plan, target = settle(config, torch.device("cuda", 0)), CARDS["H200"].target
+    parts = weight_parts(config, plan.model, plan.dtype, target)
+    assert parts.rounded_experts == parts.expert_elements > 45e9
+    for scheme in ("auto", "int8", "w8a8"):
+        other = msgspec.structs.replace(config, quantization=scheme)
+        assert weight_parts(other, plan.model, plan.dtype, target).rounded_experts == 0
 
 
 @pytest.mark.parametrize("quantization", ["int4", "int8", "fp8", "w8a8"])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fixtures.models.quantised import NAME, K, N, config_of, directory_of, tensors_of
+from slipstream.kernels.experts.grouped import expert_matrix
 from slipstream.kernels.gemm.op import Matrix
 from slipstream.kernels.gemm.packing import dense
 from slipstream.kernels.runtime.registry import CPU, KNOWN, Target
@@ -155,6 +156,13 @@ def test_rows_beside_e4m3_are_rounded_where_a_file_says_so(case: str, tmp_path: 
             assert isinstance(made, Matrix)
             assert (made.groups is None) is has_products
             assert made.takes_quantized is has_products
+            experts = form_of_experts(found, 2, target, dtype)
+            assert experts is not None
+            kept = experts.make(found)
+            assert isinstance(kept, Matrix)
+            matrix = expert_matrix(kept, 2, None)
+            assert (matrix.values.dtype == torch.float8_e4m3fn) is has_products
+            assert (matrix.groups is None) is has_products
             if made.groups is not None:
                 assert not made.groups.packing.takes_e4m3
                 assert torch.equal(dense(made.values, made.groups), dequantise(found))

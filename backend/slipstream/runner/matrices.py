@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.fuse.rewrite import Place, places
-from slipstream.kernels.elementwise.eight_bits import PRODUCTS
+from slipstream.kernels.elementwise.eight_bits import E4M3, PRODUCTS
 from slipstream.kernels.gemm.cpu_packing import LAYOUT
 from slipstream.kernels.gemm.op import Matrix, Spec
 from slipstream.kernels.gemm.packing import CodeType, Packing
@@ -135,6 +135,7 @@ class WeightParts:
 
     num_bytes: of all.
     expert_bytes, expert_elements, expert_codes, num_expert_layers: of experts.
+    rounded_experts: elements of those in e4m3 beside which a kernel may round rows, too.
     packed: matrices that are multiplied packed, the head with `has_packed_head` among them.
     rounded: elements of matrices that are multiplied with rows of their own 8 bits, by type.
     embedding_bytes: of the embedding, of which a step reads rows; 0 where it is the head, too.
@@ -150,6 +151,7 @@ class WeightParts:
     rounded: tuple[tuple[torch.dtype, int], ...] = ()
     has_packed_head: bool = False
     embedding_bytes: int = 0
+    rounded_experts: int = 0
 
 
 def weight_bytes(
@@ -192,6 +194,7 @@ def weight_parts(
         tuple(_rounded(found).items()),
         head is not None and head.matrix.groups is not None,
         _num_bytes(each for each in _objects(embedding) if id(each) in alone),
+        sum(each.values.numel() for each in matrices if each.values.dtype == E4M3),
     )
 
 

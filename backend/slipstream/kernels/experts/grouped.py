@@ -2,9 +2,9 @@
 
 Where experts have few rows, tiles are of eight and weights are read straight into registers
 (`skinny.cu`). Larger tiles are `tiled.cu`'s, whose sums have one order whatever the tile is; on
-Hopper those of 32 rows and more are `sm90/piped.cu`'s, whose sums may have another, or, where that
-is on, all of e4m3 `sm90/streamed.cu`'s, which rounds rows to e4m3, too. Weights that are packed in
-4 or 8 bits have a kernel of their own for all tiles, `packed.cu`.
+Hopper those of 32 rows and more are `sm90/piped.cu`'s, whose sums may have another, and all of e4m3
+`sm90/streamed.cu`'s, which rounds rows to e4m3, too. Weights that are packed in 4 or 8 bits have a
+kernel of their own for all tiles, `packed.cu`, beside rows in 16 bits.
 """
 
 import itertools

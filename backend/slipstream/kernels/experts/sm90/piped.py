@@ -1,8 +1,8 @@
 """GEMMs of experts by tiles of rows, on Hopper's tensor cores (sm_90a).
 
 A CTA has a tile's rows and 256 weight rows of their expert, read once: twice as many as a CTA of
-`tiled.cu`, whose warps each read the tile's rows from shared memory and widen weights of e4m3 that
-another warp widens, too.
+`tiled.cu`, whose warps each read the tile's rows from shared memory. Weights are in 16 bits, as
+rows are; beside weights in e4m3 `streamed.cu` has tiles of all sizes.
 """
 
 import itertools
@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from slipstream.kernels.elementwise.eight_bits import E4M3
 from slipstream.kernels.experts.kind import KINDS, Kind
 from slipstream.kernels.experts.route import Routed
 from slipstream.kernels.runtime import jit, tensor_map
@@ -37,25 +36,24 @@ def runs_on(target: Target, deterministic: bool) -> bool:
     return not deterministic and target.architecture == ARCHITECTURE
 
 
-def num_slots(rows: int, is_fp8: bool) -> int:
-    """Count the slots of the ring, each of 128 bytes of weight rows and what they multiply."""
-    room = _MEMORY - rows * _PLACE_BYTES
-    return room // (_slot_bytes(rows, is_fp8) + _BARRIER_BYTES)
+def num_slots(rows: int) -> int:
+    """Count the slots of the ring, each of 128 bytes of weight rows and of rows."""
+    return (_MEMORY - rows * _PLACE_BYTES) // (_slot_bytes(rows) + _BARRIER_BYTES)
 
 
-def _slot_bytes(rows: int, is_fp8: bool) -> int:
-    return (rows * (2 if is_fp8 else 1) + _WEIGHT_ROWS) * _COLUMN
+def _slot_bytes(rows: int) -> int:
+    return (rows + _WEIGHT_ROWS) * _COLUMN
 
 
 def variant(kind: Kind, rows: int) -> jit.Variant:
-    """Return the kernel for tiles of so many rows."""
-    slots = num_slots(rows, kind.is_fp8)
-    return kind.variant("experts/sm90/piped.cu", ROWS=rows, SLOTS=slots)
+    """Return the kernel for tiles of so many rows, whose weights are in 16 bits."""
+    return kind.variant("experts/sm90/piped.cu", ROWS=rows, SLOTS=num_slots(rows))
 
 
 def variants() -> Iterator[jit.Variant]:
     """Return every legal instantiation."""
-    return itertools.starmap(variant, itertools.product(KINDS, TILE_ROWS))
+    kinds = [kind for kind in KINDS if not kind.is_fp8]
+    return itertools.starmap(variant, itertools.product(kinds, TILE_ROWS))
 
 
 def launch(
@@ -77,8 +75,7 @@ def launch(
         parameters: of all kernels of experts (pieces.cuh).
     """
     rows, columns = routed.tile_rows, _WEIGHT_ROWS // streams
-    is_fp8 = values.dtype == E4M3
-    memory = num_slots(rows, is_fp8) * (_slot_bytes(rows, is_fp8) + _BARRIER_BYTES)
+    memory = num_slots(rows) * (_slot_bytes(rows) + _BARRIER_BYTES)
     jit.launch(
         wanted,
         "piped",
