@@ -157,7 +157,7 @@ def test_a_step_of_fewer_bits_is_within_15_percent_of_the_recorded_one(
     model = step_model(
         msgspec.structs.replace(recorded_shape, quantization=quantization), CARDS["H200"]
     )
-    name = f"2026-11-{'30-schemes-int8' if quantization == 'w8a8' else '29-schemes'}-h200.txt"
+    name = f"2026-11-30-schemes{'-int8' if quantization == 'w8a8' else ''}-h200.txt"
     [row] = [row for row in columns(name, 4) if row[0] == quantization]
     for count, ms in zip((1, 16, 64, 128), row[1:5], strict=True):  # 256 tokens behind 128
         assert model.step_ms(count, 256) == pytest.approx(float(ms), rel=0.15), count
