@@ -1,28 +1,25 @@
 // GEMMs of experts on Hopper's tensor cores (sm_90a): up to ROWS places of an expert by 256 of its weight rows. The weights
-// are A, in registers, where e4m3 is widened; rows of x are B, in shared memory. Both pass through a ring of slots: a lane
-// streams boxes of weights, a warpgroup gathers rows of x. A warpgroup has every second tile of 64 weight rows, and widens
-// what it multiplies next while the tensor cores multiply what it widened before.
-// A k-step of 16 wants columns 2t, 2t + 1, 2t + 8, 2t + 9 of a weight row in lane t, and ldmatrix gives it bytes 4t to
-// 4t + 3: so beside e4m3, pairs 0, 2, 4, 6, 1, 3, 5, 7 of 16 numbers of x lie in this order.
-// -D ELEMENT, FP8, GATED (see pieces.cuh), ROWS (32, 48, 64, 128: of a tile), SLOTS
+// are A, in registers; rows of x are B, in shared memory. Both pass through a ring of slots: a lane streams boxes of
+// weights, a warpgroup gathers rows of x. A warpgroup has every second tile of 64 weight rows, and loads what it multiplies
+// next while the tensor cores multiply what it loaded before.
+// -D ELEMENT, FP8 (0: weights are T), GATED (see pieces.cuh), ROWS (32, 48, 64, 128: of a tile), SLOTS
 #include "experts/pieces.cuh"
 #include "gemm/sm90/wgmma_fragments.cuh"
 #include "runtime/tma.cuh"
 
+static_assert(!FP8, "streamed.cu multiplies with weights in e4m3");
 constexpr int GROUPS = 2;  // warpgroups that multiply; a third one copies
 constexpr int THREADS = GROUPS * 128;
 constexpr int TILES = 2;  // of 64 weight rows, of a warpgroup
 constexpr int WEIGHT_ROWS = GROUPS * TILES * 64;
 constexpr int OUTPUTS = GATED ? WEIGHT_ROWS / 2 : WEIGHT_ROWS;
-constexpr int UNITS = 8 * X_PIECES;        // of 16 bytes, of a row of x in a slot; of a weight row there are 8
-constexpr int COLUMN_BYTES = ROWS * 128;   // 64 numbers of each row of x
-constexpr int X_BYTES = X_PIECES * COLUMN_BYTES;
+constexpr int UNITS = 8;                   // of 16 bytes, of a row of x or a weight row in a slot
+constexpr int X_BYTES = ROWS * 128;        // 64 numbers of each row of x
 constexpr int WEIGHTS_BYTES = WEIGHT_ROWS * 128;
 constexpr int SLOT_BYTES = X_BYTES + WEIGHTS_BYTES;
 constexpr int SUMS = ROWS / 2;             // of a thread and tile
-constexpr int TURN_STEPS = 4;              // of 16 numbers: what is multiplied at once
-constexpr int TURNS = TILES * X_PIECES;    // of a slot
-static_assert(TURNS % 2 == 0, "fragments change places at every turn");
+constexpr int SLOT_STEPS = 4;              // of 16 numbers, of a slot
+static_assert(TILES % 2 == 0, "fragments change places at every tile");
 constexpr int COPIES = ROWS * UNITS / 128; // of 16 bytes of x, of a thread and slot
 constexpr int AT_ONCE = COPIES < 8 ? COPIES : 8;
 constexpr int ROWS_AT_ONCE = 128 / UNITS;
@@ -79,26 +76,12 @@ struct Gather {
     }
   }
   DEVICE void store(u32 slot, int begin) const {
-    u8* x = shared_bytes + (slot - shared.base) + unit / 8 * COLUMN_BYTES;
+    u8* x = shared_bytes + (slot - shared.base);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const int row = first_row + (begin + i) * ROWS_AT_ONCE;
-      ::store<4>(reinterpret_cast<u32*>(x + row * 128 + (unit % 8 ^ row % 8) * 16), FP8 ? in_turn(loaded[i]) : loaded[i]);
+      ::store<4>(reinterpret_cast<u32*>(x + row * 128 + (unit ^ row % 8) * 16), loaded[i]);
     }
-  }
-
- private:
-  // Of the two units of 16 numbers, which neighbours have: the even words of both in the first, the odd ones in the other.
-  DEVICE Bytes in_turn(const Bytes& own) const {
-    const bool odd = unit % 2 != 0;
-    Bytes result;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const u32 given = __shfl_xor_sync(ALL_LANES, odd ? own.at[2 * i] : own.at[2 * i + 1], 1);
-      result.at[i] = odd ? given : own.at[2 * i];
-      result.at[2 + i] = odd ? own.at[2 * i + 1] : given;
-    }
-    return result;
   }
 };
 
@@ -128,34 +111,19 @@ DEVICE void fetch(const Task& task, const Shared& shared, const TensorMap* map, 
 
 // ---- the warpgroups that multiply ----
 
-// 16 weight rows of a warp by TURN_STEPS k-steps.
+// 16 weight rows of a warp by the k-steps of a slot.
 struct Fragments {
-  u32 a[TURN_STEPS][4];
+  u32 a[SLOT_STEPS][4];
 
-  DEVICE void load(u32 rows, int half) {
+  DEVICE void load(u32 rows) {
     const int lane = threadIdx.x % 32, row = lane % 16;
-    constexpr int LOADS = FP8 ? TURN_STEPS / 2 : TURN_STEPS;
 #pragma unroll
-    for (int i = 0; i < LOADS; ++i) {
-      const int unit = half * 2 * LOADS + 2 * i + lane / 16;
-      u32 words[4];
-      load_matrices(words, rows + row * 128 + (unit ^ row % 8) * 16);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if constexpr (FP8) {
-          u32* step = a[2 * i + j / 2];
-          step[j % 2] = widened(__byte_perm(words[j], 0, 0x1404), T{});
-          step[j % 2 + 2] = widened(__byte_perm(words[j], 0, 0x3424), T{});
-        } else {
-          a[i][j] = words[j];
-        }
-      }
-    }
+    for (int i = 0; i < SLOT_STEPS; ++i) load_matrices(a[i], rows + row * 128 + (2 * i + lane / 16 ^ row % 8) * 16);
   }
   DEVICE void multiply_into(float (&sums)[SUMS], u32 x) const {
     products_begin();
 #pragma unroll
-    for (int i = 0; i < TURN_STEPS; ++i) multiply(sums, a[i], rows_descriptor(x + i * 32), true, T{});
+    for (int i = 0; i < SLOT_STEPS; ++i) multiply(sums, a[i], rows_descriptor(x + i * 32), true, T{});
     products_commit();
   }
 };
@@ -165,34 +133,33 @@ struct Multiplier {
   const int num_steps;
   float (&totals)[TILES][SUMS];
   Fragments fragments[2];
-  RingPosition at, next;  // of what is multiplied, of what is widened
+  RingPosition at, next;  // of what is multiplied, of what is loaded
 
-  DEVICE void load_turn(Fragments& into, int turn) const {
-    const int block = (turn / X_PIECES * GROUPS + threadIdx.x / 128) * 4 + threadIdx.x / 32 % 4;
-    into.load(shared.slot(next.slot) + X_BYTES + block * 2048, turn % X_PIECES);
+  DEVICE void load_tile(Fragments& into, int tile) const {
+    const int block = (tile * GROUPS + threadIdx.x / 128) * 4 + threadIdx.x / 32 % 4;
+    into.load(shared.slot(next.slot) + X_BYTES + block * 2048);
   }
-  DEVICE void load_next(Fragments& into, int step, int turn) {
-    if (turn + 1 < TURNS) {
-      load_turn(into, turn + 1);
+  DEVICE void load_next(Fragments& into, int step, int tile) {
+    if (tile + 1 < TILES) {
+      load_tile(into, tile + 1);
     } else if (step + 1 < num_steps) {
       next.advance(SLOTS);
       barrier_wait(shared.full(next.slot), next.parity);
-      load_turn(into, 0);
+      load_tile(into, 0);
     }
   }
   DEVICE void run() {
     barrier_wait(shared.full(0), 0);
-    load_turn(fragments[0], 0);
+    load_tile(fragments[0], 0);
     int step = 0;
 #pragma unroll 1
     do {  // at least once: or sums were zeros or what was summed, by an instruction that GEMMs wait for
 #pragma unroll
-      for (int turn = 0; turn < TURNS; ++turn) {
-        const u32 x = shared.slot(at.slot) + turn % X_PIECES * COLUMN_BYTES;
-        fragments[turn % 2].multiply_into(totals[turn / X_PIECES], x);
+      for (int tile = 0; tile < TILES; ++tile) {
+        fragments[tile % 2].multiply_into(totals[tile], shared.slot(at.slot));
         products_wait<1>();
-        if (turn == 0 && step > 0) release(at.slot == 0 ? SLOTS - 1 : at.slot - 1);
-        load_next(fragments[1 - turn % 2], step, turn);
+        if (tile == 0 && step > 0) release(at.slot == 0 ? SLOTS - 1 : at.slot - 1);
+        load_next(fragments[1 - tile % 2], step, tile);
       }
       at.advance(SLOTS);
     } while (++step < num_steps);
