@@ -18,6 +18,7 @@ import numpy as np
 from slipstream import wire
 from slipstream.core.batch import Batch, Sampled
 from slipstream.core.sequence import Request, Sequence
+from slipstream.core.step_sizes import StepSizes
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.engine import Engine
 from slipstream.engine.request_checks import RequestBounds
@@ -56,7 +57,7 @@ class Nothing:
     max_in_flight = 2
     transfers = None
     attention_doubles_at = 0
-    graph_tokens = 0
+    step_sizes = StepSizes()
 
     def __init__(self, window: AttentionWindow = ALL) -> None:
         self.window = window

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from slipstream.core.batch import Batch, Outcome, Sampled
+from slipstream.core.step_sizes import StepSizes
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
@@ -72,9 +73,9 @@ class SimulatedRunner:
         self._times = times
 
     @property
-    def graph_tokens(self) -> int:
-        """The most tokens of prompts in a graph beside decodes."""
-        return self.buckets.max_prompt_tokens if self.buckets else 0
+    def step_sizes(self) -> StepSizes:
+        """Sizes of steps that leave no rows idle."""
+        return self.buckets.sizes if self.buckets else StepSizes()
 
     def clock(self) -> int:
         """Return the simulated time in ns."""

@@ -27,21 +27,25 @@ from pathlib import Path
 from limits import CARDS, Model
 from shapes import SHAPES
 
+TILE = 128
 RESULTS = Path(__file__).parent / "results"
 RECORDED = "llama-3.1-8b"
 CHUNK_RATE = 600e12  # operations a second of a chunk's attention, measured on an H200
 _CONTEXTS = {1: 256, 32: 256, 128: 256, 256: 192}  # mean context of the recorded decodes
 _LONG = (16, 16_384)  # decodes, and their context, of the row `long-context`
 _PROMPT = 2048
+_FINE_ROWS = 256  # a step of more has GEMMs of tiles of TILE rows
+# What an idle row of a last tile takes of a row's time: graphs of 8 to 32 decodes of 8B on H200s,
+# of 256 rows 7.6 ms and 288 8.9, of 384 9.9 and 416 11.3, of 512 12.3 and 544 13.7.
+_IDLE = 1 / 3
 
 # A step never takes less than its launches, in ms: of at most `GRAPHS` tokens, which replay graphs,
 # and of others. One row of the 1B shape takes ours 0.95 ms and vLLM 2.1. The second of vLLM is a
 # guess; what ours without a graph take is the host's part, below.
 LAUNCHES = {"slipstream": (0.3, 0.3), "vllm": (2.1, 3.0)}
 GRAPHS = 512
-# Of the host, of the recorded shape: 10 to 16 on H200s by the same step again and again. In traffic
-# it was 30 to 50 (docs/log/2026-11-engine.md); repeated blocks may take 3 (`fuse/repeat.py`).
-EAGER_MS = 14.0
+# Of the host, of the recorded shape, in traffic on H200s: 8 to 15, 10 to 12 at the median.
+EAGER_MS = 10.0
 # Added to first tokens of vLLM, for the processes between: alone, one prompt of 128 tokens takes
 # 19 to 26 ms, of which a step is 7; most of that is not counted, to be on the safe side.
 FIRST_MS = {"slipstream": 0.5, "vllm": 2.0}
@@ -76,7 +80,7 @@ class StepTimes:
     first_ms: float
     eager_ms: float
 
-    def rest_ms(self, num_tokens: int) -> float:
+    def rest_ms(self, num_tokens: float) -> float:
         """Return the time of all but attention of a step of so many tokens."""
         at = bisect_left(self.rest, (num_tokens, 0.0))
         if at == len(self.rest):
@@ -103,7 +107,13 @@ class StepTimes:
             pairs += size * (start + size / 2)
             before += start
         attention = context * self.read_ms + max(pairs * self.pair_ms, before * self.read_ms)
-        return max(self.launches[num_tokens > GRAPHS], self.rest_ms(num_tokens) + attention)
+        rows = num_tokens if num_tokens <= _FINE_ROWS else _with_idle(num_tokens)
+        return max(self.launches[num_tokens > GRAPHS], self.rest_ms(rows) + attention)
+
+
+def _with_idle(num_rows: int) -> float:
+    """Return the rows that take as long, were all of them computed."""
+    return num_rows + _IDLE * (-num_rows % TILE)
 
 
 def recorded(card: str, engine: str) -> StepTimes:

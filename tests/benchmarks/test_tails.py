@@ -187,5 +187,5 @@ def test_a_step_takes_as_long_as_its_graph(bench, monkeypatch):
     (step,) = [each for each in padded if each[0] and each[1]]
     assert step == (9, 70)
     assert padded[step] == pytest.approx(
-        plain[step] + (times.rest_ms(32 + 128) - times.rest_ms(79)) / 1e3, rel=0.01
+        plain[step] + (times.rest_ms(32 + 96) - times.rest_ms(79)) / 1e3, rel=0.01
     )

@@ -6,6 +6,7 @@ from fixtures.engine.counting import CountingRunner
 from fixtures.engine.hashed import Words, expected, next_token
 from slipstream.core.batch import Batch, Sampled
 from slipstream.core.sequence import Sequence
+from slipstream.core.step_sizes import StepSizes
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
@@ -194,7 +195,7 @@ class Timed:
     window = AttentionWindow()
     transfers = None
     attention_doubles_at = 0
-    graph_tokens = 0
+    step_sizes = StepSizes()
     launch_ms, device_ms = 20, 40
     now_ms = ready_ms = 0
 

@@ -21,6 +21,7 @@ from fixtures.tiers import quick_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.batch import Batch
+from slipstream.core.step_sizes import StepSizes
 from slipstream.engine.engine import Engine
 from slipstream.engine.prefill_budget import PrefillBudget
 from slipstream.engine.scheduler import Limits
@@ -327,14 +328,29 @@ def test_prompts_fill_a_graph_at_most_where_the_host_launches_no_larger_step_in_
     target_ns, launch_ms, room
 ):
     now_ns = 0
-    budget = PrefillBudget(lambda: now_ns, 0, target_ns, None, graph_tokens=512)
+    sizes = StepSizes(((0, (512,)), (8, (512,))))
+    budget = PrefillBudget(lambda: now_ns, 0, target_ns, None, sizes)
     assert budget.room() > 1 << 32  # nothing is measured
-    for num_decodes, num_tokens, took in [(4, 0, 2), (4, 512, 7.12), (0, 1000, 10)]:
+
+    def launch(num_decodes, num_tokens, took, ms):
+        nonlocal now_ns
         budget.start_step(num_decodes, num_tokens)
-        budget.launch_took((launch_ms if num_tokens > 512 else 900) * MS)
+        budget.launch_took(ms * MS)
         now_ns += int(took * MS)
         budget.finish_step()
+
+    for step in [(4, 0, 2), (4, 512, 7.12)]:
+        launch(*step, 900)
+    free = 800 if target_ns == 0 else 5800
+    for _ in range(7):  # a few cold ones say nothing yet
+        assert budget.room() in (free, 1 << 62)
+        launch(0, 1000, 10, launch_ms)
     assert budget.room() == room
+    rooms = [budget.room() for _ in range(200)]
+    assert sorted({*rooms}) == sorted({room, free})
+    assert rooms.count(free) <= 2 or room == free  # one of many measures again
+    launch(4, 600, 10, 1)
+    assert budget.room() == free
 
 
 def test_a_step_ends_when_the_device_says():

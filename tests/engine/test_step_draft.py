@@ -8,10 +8,12 @@ from fixtures.engine.hashed import Words
 from fixtures.engine.timed import H200, MS, Costs, TimedRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slipstream.core.step_sizes import StepSizes
 from slipstream.engine.engine import Engine
 from slipstream.engine.prefill_budget import PrefillBudget
 from slipstream.engine.scheduler import Limits
 from slipstream.engine.step_draft import STRETCH, StepDraft
+from slipstream.runner.graphs import Buckets
 from slipstream_contract.sampling import SamplingParams
 
 DECODE_NS, TOKEN_NS = 5 * MS, 20_000
@@ -19,10 +21,10 @@ NOW_NS = 1000 * MS
 SMALL = Costs(3.7, 0.021, 1000 / 42_000, 2, 2048, 4096)
 
 
-def measured(target_ns: int = 0) -> PrefillBudget:
+def measured(target_ns: int = 0, sizes: StepSizes | None = None) -> PrefillBudget:
     """Return a budget that has measured decodes and tokens; its clock stands at `NOW_NS`."""
     now_ns = 0
-    budget = PrefillBudget(lambda: now_ns, 0, target_ns, None)
+    budget = PrefillBudget(lambda: now_ns, 0, target_ns, None, sizes or StepSizes())
     for num_decodes, num_tokens, took_ns in ((4, 0, DECODE_NS), (0, 1000, 1000 * TOKEN_NS)):
         budget.start_step(num_decodes, num_tokens)
         now_ns += took_ns
@@ -84,6 +86,24 @@ def test_shares_of_a_step(many, budget, has_decodes, target_ns):
     is_short = [got.get(each.id, 0) < left[each.id] for each in order]
     if True in is_short:
         assert not any(got.get(each.id) for each in order[is_short.index(True) + 1 :])
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(prompts(), st.integers(8, 60), st.integers(1, 3000), st.integers(1, 300))
+def test_prompts_fill_the_rows_of_a_step_alone_if_more_wait(many, target_ms, budget, num_decodes):
+    """Nothing is overdue, so that the target counts; a prompt that fits is not cut."""
+    sizes = Buckets(256, 4096).sizes
+    shared = measured(target_ms * MS, sizes)
+    draft = StepDraft(budget, [SimpleNamespace()] * num_decodes, 0, shared)
+    many = [each for each in many if not shared.is_long(each.num_tokens)]
+    for each in many:
+        each.queued_ns = NOW_NS
+        draft.offer(each)
+    draft.fill()
+    got, asked = budget - draft.budget, sum(each.num_tokens - each.num_scheduled for each in many)
+    room = min(budget, shared.room())
+    filled = min(budget, sizes.filled(num_decodes, room)) if room < budget else room
+    assert got == (asked if asked <= room else min(asked, filled))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)

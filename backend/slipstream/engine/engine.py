@@ -81,7 +81,7 @@ class Engine:
             window=runner.window,
             mover=runner.transfers,
             attention_doubles_at=runner.attention_doubles_at,
-            graph_tokens=runner.graph_tokens,
+            step_sizes=runner.step_sizes,
             speculation=speculation,
             device_drafts=device_drafts,
             room=self.adapters.room,

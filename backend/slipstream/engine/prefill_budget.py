@@ -8,7 +8,11 @@ step may be as large as steps can be, which computes prompts at the least cost.
 
 A step of more tokens of prompts than a graph has room for is launched kernel by kernel. Where that
 takes the host longer than a target, as with small models, the step takes as long, whatever the
-device does, and no token is sent meanwhile: then prompts get what a graph has room for.
+device does, and no token is sent meanwhile: then prompts get what a graph has room for, but for one
+step of many, which measures the host again.
+
+If more is waiting than a target has room for, prompts get what the device computes in the same
+time: a step is as large as its graph, or as whole tiles of GEMMs (`StepSizes`).
 
 A **long** prompt, one that takes more than `_LONG` times the decodes or has more tokens than the
 operator says, would fill many targets in a row. Its chunks are cut so that a step takes less than
@@ -33,6 +37,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
+from slipstream.core.step_sizes import StepSizes
 from slipstream.engine.first_tokens import StepSpan
 
 _STEP = 5.0  # decodes' times that a step may take, unless there is a target
@@ -45,11 +50,13 @@ _MANY = 256  # tokens of chunks; a step with at least these is large
 _SHARE = 0.75  # of the decodes' time, for chunks; the rest is for what is not measured
 _DEAREST = 2.0
 _NUM_SAMPLES = 7
+_LAUNCH_EVERY = 128  # of this many steps that the host bounds, one is not bounded
 _HIGH = 3  # the third highest sample counts
 _PROBE_EVERY = 32  # of this many cut steps, one has decodes alone, to measure these
 _NOTHING_MEASURED_NS = 20_000.0  # of a token, until it is measured: prompts are in order by it
 _EARLY = 0.9  # of the time that chunks take, by which a step may end early
 _NO_BOUND = 1 << 62
+_ANY = StepSizes()
 
 
 class PrefillBudget:
@@ -60,7 +67,7 @@ class PrefillBudget:
         doubles_at: context in tokens at which a token costs twice as much as without; 0: none.
         target_ns: what a step with decodes may take; 0: by what decodes take.
         long_tokens: a prompt with more is long; None: by what it takes.
-        graph_tokens: of prompts, that a graph has room for beside decodes; 0: there are none.
+        sizes: of steps that leave no rows idle.
     """
 
     def __init__(
@@ -69,13 +76,14 @@ class PrefillBudget:
         doubles_at: int = 0,
         target_ns: int = 0,
         long_tokens: int | None = None,
-        graph_tokens: int = 0,
+        sizes: StepSizes = _ANY,
     ) -> None:
         self._clock = clock
         self._doubles_at = doubles_at
         self._fixed_target_ns = target_ns
         self._long_tokens = long_tokens
-        self._graph_tokens = graph_tokens
+        self._sizes = sizes
+        self._num_bounded = 0  # steps with prompts, by the host
         self._launch_ns: deque[int] = deque(maxlen=_NUM_SAMPLES)  # of steps that are no graphs
         # For each step in flight: start, decodes, tokens of chunks, whether `take` cut these.
         self._started: deque[tuple[int, int, int, bool]] = deque()
@@ -144,7 +152,7 @@ class PrefillBudget:
 
     @property
     def _is_host_slow(self) -> bool:
-        return bool(self._launch_ns) and min(self._launch_ns) > self.target_ns
+        return len(self._launch_ns) == _NUM_SAMPLES and min(self._launch_ns) > self.target_ns
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -155,7 +163,9 @@ class PrefillBudget:
 
     def launch_took(self, took_ns: int) -> None:
         """Note the host's time for the step that started last, from its decision to its launch."""
-        if 0 < self._graph_tokens < self._started[-1][2]:
+        _, num_decodes, num_tokens, _ = self._started[-1]
+        has_graphs = bool(self._sizes.graph_tokens and num_tokens)
+        if has_graphs and self._sizes.graph_of(num_decodes, num_tokens) is None:
             self._launch_ns.append(took_ns)
 
     def finish_step(self, ago_ns: int = 0) -> StepSpan:
@@ -207,7 +217,16 @@ class PrefillBudget:
             return _NO_BOUND
         left_ns = self.target_ns - median(self._decodes_ns)
         room = max(_MIN, int(left_ns / max(1.0, self.work_ns(1))))
-        return min(room, self._graph_tokens) if self._is_host_slow else room
+        if not self._is_host_slow:
+            return room
+        self._num_bounded += 1
+        if self._num_bounded % _LAUNCH_EVERY == 0:
+            return room
+        return min(room, self._sizes.graph_tokens)
+
+    def filled(self, num_decodes: int, num_tokens: int) -> int:
+        """Return the most tokens of prompts that take a step no longer than so many of them."""
+        return self._sizes.filled(num_decodes, num_tokens)
 
     def take(self, num_long: int, start: int = 0) -> int:
         """Return how many tokens of `num_long` long prompts the next step may compute.

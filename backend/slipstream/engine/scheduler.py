@@ -25,6 +25,7 @@ from slipstream.core.batch import Batch, Outcome, Row, Sampled, Top
 from slipstream.core.drafts import Speculation, take_runs, together
 from slipstream.core.rows import chunk_row, decode_row, rows_with_drafts
 from slipstream.core.sequence import Request, Sequence, SequenceStatus
+from slipstream.core.step_sizes import StepSizes
 from slipstream.core.stop import Ending
 from slipstream.core.two_way import TwoWay
 from slipstream.core.window import AttentionWindow
@@ -84,12 +85,12 @@ class Scheduler:
         window: AttentionWindow | None = None,
         mover: Mover | None = None,
         attention_doubles_at: int = 0,
-        graph_tokens: int = 0,
+        step_sizes: StepSizes | None = None,
         speculation: Speculation | None = None,
         device_drafts: DeviceDrafts | None = None,
         room: AdapterRoom | None = None,
     ) -> None:
-        bounds = (limits.target_itl_ns, limits.long_prompt_tokens, graph_tokens)
+        bounds = (limits.target_itl_ns, limits.long_prompt_tokens, step_sizes or StepSizes())
         self._prefill_budget = prefill_budget = PrefillBudget(clock, attention_doubles_at, *bounds)
         pool = (num_blocks, block_size, limits.kv_cache_reuse, clock)
         self._clock = clock
@@ -97,8 +98,7 @@ class Scheduler:
         self._telemetry = telemetry or Telemetry()
         self._device_drafts = device_drafts
         max_rows = limits.max_num_rows or limits.max_num_seqs
-        parts = (self.cache, self._telemetry, max_rows)
-        self._verification = Verification(speculation, *parts)
+        self._verification = Verification(speculation, self.cache, self._telemetry, max_rows)
         self.guides: Guides | None = None  # where the model can guide
         num_stages = limits.num_stages
         self._shares = StepShares(num_stages) if num_stages > 1 else None

@@ -65,7 +65,10 @@ class StepDraft:
             is_limited = self.decodes and self.cuts_prompts
             room = self.prefill_budget.room() if is_limited else self.budget
             self._found_room = min(self.budget, room)
-        return self._found_room
+        if self._num_claimed <= self._found_room or self._found_room == self.budget:
+            return self._found_room
+        filled = self.prefill_budget.filled(len(self.decodes), self._found_room)
+        return min(self.budget, filled)
 
     def due_ns(self, sequence: Sequence) -> float:
         """Return when a prompt is due, by the scheduler's clock."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.core.batch import Batch, Sampled
+from slipstream.core.step_sizes import StepSizes
 from slipstream.core.stop import Ending
 from slipstream.core.window import AttentionWindow
 from slipstream.engine.bisect import Bisection, is_of_device
@@ -46,7 +47,7 @@ class Runner(Protocol):
     transfers: Mover | None  # copies of blocks to host memory and back, if there is any
     max_in_flight: int  # steps: 2, if one may be launched while the one before it runs; else 1
     attention_doubles_at: int  # context at which a token costs twice as much; 0: none
-    graph_tokens: int  # of prompts beside decodes, that a graph has room for; 0: there are none
+    step_sizes: StepSizes
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start a step. A row's `source` is the number of a sample of the step launched before."""

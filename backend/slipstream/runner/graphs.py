@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.core.step_sizes import StepSizes
 from slipstream.fuse import repeat
 from slipstream.kernels.runtime.collection import without_collection
 from slipstream.layers.sliced import ROWS
@@ -25,9 +26,11 @@ from slipstream.runner.step_shape import Layout, StepShape
 
 _MAX_ROWS = 1024
 _CHUNK_TOKENS = (16, 32, 64, 128, 192, 256, 384, 512)
-# Of chunks beside decodes, and these decodes; a step of both has a shape of each pair.
-_MIXED_TOKENS = (64, 128, 192, 256, 384, 512)
+# Of steps of both: decodes, and all rows, which fill tiles of GEMMs; chunks get what is left.
 _MIXED_DECODES = (8, 32, 64, 96, 128, 160, 192, 224, 256)
+_MIXED_ROWS = (64, 128, 192, 256, 384, 512, 640, 768)
+_FEWEST_BESIDE, _MOST_BESIDE = 24, 576  # tokens of chunks
+_TILE = 128
 MAX_CHUNK_ROWS = 8  # of a step
 _log = logging.getLogger(__name__)
 # From a shape to a step without rows: its inputs lie in place; a call launches it.
@@ -98,25 +101,23 @@ class Buckets:
         self._has_drafts = bool(drafts)
         most = max(max_num_seqs, max_num_rows)
         most = min(most - 1, max_num_batched_tokens - 1) if layout.has_decodes else 0
-        self._decodes = _up_to(most, _MIXED_DECODES)
-        self._beside = _up_to(max_num_batched_tokens - 1, _MIXED_TOKENS)
+        self._most_tokens = max_num_batched_tokens
+        mixed = [(decodes, self._beside(decodes)) for decodes in _up_to(most, _MIXED_DECODES)]
+        alone = [(0, tuple(self._tokens))] if layout.has_decodes else []
+        self.sizes = StepSizes((*alone, *[each for each in mixed if each[1]]), _TILE)
 
     @property
     def shapes(self) -> list[StepShape]:
         """All of them, of each kind the largest first."""
         mixed = [
             self._of_both(decodes, tokens)
-            for decodes in reversed(self._decodes)
-            for tokens in reversed(self._beside)
+            for decodes, beside in reversed(self.sizes.graphs)
+            for tokens in reversed(beside)
+            if decodes
         ]
         chunks = [self._of_tokens(tokens) for tokens in reversed(self._tokens)]
         drafts = [self._of_drafts(rows) for rows in reversed(self._drafts)]
         return mixed + chunks + drafts + [self._of_rows(rows) for rows in reversed(self._rows)]
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """The most tokens of prompts beside decodes; 0: no shape has both."""
-        return self._beside[-1] if self._decodes and self._beside else 0
 
     @property
     def max_rows(self) -> int:
@@ -144,12 +145,18 @@ class Buckets:
             if tokens > self._tokens[-1]:
                 return None
             return self._of_tokens(self._tokens[bisect.bisect_left(self._tokens, tokens)])
-        at = bisect.bisect_left(self._decodes, decodes)
-        beside = bisect.bisect_left(self._beside, tokens)
-        has_none = at == len(self._decodes) or beside == len(self._beside)
-        if has_none or shape.has_drafts > self._has_drafts:
+        found = self.sizes.graph_of(decodes, tokens)
+        if found is None or shape.has_drafts > self._has_drafts:
             return None
-        return self._of_both(self._decodes[at], self._beside[beside])
+        return self._of_both(*found)
+
+    def _beside(self, decodes: int) -> tuple[int, ...]:
+        """Return the tokens of chunks beside so many decodes."""
+        left = self._most_tokens - decodes
+        most = min(_MOST_BESIDE, left)
+        sizes = {rows - decodes for rows in _MIXED_ROWS}
+        found = {size for size in sizes if _FEWEST_BESIDE <= size <= most}
+        return tuple(sorted(found | ({left} if 0 < left < _MOST_BESIDE else set())))
 
     def _of_rows(self, rows: int) -> StepShape:
         if self._layout.has_decodes:

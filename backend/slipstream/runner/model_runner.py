@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.core.batch import Batch, Sampled
 from slipstream.core.laps import Laps
+from slipstream.core.step_sizes import StepSizes
 from slipstream.kernels.cache.copy_blocks import copy_blocks
 from slipstream.kernels.runtime import jit
 from slipstream.kernels.staging.stage import start_step
@@ -82,7 +83,7 @@ class ModelRunner:
         self._make_buffers(plan, buckets)
         self.adapters = Adapters(plan, self._model, self._num_tokens, group)
         self._drafting = self._make_drafting(plan)
-        self._graphs, self.graph_tokens = None, 0
+        self._graphs, self.step_sizes = None, StepSizes()
         left = left_in_share(plan, before, self._measure(plan, buckets, laps))
         self.num_blocks = self._group.agree(num_blocks(plan, self.adapters.reserve(left)))
         self._make_caches(plan, self.num_blocks)
@@ -92,7 +93,7 @@ class ModelRunner:
         has_graphs = plan.attention.has_graphs and plan.model.build is None  # classes have none yet
         if has_graphs and plan.config.cuda_graphs:
             self._graphs = Graphs(buckets, group.all_can, None, plan.config.tensor_parallel > 1)
-            self.graph_tokens = buckets.max_prompt_tokens
+            self.step_sizes = buckets.sizes
             self._graphs.capture(self.padding)
             laps.lap("graphs")
         laps.log(_log, "runner")
