@@ -7,8 +7,9 @@ all the harm. What is left to compute counts, so a prompt comes nearer to its tu
 A level of priority counts as much as the longest prompt that is not long.
 
 Beside decodes all prompts together get what `PrefillBudget.room` says, unless one is overdue, and
-the long ones of them what `PrefillBudget.take` says. Where nothing decodes, the first may take the
-whole step.
+the long ones of them what `PrefillBudget.take` says. If they claim more than there is room for, the
+room is what the device computes in the same time (`PrefillBudget.filled`). Where nothing decodes,
+the first may take the whole step.
 
 Where tokens of a prompt see those behind them, a prompt is computed in one step or waits for the
 next, whatever decodes take: what prompts get is not limited then but by the step's budget.
