@@ -34,7 +34,8 @@ def states(runner: ModelRunner, sizes: list[tuple[int, int]], decodes: int) -> l
     ("family", "scheme"),
     [
         *[("llama", scheme) for scheme in ("none", "fp8", "int4", "w4a8", "w8a8")],
-        *[("qwen3", "none"), ("phi3", "fp8"), ("mixtral", "none"), ("qwen3_moe", "none")],
+        *[("qwen3", "none"), ("phi3", "fp8"), ("qwen3_moe", "none")],
+        *[("mixtral", scheme) for scheme in ("none", "fp8")],
         *[(family, "none") for family in ("qwen2", "gemma2", "gemma3", "gpt_oss", "glm4", "olmo2")],
         *[("deepseek_v3", "none"), ("gpt2", "none"), ("qwen2", "w4a8")],
     ],

@@ -175,7 +175,8 @@ def test_every_kind_of_step_is_repeated(
 
 REST = [  # of one structure each; all others are slow
     *(("codegen", "w4a8"), ("cwm", "int4"), ("deepseek_v3", "none"), ("gemma2", "fp8")),
-    *(("gpt_oss", "none"), ("mixtral", "w8a8"), ("qwen2", "none"), ("qwen3_moe", "none")),
+    *(("gpt_oss", "none"), ("mixtral", "fp8"), ("mixtral", "w8a8"), ("qwen2", "none")),
+    ("qwen3_moe", "none"),
 ]
 CASES = [
     pytest.param(*each, marks=pytest.mark.rest if each in REST else pytest.mark.slow)
