@@ -237,7 +237,7 @@ def test_throughput_lets_in_as_many_sequences_as_have_room():
 def test_throughput_on_an_h200_is_what_a_full_engine_was_recorded_with(recorded_shape):
     """The rows of saturation: precision, cache, sequences and tokens of a step."""
     options = select(profiles(recorded_shape, CARDS["H200"]), "throughput").options("throughput")
-    said = (RESULTS / "2026-11-29-saturation-h200.txt").read_text().splitlines()[0]
+    said = (RESULTS / "2026-11-30-saturation-h200.txt").read_text().splitlines()[0]
     assert f"{options['quantization']} weights, {options['kv_cache_dtype']} cache" in said
     assert f"{options['max_num_seqs']:,} sequences" in said
     assert f"{options['max_num_batched_tokens']:,} tokens a step" in said
