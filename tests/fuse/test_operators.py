@@ -93,6 +93,8 @@ def test_operators_that_copy_are_seen(inference: bool) -> None:
             (2, lambda: x[torch.tensor([1])]),
             (2, lambda: x.sum().item() > 0),
             (2, lambda: x.bernoulli_()),
+            (2, lambda: x.to("meta")),  # another device
+            (1, lambda: x.to(x.device, torch.float16)),
         ):
             with Operators() as seen:
                 operator()

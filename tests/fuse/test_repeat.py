@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,52 +10,27 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from fixtures.kernels.driverless import HOPPER, WRITES, Driver, TorchCalls, driverless
-from fixtures.models.checkpoints import FAMILIES, classes, make_sizes
-from fixtures.models.gpu_sizes import OWN, SIZES
-from slipstream.config import EngineConfig
+from fixtures.kernels.driverless import WRITES, Driver, TorchCalls, driverless
+from fixtures.models.checkpoints import FAMILIES
+from fixtures.models.six_layers import CPU, LAYERS, made
 from slipstream.errors import ConfigError
 from slipstream.fuse import operators, repeat
-from slipstream.fuse.adapt import adapt
 from slipstream.fuse.alike import form_of
+from slipstream.fuse.recording import Recording
 from slipstream.fuse.repeat import Repeating
 from slipstream.kernels.runtime import tape
 from slipstream.layers.adapted import Group, StepGroups
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.decoder import Decoder, InTurn, one_by_one
 from slipstream.layers.residual import Residual
-from slipstream.models.decoder import build
-from slipstream.models.fileless import RandomSource
-from slipstream.models.source import Weights
-from slipstream.runner.plan import Plan, settle
+from slipstream.runner.plan import Plan
 from torch import Tensor
 
-CPU, BLOCK_SIZE, LAYERS = torch.device("cpu"), 16, 6
 SCHEMES = ("none", "fp8", "int4", "w4a8", "w8a8")
 STEPS = [(0, 600), (600, 0), (40, 700)]  # decodes, tokens of a chunk
 # Of torch: the first word of a result is of the first words of what is given.
 ELEMENTWISE = {"torch copy_", "torch zeros_like", "torch add_", "torch clone", "torch repeat"}
 Launches = list[tuple[str, str, dict[int, int | None]]]
-
-
-def made(
-    family: str, scheme: str, folder: Path, groups: StepGroups | None = None, **more: Any
-) -> tuple[Plan, Decoder]:
-    """Return a model of six layers, as an engine has it on a Hopper GPU, with places for adapters;
-    its weights are random numbers.
-    """
-    sizes = make_sizes(family, **(SIZES | {"num_hidden_layers": LAYERS})) | OWN.get(family, {})
-    config = classes(family)[0](**sizes)
-    config.architectures = [FAMILIES[family]]
-    config.save_pretrained(folder)
-    asked = {"dtype": "bfloat16", "quantization": scheme, "block_size": BLOCK_SIZE}
-    given = EngineConfig(checkpoint=str(folder), device="cuda", **asked | more)
-    plan = settle(given, torch.device("cuda"))
-    is_fixed = plan.config.deterministic
-    weights = Weights(RandomSource(CPU), CPU, plan.dtype, scheme, is_fixed, target=HOPPER)
-    model = build(plan.model, weights, 2048)
-    adapt(model, groups or StepGroups(), plan.model.dims.vocab_size)
-    return plan, model
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -259,6 +235,65 @@ def test_a_block_that_fails_leaves_nothing_noted(
         assert tape._notes is None
     monkeypatch.setattr(Driver, "kernel", launch)
     assert step.run(driver, Repeating("cpu")) == step.run(driver, one_by_one)
+
+
+def test_prompts_over_unpacked_blocks_are_repeated(driver: Driver, tmp_path: Path) -> None:
+    """The memory that all layers unpack into is the backend's."""
+    plan, model = made("llama", "none", tmp_path, kv_cache_dtype="fp8")
+    plan.attention.reserve(4096, 256, CPU)
+    step = Step(plan, model, *STEPS[1][::-1])
+    rows = step.inputs[0].rows._replace(block_tables=numbers(1, 256), contexts=((600, 3000),))
+    step.inputs = [AttentionInputs.of(plan.attention, step.caches[0], rows, 0)] * LAYERS
+    expected = step.run(driver, one_by_one)
+    assert "unpack_blocks" in {name for name, *_ in driver.launches}
+    assert step.run(driver, Repeating("cpu")) == expected
+    with patch.object(Recording, "repeat", autospec=True, side_effect=Recording.repeat) as repeats:
+        step.run(driver, Repeating("cpu"))
+    assert repeats.call_count == LAYERS - 1
+
+
+@pytest.mark.parametrize("alias", ["cache", "block", "blocks", "within", "storage"])
+def test_blocks_that_share_memory_launch_what_they_launch_one_by_one(
+    alias: str, driver: Driver, tmp_path: Path
+) -> None:
+    """A cache of several layers, a block in several places, weights of two blocks or of one, and
+    weights that are parts of one tensor.
+    """
+    plan, model = made("llama", "none", tmp_path)
+    blocks: list[Any] = list(model.blocks)
+    own = [block.input_norm.weight for block in blocks]
+    if alias == "block":
+        model.blocks = blocks[:1] * 3 + blocks[3:]
+    elif alias == "storage":
+        for block, rows in zip(blocks, torch.stack(own * 2).split(2), strict=True):
+            block.input_norm.weight, block.mlp_norm.weight = rows
+    elif alias != "cache":
+        other = blocks[2].input_norm if alias == "blocks" else blocks[4].mlp_norm
+        blocks[4].input_norm.weight = other.weight
+    step = Step(plan, model, *STEPS[2])
+    if alias == "cache":
+        step.caches[3:] = [step.caches[2]] * 3
+    with patch.object(repeat, "record", side_effect=repeat.record) as records:
+        assert step.run(driver, Repeating("cpu")) == step.run(driver, one_by_one)
+    assert records.called
+
+
+def test_two_threads_record_at_once(driver: Driver, tmp_path: Path) -> None:
+    """The second notes nothing, and launches its blocks one by one."""
+    plan, model = made("llama", "none", tmp_path)
+    step = Step(plan, model, *STEPS[0])
+    expected = step.run(driver, one_by_one)
+    with tape.noting() as launches, ThreadPoolExecutor(1) as other:
+        with torch.inference_mode():
+            assert step.run(driver, Repeating("cpu")) == expected
+        assert len(launches) == len(expected[1]), "they are this thread's"
+        launches.clear()
+        inferring = torch.inference_mode()(step.run)
+        assert other.submit(inferring, driver, Repeating("cpu")).result() == expected
+        assert not launches
+    assert not tape.is_noting()
+    with tape.noting():
+        assert tape.is_noting()
 
 
 def test_many_tokens_are_launched_one_by_one(

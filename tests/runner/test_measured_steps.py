@@ -86,6 +86,14 @@ def test_steps_that_keep_what_blocks_allocate_are_measured(
     assert 40 in {shape.num_tokens for shape, _ in measured(checkpoint, monkeypatch)}
 
 
+def test_such_steps_are_measured_where_there_are_more_sequences_than_tokens_of_them(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.fuse.repeat.MOST_TOKENS", 3)
+    found = {shape for shape, _ in measured(checkpoint, monkeypatch)}
+    assert StepShape(3, 3, 2, 3, 1, contexts=((1, 1),)) in found
+
+
 @pytest.mark.parametrize("memory", quick_of([0, None], [None]))
 def test_where_no_adapter_is_expected_none_is_measured(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, memory: int | None

@@ -7,7 +7,7 @@ place for adapters counts as what it is in steps without them.
 from collections.abc import Hashable, Iterator
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import NamedTuple
 
 import torch
@@ -17,8 +17,8 @@ from slipstream.kernels.runtime import tape
 
 ALIGNED = 16  # bytes: all that a launch asks of an address
 _PLAIN = (
-    *(bool, int, float, str, bytes, frozenset, type, Enum),
-    *(torch.dtype, torch.device, BuiltinFunctionType),
+    *(bool, int, str, bytes, frozenset, type, Enum),
+    *(torch.dtype, torch.device, BuiltinFunctionType, CodeType),
 )
 # Of parts of blocks. What adapters add differs by layer and step, and what ranks do by launch.
 _TAKEN = (
@@ -77,6 +77,8 @@ def _parts(part: object, tensors: list[Tensor], seen: dict[int, tuple[int, objec
         part = part.without_terms
     if part is None or isinstance(part, _PLAIN):
         return type(part), part
+    if isinstance(part, float):  # zeros have signs
+        return type(part), repr(part)
     if id(part) in seen:
         return "again", seen[id(part)][0]
     seen[id(part)] = len(seen), part  # which stays: another's identity would be the same
@@ -99,8 +101,7 @@ def _inner(part: object) -> Iterator[object]:
     elif isinstance(part, MethodType):
         yield from (part.__func__, part.__self__)
     elif isinstance(part, FunctionType):
-        yield f"{part.__module__}.{part.__qualname__}"
-        yield from (part.__defaults__, *(cell.cell_contents for cell in part.__closure__ or ()))
+        yield from (part.__code__, part.__defaults__, part.__kwdefaults__, *_closure(part))
     elif _is_taken(type(part)):
         for kind in type(part).__mro__:
             for name in getattr(kind, "__slots__", ()):
@@ -108,6 +109,13 @@ def _inner(part: object) -> Iterator[object]:
         yield from getattr(part, "__dict__", {}).items()
     else:
         raise _UnknownPartError
+
+
+def _closure(function: FunctionType) -> list[object]:
+    try:
+        return [cell.cell_contents for cell in function.__closure__ or ()]
+    except ValueError:  # one is empty
+        raise _UnknownPartError from None
 
 
 def _is_taken(kind: type) -> bool:

@@ -102,7 +102,8 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return found
         found = function(*args, **kwargs)
         changes = function._schema.is_mutable
-        if name not in _MAKE and not (changes and name in _CHANGE):
+        is_known = name in _MAKE or (changes and name in _CHANGE)
+        if not is_known or _waits(args, kwargs):
             self.has_unknown = True
             return found
         given = [[*each] if isinstance(each, list | tuple) else each for each in args]
@@ -110,6 +111,12 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         where = len(self._launches), function
         self.calls.append(Call(*where, given, dict(kwargs), changes, made))
         return found
+
+
+def _waits(given: Any, named: dict[str, Any]) -> bool:
+    """Whether an operator copies to another device, for which the host may wait."""
+    device = named.get("device")
+    return device is not None and device != given[0].device
 
 
 def _is_tensor(value: object) -> bool:

@@ -302,6 +302,7 @@ def _tensors_of(part: object) -> Iterator[Tensor]:
         for each in part:
             yield from _tensors_of(each)
     elif isinstance(part, AttentionInputs):
+        yield from part.backend.shared
         for field in fields(part):
             yield from _tensors_of(getattr(part, field.name))
 

@@ -77,7 +77,10 @@ class Repeating:
                 tried = {key: each for key, each in tried.items() if key[0] != kind}
 
     def _owns_of(self, blocks: Sequence[AnyBlock]) -> list[tuple[int, Own] | None]:
-        """Return the number of each block's form, and its own tensors; None: it is not known."""
+        """Return the number of each block's form, and its own tensors; None: it is not known.
+
+        They are looked up once: blocks stay what they are from the first step on.
+        """
         if blocks is not self._blocks:
             numbers: dict[object, int] = {}
             forms = [form_of(block) for block in blocks]

@@ -216,13 +216,15 @@ def largest_shapes(
     alone = StepShape(count, size, num_decodes, count, int(num_decodes == 0))
 
     def mixed(tokens: int) -> StepShape:
-        longest, beside = tokens - size + 1, max(0, num_decodes - 1)
+        rows = min(size, tokens)
+        longest, beside = tokens - rows + 1, max(0, min(num_decodes, rows) - 1)
         contexts = ((min(longest, 2048),) * 2,)  # so that kernels over unpacked blocks are loaded
-        return StepShape(layout.up(tokens), size, beside, count, longest, False, contexts)
+        return StepShape(
+            *(layout.up(tokens), rows, beside, layout.up(rows)), longest, contexts=contexts
+        )
 
     most = repeat.MOST_TOKENS
-    is_less = size <= most < budget
-    return alone, mixed(budget), *([mixed(most)] if is_less else [])
+    return alone, mixed(budget), *([mixed(most)] if most < budget else [])
 
 
 def is_of_memory(error: RuntimeError) -> bool:

@@ -6,6 +6,7 @@ in `supports`; a layer of the latent form calls `attend_latents`.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -107,6 +108,11 @@ class AttentionBackend(ABC):
         return 0
 
     @property
+    def shared(self) -> Sequence[Tensor]:
+        """Return the backend's memory that layers use one after another."""
+        return ()
+
+    @property
     def kv_spec(self) -> KVSpec:
         """The layout of the cache, and its bytes."""
         s = self.spec
@@ -183,6 +189,11 @@ class PagedCuda(AttentionBackend):
     keeps_bits_in_chunks = True
     has_graphs = True
     _scratch: Scratch | None = None
+
+    @property
+    def shared(self) -> Sequence[Tensor]:
+        """Return what blocks are unpacked into, and their tables."""
+        return () if self._scratch is None else self._scratch.tensors
 
     def reserve(self, num_tokens: int, table_blocks: int, device: torch.device) -> int:
         """Allocate memory for unpacked blocks, if chunks may read such; return the bytes."""

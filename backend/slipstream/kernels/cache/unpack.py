@@ -167,6 +167,7 @@ class Scratch:
         self._into = torch.zeros((self.num_blocks, *shape), dtype=dtype, device=device)
         tables = (MOST_CHUNKS, table_blocks)
         self._tables = torch.zeros(tables, dtype=torch.int32, device=device)
+        self.tensors = self._into, self._tables  # all of it
         self.num_bytes = self._into.nbytes + self._tables.nbytes
 
     def unpack(

@@ -29,19 +29,24 @@ class Noted:
 
 _notes: list[Noted] | None = None
 _thread = 0
+_turn = threading.Lock()  # to note
 _lasting: dict[int, Tensor] = {}  # by address
 
 
 @contextmanager
 def noting() -> Iterator[list[Noted]]:
-    """Note the launches of this block."""
+    """Note the launches of this block; none where another, of any thread, notes already."""
     global _notes, _thread
-    assert _notes is None, "launches are noted by one at a time"
-    _notes, _thread = [], threading.get_ident()
+    if not _turn.acquire(blocking=False):
+        yield []
+        return
+    _thread = threading.get_ident()  # before there are notes, which another thread may look at
+    _notes = []
     try:
         yield _notes
     finally:
         _notes = None
+        _turn.release()
 
 
 def is_noting() -> bool:
