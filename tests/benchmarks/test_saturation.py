@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fixtures.tiers import quick_of
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
 
@@ -26,7 +25,8 @@ def simulated(bench) -> tuple[Any, Engine]:
     return runner, Engine(Limits(SEQUENCES, TOKENS), runner, None, clock=runner.clock)
 
 
-@pytest.mark.parametrize("name", quick_of(ROWS, ROWS[1:2]))
+@pytest.mark.rest
+@pytest.mark.parametrize("name", ROWS)
 def test_prompts_come_evenly_once_all_have_started(bench, name: str) -> None:
     """Also where an engine spares running streams, so that the start takes five times the steps."""
     (runner, engine), row = simulated(bench), bench.saturation.ROWS[name]

@@ -97,7 +97,7 @@ def check(path: Path, vocab_size: int, name: str, **options: object) -> None:
     assert Unpacks.counts is counts
 
 
-@pytest.mark.parametrize("pair", quick_of(PAIRS, PAIRS[::4]), ids=str)
+@pytest.mark.parametrize("pair", quick_of(PAIRS, PAIRS[::7]), ids=str)
 def test_tokens_are_those_of_packed_blocks(pair: tuple[str, str], tmp_path: Path) -> None:
     case, name = pair
     family, keys = CASES[case]
@@ -118,6 +118,7 @@ def test_heads_that_skip_blocks_read_packed_ones(name: str, tmp_path: Path) -> N
     check(tmp_path, int(model.config.vocab_size), name)
 
 
+@pytest.mark.rest
 def test_scales_of_a_checkpoint(tmp_path: Path) -> None:
     """They change keys and values between attention and its output, copied or not."""
     save(make_model("llama", **SIZES), tmp_path)
@@ -125,6 +126,7 @@ def test_scales_of_a_checkpoint(tmp_path: Path) -> None:
     check(tmp_path, SIZES["vocab_size"], "fp8")
 
 
+@pytest.mark.rest
 def test_rows_with_drafts(tmp_path: Path) -> None:
     save(make_model("llama", **SIZES), tmp_path)
     check(tmp_path, SIZES["vocab_size"], "int8", speculation="lookup")
