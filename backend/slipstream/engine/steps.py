@@ -47,7 +47,7 @@ class Runner(Protocol):
     transfers: Mover | None  # copies of blocks to host memory and back, if there is any
     max_in_flight: int  # steps: 2, if one may be launched while the one before it runs; else 1
     attention_doubles_at: int  # context at which a token costs twice as much; 0: none
-    step_sizes: StepSizes
+    step_sizes: StepSizes  # of steps that leave no rows idle
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start a step. A row's `source` is the number of a sample of the step launched before."""
