@@ -82,16 +82,22 @@ def test_a_prefix_is_found_where_it_was_and_evicted_when_room_is_needed():
 
 
 def test_policies_do_what_they_are_named_for():
+    """By means of three loads that were drawn."""
     cluster, replicas = module("cluster"), module("replicas")
-    figures = {}
-    for policy in cluster.POLICIES:
-        router = cluster.Router(policy, [replicas.make(replicas.Shaped())[0] for _ in range(4)], 1)
-        requests = cluster.chats(40.0, 8.0, 120, 2)
-        cluster.run(router, requests)
-        figures[policy] = cluster.served(policy, 4, router, requests)
-    assert figures["prefix"].found > 2 * figures["least"].found
-    assert figures["least"].busiest < figures["random"].busiest
-    assert figures["prefix"].first_p99 < figures["random"].first_p99
+    found, busiest, first_p99 = {}, {}, {}
+    for policy in ("random", "least", "prefix"):
+        served = []
+        for seed in (1, 2, 3):
+            made = [replicas.make(replicas.Shaped())[0] for _ in range(4)]
+            router, requests = cluster.Router(policy, made, 1), cluster.chats(40.0, 8.0, 120, seed)
+            cluster.run(router, requests)
+            served.append(cluster.served(policy, 4, router, requests))
+        found[policy] = statistics.fmean(each.found for each in served)
+        busiest[policy] = statistics.fmean(each.busiest for each in served)
+        first_p99[policy] = statistics.fmean(each.first_p99 for each in served)
+    assert found["prefix"] > 2 * found["least"]
+    assert busiest["least"] < 0.95 * busiest["random"]
+    assert first_p99["prefix"] < 0.7 * first_p99["random"]
 
 
 def test_ranks_of_tensors_are_faster_and_less_than_n_times_and_stages_hold_more():
