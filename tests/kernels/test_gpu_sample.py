@@ -4,96 +4,23 @@ import numpy as np
 import pytest
 import torch
 from fixtures.kernels.checking import DTYPES, Judge, same_bits, short
+from fixtures.kernels.sample_cases import (
+    PARAMETERS,
+    column,
+    distributions,
+    is_allowed,
+    mixed_counts,
+    mixed_edits,
+    mixed_rows,
+    parameter_rows,
+)
 from fixtures.kernels.sampling import Drawn, draw_rows, make_rows
-from slipstream.kernels.sampling.sample import EDIT, MAX_COUNT, ROW, count_tokens, philox, sample
+from slipstream.kernels.sampling.sample import ROW, count_tokens, philox, sample
 from slipstream.runner.sampling_rows import history_arrays
-from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 
 VOCABULARIES = (1, 2, 5, 17, 1009, 4096, 32000, 128256, 151936)
-# (temperature, top_k, top_p, min_p)
-PARAMETERS = [
-    (0.0, 0, 1.0, 0.0),
-    (1.0, 0, 1.0, 0.0),
-    (0.7, 50, 1.0, 0.0),
-    (1.0, 0, 0.9, 0.0),
-    (1.3, 0, 0.999, 0.0),
-    (0.8, 40, 0.95, 0.0),
-    (1.0, 0, 1.0, 0.05),
-    (0.9, 100, 0.8, 0.1),
-    (1.0, 1, 1.0, 0.0),
-    (1.0, 0, 0.0, 0.0),
-    (2.0, 1000000, 0.5, 1.0),
-    (0.01, 3, 0.99, 0.0),
-    (5.0, 7, 1.0, 0.0),
-    (0.0, 5, 0.5, 0.5),
-    (1e-39, 0, 1.0, 0.0),
-    (1.0, 129, 1.0, 0.0),
-    (2.0, 3000, 0.9, 0.0),
-    (7.0, 0, 0.7, 0.0),
-]
-
-
-def distributions(rows: int, size: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    generator = torch.Generator(device="cuda").manual_seed(size)
-    normal = torch.randn((rows, size), generator=generator, device="cuda")
-    outlier = normal.clone()
-    outlier[:, size // 2] = 6e4 if dtype == torch.float16 else 1e30
-    masked = normal.clone()
-    masked[:, ::3] = float("-inf")
-    masked[:, -1] = 0.5
-    kinds = {
-        "normal": normal * 3,
-        "peaked": normal * 20,
-        "ties": (normal * 2).round() / 2,
-        "equal": torch.full_like(normal, -1.5),
-        "outlier": outlier,
-        "masked": masked,
-        "negative": -normal.abs() - 100,
-    }
-    return {kind: logits.to(dtype) for kind, logits in kinds.items()}
-
-
-def parameter_rows(trial: int) -> Tensor:
-    columns = list(zip(*PARAMETERS, strict=True))
-    count = np.arange(len(PARAMETERS))
-    return make_rows(
-        len(PARAMETERS),
-        **dict(zip(("temperature", "top_k", "top_p", "min_p"), columns, strict=True)),
-        seed=count * 0x123456789ABCDEF + trial,
-        number=count * 7 + trial,
-    )
-
-
-def column(rows: Tensor, name: str) -> Tensor:
-    return torch.from_numpy(rows.numpy().view(ROW)[name][:, 0].astype(np.int64)).cuda()
-
-
-def is_allowed(
-    logits: Tensor, row: tuple[float, int, float, float], noise: Tensor, token: int
-) -> bool:
-    """Whether fp64 could draw `token`, borders moved by rounding errors either way."""
-    temperature, top_k, top_p, min_p = row
-    highest = logits.max()
-    if temperature == 0 or not bool((highest / temperature).isfinite()):
-        return bool(token == int(logits.argmax()))
-    scaled = (logits / temperature).double()
-    order = scaled.sort(descending=True).values
-    inside = scaled >= order[min(top_k or len(order), len(order)) - 1]
-    weights = (scaled - order[0]).exp() * inside
-    total = weights.sum()
-    ranked = (order - order[0]).exp()
-    before = (ranked.cumsum(0) - ranked)[torch.searchsorted(-order, -scaled)]
-    limits = [top_p * float(total) * (1 + s * 1e-6) + s * 1e-9 for s in (-1, 1)]
-    strict = inside & ((before < limits[0]) | (top_p >= 1)) & (weights >= min_p * (1 + 1e-5))
-    loose = inside & ((before < limits[1]) | (top_p >= 1) | (before == 0))
-    loose &= weights >= min_p * (1 - 1e-5)
-    scores = scaled + noise
-    best = scores[strict | (scaled == order[0])].max()
-    return bool(loose[token]) and float(scores[token]) >= float(best) - 1e-4 * (
-        1 + abs(float(best))
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
@@ -107,7 +34,7 @@ def test_sample(size: int, dtype: torch.dtype) -> None:
             drawn = draw_rows(logits, rows)
             want = draw_rows(logits, rows, is_reference=True).token_ids.tolist()
             tokens = drawn.token_ids.tolist()
-            bits = philox(column(rows, "seed"), column(rows, "number"), size)
+            bits = philox(column(rows, "seed").cuda(), column(rows, "number").cuda(), size)
             noise = -torch.log(-torch.log(((bits >> 9).double() + 0.5) * 2.0**-23))
             judge.true(f"{kind}: not finite", bool(drawn.outcomes.all()))
             for n, (token, expected) in enumerate(zip(tokens, want, strict=True)):
@@ -153,46 +80,6 @@ def test_broken_rows(dtype: torch.dtype) -> None:
             assert drawn.outcomes.tolist() == [False, False, False, True, True, True]
             assert drawn.token_ids[:4].tolist() == [0, 0, 0, 1008]
             assert drawn.log_probs.isnan().tolist() == [True, True, True, False, False, False]
-
-
-def mixed_rows(count: int, seed: int = 0) -> Tensor:
-    """Every parameter set above, again and again, some with penalties."""
-    rng = np.random.default_rng(seed)
-    columns = [np.resize(np.array(c), count) for c in zip(*PARAMETERS, strict=True)]
-    penalized = rng.random(count) < 0.4
-    return make_rows(
-        count,
-        **dict(zip(("temperature", "top_k", "top_p", "min_p"), columns, strict=True)),
-        repetition=np.where(penalized, rng.choice([1.0, 0.5, 1.3], count), 1.0),
-        presence=np.where(penalized, rng.choice([0.0, 0.75, -0.5], count), 0.0),
-        frequency=np.where(penalized, rng.choice([0.0, 0.25], count), 0.0),
-        slot=rng.permutation(count),
-        seed=rng.integers(-(2**62), 2**62, count),
-        number=rng.integers(0, 5000, count),
-    )
-
-
-def mixed_edits(rows: Tensor, size: int, seed: int = 0) -> Tensor:
-    """Every third row has edits, by rising token id; the first of them edits every token."""
-    rng = np.random.default_rng(seed)
-    records, parts, total = rows.numpy().view(ROW)[:, 0], [], 0
-    for n in range(0, len(records), 3):
-        number = size if n == 0 else int(rng.integers(1, min(size, 400) + 1))
-        edits = np.zeros(number, EDIT)
-        edits["token_id"] = np.sort(rng.permutation(size)[:number])
-        edits["addend"] = rng.choice([-np.inf, 2.5, -1.25, 0.1], number, p=[0.2, 0.3, 0.3, 0.2])
-        edits["addend"][0] = 1.0
-        records["first_edit"][n], records["end_edit"][n] = total, total + number
-        parts.append(edits)
-        total += number
-    return torch.from_numpy(np.concatenate(parts).view(np.int32).reshape(-1, 2))
-
-
-def mixed_counts(count: int, size: int) -> Tensor:
-    states = torch.randint(0, 6, (count, size), device="cuda").clamp(max=4)
-    states[states == 4] = MAX_COUNT
-    states -= (torch.rand((count, size), device="cuda") < 0.3) * (MAX_COUNT + 1)
-    return states.to(torch.int16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)

@@ -129,7 +129,7 @@ extern "C" __global__ void TEAM_DIMS __launch_bounds__(THREADS, TEAM > 1 ? 2 : 1
   row.begin = team.rank() * part;
   row.end = min(row.size, row.begin + part);
   row.is_aligned = is_aligned;
-  Pack<T, GROUP> packs[BATCH];
+  Words packs[BATCH];
   row.load_ahead(packs, row.begin + GROUP * threadIdx.x);
   if (row.how.result < 0) return;
   team_arrive();

@@ -20,10 +20,9 @@ from slipstream_contract.sampling import FIELDS
 from torch import Tensor
 
 from slipstream.core.batch import Outcome
-from slipstream.kernels.runtime import jit
+from slipstream.kernels.runtime import jit, team
 from slipstream.kernels.runtime.flat import flattened
 from slipstream.kernels.runtime.op import op
-from slipstream.kernels.runtime.team import THREADS, team_size
 
 _OWN = (  # of the row, behind what the request chose
     ("slot", "<i4"),  # row of `counts`; any, without penalties
@@ -355,8 +354,8 @@ def _sample(call: SampleCall) -> None:
     jit.launch(
         _variant(logits.dtype),
         "sample",
-        (num_rows * team_size(logits.get_device()),),
-        THREADS,
+        (num_rows * team.team_size(logits.get_device()),),
+        team.THREADS,
         *(
             logits,
             logits.stride(0),

@@ -45,6 +45,17 @@ DEVICE float highest_of(const float (&values)[GROUP]) {
 DEVICE float pick(const float (&values)[GROUP], int i) {
   return i < 2 ? (i == 0 ? values[0] : values[1]) : (i == 2 ? values[2] : values[3]);
 }
+// A group of logits as words: as 16-bit numbers each would take a register of its own.
+constexpr int WORDS = GROUP * sizeof(T) / 4;
+using Words = Pack<u32, WORDS>;
+template <class Element>
+DEVICE float number_in(const Words& words, int i) {
+  if constexpr (sizeof(Element) == 4)
+    return __uint_as_float(words.at[i]);
+  else
+    return to_float(Element{u16(words.at[i / 2] >> i % 2 * 16)});
+}
+
 DEVICE float exp_fast(float value) { return exp2_fast(value * LOG2_E); }
 
 // The logits of one row, edited as they are read; this CTA's are those of tokens begin .. end - 1.
@@ -116,55 +127,77 @@ struct Row {
     __syncthreads();
   }
 
-  // GROUP elements of a row from token `id` on, `beyond` past its end.
-  template <class Element>
-  DEVICE Pack<Element, GROUP> group(const Element* elements, int id, Element beyond) const {
-    if (is_aligned) return load<GROUP>(elements + id);
-    Pack<Element, GROUP> pack;
+  // The logits of a group, -inf past the end of the row.
+  DEVICE Pack<T, GROUP> raw(int id) const {
+    if (is_aligned) return load<GROUP>(logits + id);
+    Pack<T, GROUP> pack;
 #pragma unroll
-    for (int i = 0; i < GROUP; ++i) pack.at[i] = id + i < size ? elements[id + i] : beyond;
+    for (int i = 0; i < GROUP; ++i) pack.at[i] = id + i < size ? logits[id + i] : from_float<T>(-INFINITE);
     return pack;
   }
-  DEVICE Pack<T, GROUP> raw(int id) const { return group(logits, id, from_float<T>(-INFINITE)); }
-  DEVICE Pack<u16, GROUP> states(int id) const { return counts ? group(counts, id, u16(0)) : Pack<u16, GROUP>{}; }
+  // Its counts in one word, the first token's lowest: as four they would take twice the registers.
+  DEVICE u64 states(int id) const {
+    if (!counts) return 0;
+    if (is_aligned) return load<1>(reinterpret_cast<const u64*>(counts + id)).at[0];
+    u64 result = 0;
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i)
+      if (id + i < size) result |= u64(counts[id + i]) << 16 * i;
+    return result;
+  }
 
-  DEVICE void edit(float (&values)[GROUP], const Pack<u16, GROUP>& states, int id) const {
+  // Whether one of a group's tokens may have an edit.
+  DEVICE bool is_marked(int id) const {
     const int place = id / GROUP % (2 * MARKS);
-    const bool is_marked = has_edits && (marks[place / 8] >> place % 8 * 4 & 0xf) != 0;
-    if (!is_marked && !(states.at[0] | states.at[1] | states.at[2] | states.at[3])) return;
-    int next = is_marked ? find_edit(id) : how.end_edit;
+    return has_edits && (marks[place / 8] >> place % 8 * 4 & 0xf) != 0;
+  }
+  DEVICE void edit(float (&values)[GROUP], u64 states, int id) const {
+    const bool has_mark = is_marked(id);
+    if (!has_mark && states == 0) return;
+    int next = has_mark ? find_edit(id) : how.end_edit;
 #pragma unroll 1
-    for (int i = 0; i < GROUP; ++i) {
+    for (int i = 0; i < GROUP; ++i, states >>= 16) {
       const bool has_edit = next < how.end_edit && edits[next].token_id == id + i;
       const float addend = has_edit ? edits[next++].addend : 0.0f;
-      const u32 state = i < 2 ? (i == 0 ? states.at[0] : states.at[1]) : (i == 2 ? states.at[2] : states.at[3]);
-      const float value = edited(pick(values, i), state, addend);
+      const float value = edited(pick(values, i), u32(states) & 0xffff, addend);
 #pragma unroll
       for (int j = 0; j < GROUP; ++j) values[j] = i == j ? value : values[j];
     }
   }
+  // A group without a mark whose raw logits are all below this is below `floor` when edited, too, if penalties only
+  // lower: x + 0, x / r or x * r towards -inf where r >= 1, and minus p >= 0 are at most x, and rounding is monotone, so
+  // they stay so; -inf stays, -0 is 0. NaN, which no comparison counts, stays NaN; a row that gets one (0 * r of an
+  // infinite r) has been refused before there is a floor.
+  DEVICE float raw_floor(float floor) const {
+    const bool only_lowers = !counts || (how.repetition >= 1.0f && how.presence >= 0.0f && how.frequency >= 0.0f);
+    return only_lowers ? floor : -INFINITE;
+  }
   // f(first token id, GROUP logits): this thread's in rising order, -inf past the end of the row. Groups whose logits
-  // are all below the floor are left out.
+  // are all below the floor are left out, most of them without a look at their counts.
   template <class Visit>
   DEVICE void visit(float floor, const Visit& f) const {
+    const float low = raw_floor(floor);
 #pragma unroll 1
     for (int id = begin + GROUP * threadIdx.x; id < end; id += THREADS * GROUP) {
       float values[GROUP];
       to_floats(values, raw(id));
+      if (highest_of(values) < low && !is_marked(id)) continue;
       if (is_edited()) edit(values, states(id), id);
       if (!(highest_of(values) < floor)) f(id, values);
     }
   }
   // The same, for the first time that the logits are read: from far away, so several loads are under way. The first
   // of them, into `packs`, may be so before the parameters are known.
-  DEVICE void load_ahead(Pack<T, GROUP> (&packs)[BATCH], int first) const {
+  DEVICE void load_ahead(Words (&packs)[BATCH], int first) const {
 #pragma unroll
     for (int i = 0; i < BATCH; ++i)
-      if (is_aligned && first + i * THREADS * GROUP < end) packs[i] = load<GROUP>(logits + first + i * THREADS * GROUP);
+      if (is_aligned && first + i * THREADS * GROUP < end)
+        packs[i] = load<WORDS>(reinterpret_cast<const u32*>(logits + first + i * THREADS * GROUP));
   }
   template <class Visit>
-  DEVICE void visit_first(Pack<T, GROUP> (&packs)[BATCH], const Visit& f) const {
-    if (is_edited() || !is_aligned) return visit(-INFINITE, f);
+  DEVICE void visit_first(Words (&packs)[BATCH], const Visit& f) const {
+    if (!is_aligned) return visit(-INFINITE, f);
+    if (is_edited()) return visit_edited(packs, f);
     for (int first = begin + GROUP * threadIdx.x; first < end; first += BATCH * THREADS * GROUP) {
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
@@ -175,6 +208,37 @@ struct Row {
       }
       load_ahead(packs, first + BATCH * THREADS * GROUP);
     }
+  }
+  // The same with counts, of which a batch is under way beside its logits. Two groups at a time, and what is left moves
+  // up: unrolled, the code is a quarter longer, and spills where ptxas is CUDA 12's.
+  template <class Visit>
+  DEVICE void visit_edited(Words (&packs)[BATCH], const Visit& f) const {
+    constexpr int STEP = THREADS * GROUP;
+#pragma unroll 1
+    for (int first = begin + GROUP * threadIdx.x; first < end; first += BATCH * STEP) {
+      u64 loaded[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) loaded[i] = first + i * STEP < end ? states(first + i * STEP) : 0;
+      const int stop = min(end, first + BATCH * STEP);
+#pragma unroll 1
+      for (int id = first; id < stop; id += 2 * STEP) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (id + i * STEP >= stop) break;
+          float values[GROUP];
+          to_floats(values, packs[i]);
+          edit(values, loaded[i], id + i * STEP);
+          f(id + i * STEP, values);
+        }
+#pragma unroll
+        for (int i = 2; i < BATCH; ++i) packs[i - 2] = packs[i], loaded[i - 2] = loaded[i];
+      }
+      load_ahead(packs, first + BATCH * STEP);
+    }
+  }
+  DEVICE static void to_floats(float (&values)[GROUP], const Words& words) {
+#pragma unroll
+    for (int i = 0; i < GROUP; ++i) values[i] = number_in<T>(words, i);
   }
   DEVICE static void to_floats(float (&values)[GROUP], const Pack<T, GROUP>& pack) {
 #pragma unroll

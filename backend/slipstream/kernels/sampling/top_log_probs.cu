@@ -104,7 +104,7 @@ DEVICE void select_slowly(const Seen& seen, Shared& shared, int num_top, const R
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     top_log_probs(const T* logits, i64 stride, i64 num_tokens, i64 is_aligned, const Ask* asks, const Parameters* rows,
                   const Edit* edits, const u16* counts, const i64* sampled, int* top_ids, float* top_values,
                   i64 row_size, int* ranks, float* values) {
