@@ -109,7 +109,7 @@ def rare_counts(rows: int, size: int) -> Tensor:
 
 
 def test_penalties_that_lower_and_that_raise() -> None:
-    """Of both kinds one: by the first a floor leaves nearly all groups out; by the other it leaves
+    """Take one of each: by the first a floor leaves nearly all groups out; by the other it leaves
     none out, or what the penalty raises above all others would never be drawn.
     """
     judge = Judge("penalties")
@@ -122,7 +122,7 @@ def test_penalties_that_lower_and_that_raise() -> None:
     ("dtype", "shift"), zip(jit.DTYPES, (-9.0, 0.0, 9.0), strict=True), ids=str
 )
 def test_penalties(dtype: torch.dtype, shift: float) -> None:
-    """Of either sign, on logits of either sign, by each filter and by none."""
+    """Take penalties of both signs, on logits of both signs, by each filter and by none."""
     judge = Judge(f"penalties {short(dtype)} {shift}")
     how = [(0.0, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.0), (0.8, 5, 0.9, 0.05), (1.0, 40, 1.0, 0.0)]
     rows = penalised_rows(PENALTIES, [*how, (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1)])

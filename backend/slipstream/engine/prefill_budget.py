@@ -164,8 +164,9 @@ class PrefillBudget:
     def launch_took(self, took_ns: int) -> None:
         """Note the host's time for the step that started last, from its decision to its launch."""
         _, num_decodes, num_tokens, _ = self._started[-1]
-        has_graphs = bool(self._sizes.graph_tokens and num_tokens)
-        if has_graphs and self._sizes.graph_of(num_decodes, num_tokens) is None:
+        if not num_tokens or not self._sizes.graphs:
+            return
+        if self._sizes.graph_of(num_decodes, num_tokens) is None:
             self._launch_ns.append(took_ns)
 
     def finish_step(self, ago_ns: int = 0) -> StepSpan:
@@ -212,7 +213,7 @@ class PrefillBudget:
         return self._clock() - queued_ns > _PATIENCE * (work_ns + self.target_ns)
 
     def room(self) -> int:
-        """Return how many tokens of prompts have room in a step with decodes."""
+        """Return how many tokens of prompts have room in a step with decodes; asked once a step."""
         if not self._is_measured:
             return _NO_BOUND
         left_ns = self.target_ns - median(self._decodes_ns)
