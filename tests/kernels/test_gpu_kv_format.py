@@ -286,10 +286,9 @@ def test_the_newest_token_is_seen(name: str, block: int) -> None:
         with torch.cuda.graph(graph):
             out = step()
         # The scale of the newest token is NaN until it is written.
-        width = case.cache.shape[4] - kv_format.num_scales(FORMATS[name], 128)
-        at = block * width + positions % block * kv_format.num_scales(FORMATS[name], 128)
+        scales = kv_format.parts(case.cache)[1]
         for _ in range(20):
-            case.cache.view(torch.uint8).flatten(-2)[slots // block, :, :, at] = 255
+            scales[slots // block, :, :, positions % block, 0] = 255
             graph.replay()
             judge.true(f"length {length}", same_bits(out, want))
     judge.verdict()

@@ -10,17 +10,17 @@ constexpr int PIECE = FORMAT == 0 ? 8 : 16;  // tokens that surely lie in one bl
 constexpr int PIECES = TILE / PIECE;         // of a tile
 constexpr int LANES = 32 / PIECES;           // that know where a piece lies
 constexpr int CHUNKS = ROW_CELLS * int(sizeof(Cell)) / 16;  // 16-byte accesses of a token
-// Lanes that copy a piece. Bytes: all, since their pieces begin at any 32 bytes, and what a warp reads at once should
-// cross few lines.
-constexpr int TOGETHER = (FORMAT == E4M3 || FORMAT == INT8) && PIECE * CHUNKS % 32 == 0 ? 32 : LANES;
 constexpr int STEPS = HEAD_SIZE / 16;   // of two chunks: a fragment's columns
 // Eight tokens of one column of chunks must lie in different banks: rows of 2, 4, 8, 16, 32 chunks are swizzled, others
 // are an odd number of chunks, or padded to one.
 constexpr bool SWIZZLED = (CHUNKS & (CHUNKS - 1)) == 0;
 constexpr int ROW_BYTES = CHUNKS * 16 + (SWIZZLED || CHUNKS % 2 == 1 ? 0 : 16);
 enum : int { SCALES_AT = TILE * ROW_BYTES };  // in a slot, of quantised tokens
+// Of bytes a tile's K comes with the scales of its V, which lie next to its own: one request, not two.
+constexpr int PARTS_OF_SCALES = FORMAT == E4M3 || FORMAT == INT8 ? 2 : 1;
 constexpr int SLOT_ALIGNMENT = SWIZZLED && ROW_BYTES > 128 ? ROW_BYTES : 128;
-constexpr int SLOT_BYTES = (SCALES_AT + TILE * SCALE_BYTES + SLOT_ALIGNMENT - 1) / SLOT_ALIGNMENT * SLOT_ALIGNMENT;
+constexpr int SLOT_BYTES =
+    (SCALES_AT + PARTS_OF_SCALES * TILE * SCALE_BYTES + SLOT_ALIGNMENT - 1) / SLOT_ALIGNMENT * SLOT_ALIGNMENT;
 constexpr int RING_BYTES = SLOTS * SLOT_BYTES;
 
 constexpr int ROWS_OF_BANKS = CHUNKS < 8 ? 8 / CHUNKS : 1;  // tokens that fill all banks once, if swizzled
@@ -44,18 +44,20 @@ struct Cache {
   int block_shift;
   int parts;  // heads of the plan to a kv head
 
-  DEVICE int from_k_to_v() const { return (ROW_CELLS + SCALE_BYTES) << block_shift; }
+  DEVICE int from_k_to_v() const { return ROW_CELLS << block_shift; }
+  DEVICE int from_k_to_v_scales() const { return SCALE_BYTES << block_shift; }
   // Which block holds a token, and where K of that token lies for a kv head.
   DEVICE int block(int row, int token) const {
     return load_fresh<1>(block_tables + row * table_stride + (token >> block_shift)).at[0];
   }
   DEVICE i64 offset(int block, int token, int kv_head) const {
-    const int pair = 2 * from_k_to_v();
-    return i64(block) * (num_kv_heads * pair) + (kv_head * pair + within_block(token) * ROW_CELLS);
+    const int in_block = kv_head * 2 * from_k_to_v() + within_block(token) * ROW_CELLS;
+    return i64(block) * (num_kv_heads * (2 * (ROW_CELLS + SCALE_BYTES) << block_shift)) + in_block;
   }
-  // From a token's row to its scales, which lie behind the rows of its block.
-  DEVICE int from_row_to_scales(int token) const {
-    return (ROW_CELLS << block_shift) - within_block(token) * (ROW_CELLS - SCALE_BYTES);
+  // From a token's row of K, or V, to its scales, which lie behind all rows of its block, in their order.
+  DEVICE int from_row_to_scales(int kv_head, bool is_value, int token) const {
+    const int row = ((kv_head * 2 + is_value) << block_shift) + within_block(token);
+    return num_kv_heads * 2 * from_k_to_v() - row * (ROW_CELLS - SCALE_BYTES);
   }
 
  private:
@@ -176,8 +178,8 @@ class Ring {
     if (left > 0) {
       source = IS_VALUE ? source + cache.from_k_to_v() : find_source();
       const int count = cursor.num_tokens(), hidden = WINDOWED ? cursor.num_hidden() : 0;
-      if (count >= TILE && hidden <= 0) start_copy<true>(TILE, 0);
-      else start_copy<false>(count, hidden);
+      if (count >= TILE && hidden <= 0) start_copy<true, IS_VALUE>(TILE, 0);
+      else start_copy<false, IS_VALUE>(count, hidden);
       if (IS_VALUE) advance();
     }
     copy_commit();
@@ -191,37 +193,31 @@ class Ring {
     find_block();
   }
 
-  // Tokens that are not seen become zeros: what their memory holds (NaN even) meets no arithmetic. Of the lanes that
-  // copy together one copies a chunk, the next the next.
-  template <bool IS_WHOLE>
+  // Tokens that are not seen become zeros: what their memory holds (NaN even) meets no arithmetic. Of a piece's lanes
+  // one copies a chunk, the next the next.
+  template <bool IS_WHOLE, bool IS_VALUE>
   DEVICE void start_copy(int count, int hidden) const {
-    constexpr int COPIES = PIECE * CHUNKS / TOGETHER;
-    static_assert(COPIES * TOGETHER == PIECE * CHUNKS, "as many for each lane");
-    const u32 target = slots_address + slot * SLOT_BYTES;
+    constexpr int COPIES = PIECE * CHUNKS / LANES, CHUNK_CELLS = 16 / int(sizeof(Cell));
+    static_assert(COPIES * LANES == PIECE * CHUNKS, "as many for each lane");
+    const u32 target = slots_address + slot * SLOT_BYTES, own_piece = target + own_row() * ROW_BYTES;
+    const Cell* first = source + lane % LANES * CHUNK_CELLS;
     const int sinks = cursor.num_sinks();
-#pragma unroll 1
-    for (int piece = 0; piece < TOGETHER / LANES; ++piece) {
-      const int begin = TOGETHER == LANES ? own_row() : piece * PIECE;
-      const i64 address = reinterpret_cast<i64>(source);
-      const Cell* first =
-          reinterpret_cast<const Cell*>(TOGETHER == LANES ? address : __shfl_sync(ALL_LANES, address, piece * LANES)) +
-          lane % TOGETHER * (16 / int(sizeof(Cell)));
 #pragma unroll
-      for (int copy = 0; copy < COPIES; ++copy) {
-        const int row = begin + (lane % TOGETHER + TOGETHER * copy) / CHUNKS;
-        const bool is_hidden = WINDOWED && row < hidden && !(SINKS && row < sinks);
-        copy_async(own_chunk(target + begin * ROW_BYTES, copy), first + copy * TOGETHER * (16 / int(sizeof(Cell))),
-                   IS_WHOLE || (row < count && !is_hidden), policy);
-      }
+    for (int copy = 0; copy < COPIES; ++copy) {
+      const int row = own_row() + (lane % LANES + LANES * copy) / CHUNKS;
+      const bool is_hidden = WINDOWED && row < hidden && !(SINKS && row < sinks);
+      copy_async(own_chunk(own_piece, copy), first + copy * LANES * CHUNK_CELLS,
+                 IS_WHOLE || (row < count && !is_hidden), policy);
     }
 #if FORMAT != 0
-    if (lane % LANES < SCALE_BYTES) copy_scales<IS_WHOLE>(target + SCALES_AT, count);
+    if (IS_VALUE && PARTS_OF_SCALES == 2) return;
+    if (lane % LANES < PARTS_OF_SCALES * SCALE_BYTES) copy_scales<IS_WHOLE, IS_VALUE>(target + SCALES_AT, count);
 #endif
   }
 
   // Of those of a piece that this lane copies.
   DEVICE u32 own_chunk(u32 piece, int copy) const {
-    const int first = lane % TOGETHER, more = TOGETHER * copy;
+    const int first = lane % LANES, more = LANES * copy;
     if (!SWIZZLED) return piece + chunk_offset((first + more) / CHUNKS, (first + more) % CHUNKS);
     // Powers of two: no bit of `first` is one of `more`.
     const u32 own = piece + chunk_offset(first / CHUNKS, first % CHUNKS);
@@ -230,13 +226,14 @@ class Ring {
   }
 
 #if FORMAT != 0
-  static_assert(PIECE == 16 && SCALE_BYTES <= LANES, "16 bytes of the scales of a piece for each lane");
+  static_assert(PIECE == 16 && PARTS_OF_SCALES * SCALE_BYTES <= LANES, "16 bytes of a piece's scales for each lane");
   // Zeros past the sequence's end. Not through the L1 cache: what it has may be older than the newest token.
-  template <bool IS_WHOLE>
+  template <bool IS_WHOLE, bool IS_VALUE>
   DEVICE void copy_scales(u32 target, int count) const {
-    const int at = lane % LANES * 16, bytes = (count - own_row()) * SCALE_BYTES - at;
-    copy_async_bytes<16>(target + own_row() * SCALE_BYTES + at,
-                         source + cache.from_row_to_scales(own_token()) + at,
+    const int part = lane % LANES / SCALE_BYTES, at = lane % LANES % SCALE_BYTES * 16;
+    const int from = cache.from_row_to_scales(kv_head, IS_VALUE, own_token()) + part * cache.from_k_to_v_scales();
+    const int bytes = (count - own_row()) * SCALE_BYTES - at;
+    copy_async_bytes<16>(target + (part * TILE + own_row()) * SCALE_BYTES + at, source + from + at,
                          IS_WHOLE ? 16 : max(0, min(16, bytes)));
   }
 #endif

@@ -55,6 +55,7 @@ class CtaShape(NamedTuple):
         is_swizzled = chunks.bit_count() == 1
         row = 16 * (chunks if is_swizzled or chunks % 2 else chunks + 1)
         alignment = max(row, 128) if is_swizzled else 128
+        scales *= 1 if dtype == torch.uint8 else 2  # of bytes K has those of V, too
         slot = -(-tile_of(dtype, head_size) * (row + scales) // alignment) * alignment
         return self.warps * (self.slots * slot + 4 * part_words(head_size) + 2 * 16) + 16
 
@@ -62,7 +63,7 @@ class CtaShape(NamedTuple):
 _SHAPES = (CtaShape(8, 3), CtaShape(8, 2), CtaShape(4, 2))
 _LARGE_HEAD_SHAPES = (CtaShape(4, 3), CtaShape(4, 2), CtaShape(2, 2))
 # With bytes, more warps hide more arithmetic, but with large heads each has too few registers.
-_BYTE_SHAPES = (CtaShape(10, 4), CtaShape(12, 3), *_SHAPES)
+_BYTE_SHAPES = (CtaShape(12, 3), *_SHAPES)
 _LARGE_HEAD_BYTE_SHAPES = (CtaShape(8, 2), CtaShape(4, 2))
 
 

@@ -74,9 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int count = min(16, int(group_size) - first_head);
   const Rows rows = {q + sequence * q_stride + head * HEAD_SIZE, HEAD_SIZE, count, end - 1, 0, scale, EVERYTHING,
                      0, 0, {cap, head_scores + head}, 1, length - 1};
-  const i64 block_cells = i64(2 * (ROW_CELLS + SCALE_BYTES)) << block_shift;
-  const Pages pages = {cache + kv_head * block_cells, block_tables + sequence * table_stride,
-                       num_kv_heads * block_cells, int(block_shift)};
+  const BlockLayout layout = {num_kv_heads, int(block_shift)};
+  const Pages pages = Pages::of(cache, layout, kv_head, block_tables + sequence * table_stride);
 
   WarpRows mine(rows, scratch());
   if (SCORES == SINKING && blockIdx.x == 0 && threadIdx.x < 32) mine.start(rows);

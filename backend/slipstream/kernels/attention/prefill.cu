@@ -25,10 +25,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const int position = length - num_queries + own;
   const Rows rows = {q + (start + own) * q_stride + head * HEAD_SIZE, q_stride, count, position, 1,
                      scale, int(window), int(num_sinks), length, {cap, head_scores + head}, 0, position};
-  const i64 block_cells = i64(2 * (ROW_CELLS + SCALE_BYTES)) << block_shift;
-  const Pages pages = {cache + head / group_size * block_cells,
-                       block_tables + sequence * table_stride, num_kv_heads * block_cells,
-                       int(block_shift)};
+  const BlockLayout layout = {num_kv_heads, int(block_shift)};
+  const Pages pages = Pages::of(cache, layout, head / group_size, block_tables + sequence * table_stride);
 
   WarpRows mine(rows, scratch());
   if (SCORES == SINKING) mine.start(rows);

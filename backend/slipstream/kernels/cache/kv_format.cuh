@@ -21,6 +21,20 @@ enum : int {
   SCALE_BYTES = FORMAT == 0 ? 0 : FORMAT == INT4 ? 2 * GROUPS : 1,  // of a token
 };
 
+// Where cells lie in a block: the numbers of all heads, of each K, then V, token by token; scales behind them, in the
+// same order. So numbers begin where a line of memory does: 32 bytes off, reading them takes a tenth longer.
+struct BlockLayout {
+  i64 num_kv_heads;
+  int block_shift;
+
+  DEVICE i64 size() const { return i64(2 * (ROW_CELLS + SCALE_BYTES)) * num_kv_heads << block_shift; }
+  // Those of K of token 0; from there V's.
+  DEVICE i64 numbers(i64 kv_head) const { return 2 * kv_head * from_k_to_v(); }
+  DEVICE i64 scales(i64 kv_head) const { return numbers(num_kv_heads) + 2 * kv_head * from_k_to_v_scales(); }
+  DEVICE i64 from_k_to_v() const { return i64(ROW_CELLS) << block_shift; }
+  DEVICE i64 from_k_to_v_scales() const { return i64(SCALE_BYTES) << block_shift; }
+};
+
 #if FORMAT != 0
 constexpr int NUMBERS = FORMAT == INT4 ? 8 : 4;  // in 32 bits
 constexpr int PAIRS = NUMBERS / 2;

@@ -9,11 +9,11 @@ format. In float32, float16 and bfloat16 a row is the numbers of a token's head.
                            (n - zero) * scale for an n of 0 .. 15, two of them a byte, the even
                            dimension's in the low half
 
-The bytes of a (block, head, K or V) are first the numbers of all its tokens, then their scales: so
-loads of 16 bytes are aligned. A scale is a byte too, the upper bits of a float32, rounded up, with
-five bits of exponent and three of mantissa: `2 ** -22 .. 832`. K is cached after its rotation, as
-in 16 bits. Numbers of one scale among which is NaN or infinity are NaN as a whole; beyond 1e5, in
-int4 1e4, they are cut off.
+The bytes of a block are first the numbers of all its heads, of each K, then V, token by token, then
+their scales in the same order: so numbers lie in whole lines of memory. A scale is a byte too, the
+upper bits of a float32, rounded up, with five bits of exponent and three of mantissa:
+`2 ** -22 .. 832`. K is cached after its rotation, as in 16 bits. Numbers of one scale among which
+is NaN or infinity are NaN as a whole; beyond 1e5, in int4 1e4, they are cut off.
 
 In fp8 a layer may have scales of its own (`Static`). Then a token's scale is 1 and its numbers are
 over the layer's: a reader of the cache multiplies by that.
@@ -179,13 +179,14 @@ def dequantize(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- the cache ----
 
 
-def _parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers and scales of whole blocks, `[..., token, bytes]` each; views."""
-    size, row = blocks.shape[-2:]
+def parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers and scales of whole blocks, `[..., kv head, K or V, token, bytes]` each; views."""
+    rows, row = blocks.shape[-4:-1], blocks.shape[-1]
     width = row - num_scales(blocks.dtype, head_size_of(blocks))
-    flat = blocks.view(torch.uint8).flatten(-2)
-    numbers, scales = torch.split(flat, [size * width, size * (row - width)], -1)
-    return _cut(numbers, size), _cut(scales, size)
+    flat = blocks.view(torch.uint8).flatten(-4)
+    sizes = [rows.numel() * width, rows.numel() * (row - width)]
+    numbers, scales = torch.split(flat, sizes, -1)
+    return numbers.unflatten(-1, (*rows, -1)), scales.unflatten(-1, (*rows, -1))
 
 
 def write(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor, static: Static | None = None) -> None:
@@ -195,12 +196,14 @@ def write(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor, static: Static | N
         cache[block, :, 0, offset] = k
         cache[block, :, 1, offset] = v
         return
-    numbers, scales = _parts(cache)
+    numbers, scales = parts(cache)
     for part, (x, scale) in enumerate(zip((k, v), static or (None, None), strict=True)):
         for target, source in zip((numbers, scales), quantize(x, cache.dtype, scale), strict=True):
             target[block, :, part, offset] = source
 
 
 def read(blocks: Tensor) -> Tensor:
-    """Return the numbers of whole blocks, `[..., token, d]`: as cached, or fp32 of fewer bits."""
-    return dequantize(*_parts(blocks), blocks.dtype) if is_quantized(blocks) else blocks
+    """Return the numbers of whole blocks, `[..., kv head, K or V, token, d]`: as cached, or fp32 of
+    fewer bits.
+    """
+    return dequantize(*parts(blocks), blocks.dtype) if is_quantized(blocks) else blocks

@@ -30,6 +30,10 @@ struct Pages {
   i64 block_stride;   // elements
   int block_shift;
 
+  DEVICE static Pages of(const T* cache, const BlockLayout& layout, i64 kv_head, const int* blocks) {
+    return {cache + layout.numbers(kv_head), blocks, layout.size(), layout.block_shift};
+  }
+
   // Starts the copy of tokens [first, first + TILE): K to `tile`, V behind it; zeros outside of [begin, end), so that
   // what an unused row holds (NaN even) meets no arithmetic, and no table's entry is read that may be anything.
   DEVICE void start_copy(T* tile, int first, int begin, int end) const {

@@ -31,8 +31,11 @@ def gather(cache: Tensor, table: Tensor, begin: int, end: int) -> tuple[Tensor, 
     size = cache.shape[3]
     skipped = begin // size
     blocks = table[skipped : -(-end // size)]
-    pages = cache.permute(2, 1, 0, 3, 4).index_select(2, blocks)  # one copy, already in order
-    flat = kv_format.read(pages).flatten(2, 3)
+    if kv_format.is_quantized(cache):
+        pages = kv_format.read(cache.index_select(0, blocks)).permute(2, 1, 0, 3, 4)
+    else:
+        pages = cache.permute(2, 1, 0, 3, 4).index_select(2, blocks)  # one copy, already in order
+    flat = pages.flatten(2, 3)
     flat = flat[:, :, begin - skipped * size : end - skipped * size]
     return flat[0], flat[1]
 

@@ -42,31 +42,34 @@ struct Pages {
   };
 #endif
 
-  const u8* head;     // K of this kv head in block 0
+  const u8* head;      // numbers of K of this kv head in block 0
+  const u8* scales_at;  // their scales
   const int* blocks;  // the sequence's block table
   i64 block_stride;   // bytes
   int block_shift;
+
+  DEVICE static Pages of(const u8* cache, const BlockLayout& layout, i64 kv_head, const int* blocks) {
+    return {cache + layout.numbers(kv_head), cache + layout.scales(kv_head), blocks, layout.size(), layout.block_shift};
+  }
 
   // Starts the copy of tokens [first, first + TILE) to `memory`; zeros outside of [begin, end), where no table's entry
   // is read that may be anything.
   DEVICE void start_copy(u8* memory, Scales& scales, int first, int begin, int end) const {
     const int mask = (1 << block_shift) - 1;
-    const i64 from_k_to_v = i64(ROW_CELLS + SCALE_BYTES) << block_shift;
+    const i64 from_k_to_v = i64(ROW_CELLS) << block_shift, from_scales_to_v = i64(SCALE_BYTES) << block_shift;
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const int i = threadIdx.x + step * THREADS;
       if (ITEMS % THREADS != 0 && i >= ITEMS) continue;
       const int token = first + i / ACCESSES, at = i % ACCESSES * WIDTH;
       const bool inside = token < end && !(WINDOWED && token < begin);
-      const u8* block = head;
-      if (inside) block += blocks[token >> block_shift] * block_stride;
+      const i64 block = inside ? blocks[token >> block_shift] * block_stride : 0;
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        const u8* rows = block + (inside ? part * from_k_to_v : 0);
-        copy_async_bytes<WIDTH>(shared_address(memory + part * PART_BYTES + i * WIDTH),
-                                rows + (inside ? (token & mask) * ROW_CELLS + at : 0), inside ? WIDTH : 0);
+        const u8* row = head + (inside ? block + part * from_k_to_v + (token & mask) * ROW_CELLS + at : 0);
+        copy_async_bytes<WIDTH>(shared_address(memory + part * PART_BYTES + i * WIDTH), row, inside ? WIDTH : 0);
 #if HEAD_SIZE <= 128
-        const u8* own = rows + (i64(ROW_CELLS) << block_shift) + (token & mask) * SCALE_BYTES +
+        const u8* own = scales_at + block + part * from_scales_to_v + (token & mask) * SCALE_BYTES +
                         (FORMAT == INT4 ? at / GROUP_BYTES * 2 : 0);
         scales.codes[part][step] = inside ? own[0] : 0;
         if (FORMAT == INT4) scales.zeros[part][step] = inside ? own[1] : 0;
@@ -81,8 +84,8 @@ struct Pages {
       const bool inside = number < Scales::COUNT && token < end && !(WINDOWED && token < begin);
       scales.loaded[i] = 0;
       if (!inside) continue;
-      const u8* own = head + blocks[token >> block_shift] * block_stride + number / GROUPS % 2 * from_k_to_v +
-                      (i64(ROW_CELLS) << block_shift) + (token & mask) * SCALE_BYTES;
+      const u8* own = scales_at + blocks[token >> block_shift] * block_stride +
+                      number / GROUPS % 2 * from_scales_to_v + (token & mask) * SCALE_BYTES;
       scales.loaded[i] = FORMAT == INT4 ? reinterpret_cast<const u16*>(own)[number % GROUPS] : own[0];
     }
 #endif

@@ -43,8 +43,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (head == 0 && thread == 0) tables[found[0] * own_stride + place] = index;
 
   const int tokens = 1 << block_shift, per_part = ACCESSES << block_shift;  // K and V are parts
-  const i64 part_bytes = i64(ROW_CELLS + SCALE_BYTES) << block_shift;
-  const u8* source = cache + (block_tables[found[0] * table_stride + place] * num_kv_heads + head) * 2 * part_bytes;
+  const BlockLayout layout = {num_kv_heads, int(block_shift)};
+  const u8* block = cache + block_tables[found[0] * table_stride + place] * layout.size();
+  const u8 *numbers = block + layout.numbers(head), *all_scales = block + layout.scales(head);
   T* target = into + (index * num_kv_heads + head) * 2 * tokens * HEAD_SIZE;
   for (int begin = thread; begin < 2 * per_part; begin += EACH * THREADS) {
     Pack<u32, WIDTH / 4> words[EACH];
@@ -54,11 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < EACH; ++i) {
       const int at = begin + i * THREADS;
       if (at >= 2 * per_part) continue;
-      const int part = at >= per_part, access = at - part * per_part;
-      const int token = access / ACCESSES, byte = access % ACCESSES * WIDTH;
-      const u8* rows = source + part * part_bytes;
-      const u8* own = rows + i64(ROW_CELLS) * tokens + token * SCALE_BYTES + (FORMAT == INT4 ? byte / GROUP_BYTES * 2 : 0);
-      words[i] = load<WIDTH / 4>(reinterpret_cast<const u32*>(rows + access * WIDTH));
+      const int token = at / ACCESSES, byte = at % ACCESSES * WIDTH;  // V's tokens follow K's
+      const u8* own = all_scales + token * SCALE_BYTES + (FORMAT == INT4 ? byte / GROUP_BYTES * 2 : 0);
+      words[i] = load<WIDTH / 4>(reinterpret_cast<const u32*>(numbers + at * WIDTH));
       scales[i] = scale_of(own[0]) * UNIT;
       zeros[i] = FORMAT == INT4 ? zero_of(own[1]) * 0x10001u : 0;
     }

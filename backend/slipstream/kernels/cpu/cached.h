@@ -70,9 +70,10 @@ struct Place {
 
 inline Place place_of(const Cache &c, int64_t block, int head, int part, int token) {
     const int64_t numbers = number_bytes(c), scales = scale_bytes(c);
-    const int64_t index = (block * c.kv_heads + head) * 2 + part;
-    uint8_t *base = static_cast<uint8_t *>(c.data) + index * c.block_size * (numbers + scales);
-    return {base + token * numbers, base + c.block_size * numbers + token * scales};
+    const int64_t rows = 2 * c.kv_heads * c.block_size;  // of a block
+    const int64_t row = (head * 2 + part) * static_cast<int64_t>(c.block_size) + token;
+    uint8_t *base = static_cast<uint8_t *>(c.data) + block * rows * (numbers + scales);
+    return {base + row * numbers, base + rows * numbers + row * scales};
 }
 
 inline void write_int4(const float *x, int size, Place to) {

@@ -116,9 +116,9 @@ struct Part {
   static_assert(VECTOR > 1 && HALF * 2 == HEAD_SIZE, "pairs of numbers in one thread");
   static_assert(GROUPS <= 2 || (GROUPS == 4 && CHUNKS == LANES), "groups are the whole, halves or quarters");
   static constexpr int SHARERS = GROUPS == 4 ? LANES / 2 : LANES;  // lanes that have numbers of one group
-  // As the row of token `token` of `block`, K or V of `size` tokens. By all threads of a warp; only what is `real` is
-  // written. `scale`: of the layer, of e4m3, or 0.
-  DEVICE void quantize_to(u8* block, i64 size, i64 token, bool real, float scale) const {
+  // As a row of numbers, and their scales. By all threads of a warp; only what is `real` is written. `scale`: of the
+  // layer, of e4m3, or 0.
+  DEVICE void quantize_to(u8* row, u8* scales, bool real, float scale) const {
     Range ranges[2];  // of both halves
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
@@ -133,7 +133,6 @@ struct Part {
     if (GROUPS > 1) ranges[1].join<SHARERS>();
     if (!real) return;
     const Quantizer low(ranges[0], scale), high(ranges[GROUPS > 1], scale);
-    u8* row = block + token * ROW_CELLS;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
       if (has(i)) {
@@ -141,7 +140,7 @@ struct Part {
         store_quantized(row, HALF + at(i), second[i], high);
       }
     if (threadIdx.x % SHARERS != 0) return;
-    u8* scales = block + size * ROW_CELLS + token * SCALE_BYTES + threadIdx.x % LANES / SHARERS * 2;
+    scales += threadIdx.x % LANES / SHARERS * 2;
     scales[0] = low.code;
     if (FORMAT == INT4) scales[1] = low.zero_byte();
     if (GROUPS > 1) {
@@ -216,9 +215,10 @@ extern "C" __global__ void BOUNDS
 #else
   if (real && (is_query || is_key)) part.rotate(angles, scale, norms ? &factors : nullptr, last);
   if (real && is_query) part.store_to(query);
-  const i64 part_of_block = ((slot >> block_shift) * num_kv_heads + head) * 2 + !is_key;
-  u8* block = cache + part_of_block * block_size * (ROW_CELLS + SCALE_BYTES);
-  part.quantize_to(block, block_size, slot & (block_size - 1), real && !is_query,
-                   is_key ? cache_k_scale : cache_v_scale);
+  const BlockLayout layout = {num_kv_heads, int(block_shift)};
+  u8* block = cache + (slot >> block_shift) * layout.size();
+  const i64 own = (slot & (block_size - 1)) + (is_key ? 0 : block_size);  // tokens from the head's first on
+  part.quantize_to(block + layout.numbers(head) + own * ROW_CELLS, block + layout.scales(head) + own * SCALE_BYTES,
+                   real && !is_query, is_key ? cache_k_scale : cache_v_scale);
 #endif
 }
