@@ -181,12 +181,11 @@ def dequantize(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 def parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers and scales of whole blocks, `[..., kv head, K or V, token, bytes]` each; views."""
-    rows, row = blocks.shape[-4:-1], blocks.shape[-1]
+    rows, row = blocks.shape[:-1], blocks.shape[-1]
     width = row - num_scales(blocks.dtype, head_size_of(blocks))
-    flat = blocks.view(torch.uint8).flatten(-4)
-    sizes = [rows.numel() * width, rows.numel() * (row - width)]
-    numbers, scales = torch.split(flat, sizes, -1)
-    return numbers.unflatten(-1, (*rows, -1)), scales.unflatten(-1, (*rows, -1))
+    flat, count = blocks.view(torch.uint8).flatten(-4), rows[-3:].numel()
+    numbers, scales = torch.split(flat, [count * width, count * (row - width)], -1)
+    return numbers.view(*rows, width), scales.view(*rows, row - width)
 
 
 def write(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor, static: Static | None = None) -> None:
