@@ -17,6 +17,9 @@ _ENDED = "Internal error from Core"
 _UNKNOWN = re.compile(r"unknown model: '([^']*)' is not found")
 # What Triton says of calls that the server's operator has closed.
 _RESTRICTED = "This protocol is restricted"
+# gRPC's words for a port of another protocol, and for a peer that hung up before it answered.
+_NO_GRPC = "Failed parsing HTTP/2"
+_HUNG_UP = ("Connection reset by peer", "Socket closed", "Server disconnected")
 _STATUS = {
     "UNIMPLEMENTED": Code.UNSUPPORTED,
     "FAILED_PRECONDITION": Code.UNAVAILABLE,
@@ -34,13 +37,38 @@ def error_from_text(text: str, status: str = "INTERNAL") -> ContractError:
     found = _OURS.search(text)
     if found:
         return ContractError(found[2].strip(), Code(found[1]))
-    if found := _UNKNOWN.search(text):
-        return ContractError(
-            f"the server has no model {found[1]!r:.64}: `slipstream models` lists deployments",
-            Code.NOT_FOUND,
-        )
+    if unknown := unknown_model(text):
+        return unknown
     code = Code(status) if status in Code.__members__ else _STATUS.get(status, Code.INTERNAL)
     return ContractError(text.strip() or status, code)
+
+
+def unknown_model(text: str) -> ContractError | None:
+    """Return the error for a model that Triton says it does not have; None if it says another."""
+    found = _UNKNOWN.search(text)
+    return found and ContractError(
+        f"the server has no model {found[1]!r:.64}: `slipstream models` lists deployments",
+        Code.NOT_FOUND,
+    )
+
+
+def no_server(address: str, reason: str, protocol: str) -> ContractError:
+    """Return the error for `address`, at which nothing answers in `protocol`, gRPC or HTTP."""
+    hint = ", as at a port with TLS, which clients here do not speak" if reason in _HUNG_UP else ""
+    return ContractError(
+        f"no server answers at {address} ({reason}{hint}): is it running (`slipstream serve` "
+        f"starts one), and is this its {protocol} port?",
+        Code.UNAVAILABLE,
+    )
+
+
+def other_server(address: str, protocol: str, found: str = "") -> ContractError:
+    """Return the error for `address`, whose answer is not Triton's; `found` says what it is."""
+    return ContractError(
+        f"what answers at {address} is not Triton's {protocol}{found}: which is its {protocol} "
+        "port? `slipstream serve` prints it",
+        Code.UNAVAILABLE,
+    )
 
 
 def error_from_rpc(
@@ -57,11 +85,10 @@ def error_from_rpc(
                 "--model-control explicit` does",
                 Code.UNSUPPORTED,
             )
-        reason = details.rpartition(": ")[2] or "no reason given"
-        return ContractError(
-            f"no server answers at {url} ({reason}): is it running, and is this its gRPC port?",
-            Code.UNAVAILABLE,
-        )
+        if _NO_GRPC in details:
+            return other_server(url, "gRPC")
+        reason = re.sub(r" \(\d+\)$|\]$", "", details.rpartition(": ")[2].rpartition("recvmsg:")[2])
+        return no_server(url, reason or "no reason given", "gRPC")
     return error_from_text(details, status.name)
 
 

@@ -6,6 +6,7 @@ tensor, costs several times as much processor time as the transport.
 
 import asyncio
 import contextlib
+import os
 import re
 import time
 from array import array
@@ -23,7 +24,13 @@ from tritonclient.grpc import service_pb2
 from slipstream_client.aio import is_task_cancelled, wait_for_end
 from slipstream_client.bench.messages import Record
 from slipstream_client.client import CHANNEL_OPTIONS
-from slipstream_client.failures import RequestTimeoutError, error_from_rpc
+from slipstream_client.failures import (
+    RequestTimeoutError,
+    error_from_rpc,
+    no_server,
+    other_server,
+    unknown_model,
+)
 
 STREAMS_PER_CHANNEL = 64  # more streams on one HTTP/2 connection delay each other
 _METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -49,6 +56,8 @@ class Transport(Protocol):
 
 def fail(record: Record, text: str, status: str) -> None:
     """Record an error: the contract's code if the text has one, else the status."""
+    if unknown := unknown_model(text):
+        text, status = unknown.message, unknown.code
     found = _CODED.search(text)
     record.code = found[1] if found else status
     record.message = text.strip()[:_MAX_MESSAGE]
@@ -95,10 +104,15 @@ class GrpcTransport:
         except grpc.RpcError as failure:
             self._note(record, times, counts)
             is_late = record.ended_ns - record.sent_ns >= self._timeout_s * 1e9
-            if isinstance(error_from_rpc(failure, self._address, is_late), RequestTimeoutError):
+            translated = error_from_rpc(failure, self._address, is_late)
+            said = failure.details() or ""
+            if isinstance(translated, RequestTimeoutError):
                 fail(record, _LATE, "DEADLINE_EXCEEDED")
             else:
-                fail(record, failure.details() or "", failure.code().name)
+                fail(
+                    *(record, said if _CODED.search(said) else translated.message),
+                    failure.code().name,
+                )
         except asyncio.CancelledError:
             if is_task_cancelled():
                 raise
@@ -177,6 +191,7 @@ class HttpTransport:
     """HTTP `generate_stream`: one connection per request in flight, kept alive."""
 
     def __init__(self, address: str, model: str, timeout_s: float) -> None:
+        self._address = address
         self._url = f"http://{address}/v2/models/{model}/generate_stream"
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._session: aiohttp.ClientSession | None = None
@@ -207,8 +222,7 @@ class HttpTransport:
         except TimeoutError:
             error, status = _LATE, "DEADLINE_EXCEEDED"
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError, ValueError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
-            status = "UNAVAILABLE" if isinstance(failure, OSError) else status
+            error, status = _broken(failure, self._address, status)
         record.ended_ns = time.monotonic_ns()
         record.times_ns, record.counts = times.tobytes(), counts.tobytes()
         if error or status != "HTTP_200":
@@ -234,6 +248,23 @@ async def _events_of(reply: aiohttp.ClientResponse) -> AsyncIterator[tuple[int, 
                 yield now_ns, _events.decode(line.removeprefix(b"data: "))
     if rest.strip():
         yield time.monotonic_ns(), _events.decode(rest.removeprefix(b"data: "))
+
+
+def _broken(failure: Exception, address: str, status: str) -> tuple[str, str]:
+    """Return message and status of a request that `failure` ended; `status` is HTTP's, if any."""
+    if status == "HTTP_200":  # the answer had begun
+        is_gone = isinstance(failure, OSError)
+        return f"{type(failure).__name__}: {failure}", "UNAVAILABLE" if is_gone else status
+    if isinstance(failure, aiohttp.ServerDisconnectedError):
+        error = no_server(address, "Server disconnected", "HTTP")
+    elif isinstance(failure, OSError):
+        cause = failure.os_error if isinstance(failure, aiohttp.ClientConnectorError) else failure
+        number = cause.errno or 0  # of the resolver: below 0, and its words are its own
+        reason = os.strerror(number) if number > 0 else cause.strerror or str(cause)
+        error = no_server(address, reason, "HTTP")
+    else:
+        error = other_server(address, "HTTP", f" ({status})" if status.startswith("HTTP_") else "")
+    return error.message, error.code
 
 
 def _one(value: int | list[int]) -> int:
