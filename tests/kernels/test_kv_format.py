@@ -126,6 +126,23 @@ def test_rows_and_slots(name: str, head_size: int) -> None:
     assert bool(same.permute(0, 3, 1, 2, 4)[others].all())
 
 
+@by_format
+@pytest.mark.parametrize("head_size", [64, 80, 128])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_numbers_come_first(name: str, head_size: int, heads: int) -> None:
+    """A block is all its numbers, then all their scales: so copies of numbers begin at lines."""
+    row = kv_format.row_size(FORMATS[name], head_size)
+    cache = torch.zeros((4, heads, 2, 16, row), dtype=FORMATS[name])
+    numbers, scales = kv_format.parts(cache)
+    assert numbers.dtype == scales.dtype == torch.uint8
+    for block in range(4):
+        first = block * cache[0].numel()
+        behind = first + numbers[block].numel()
+        assert numbers[block].is_contiguous() and numbers[block].storage_offset() == first
+        assert scales[block].is_contiguous() and scales[block].storage_offset() == behind
+        assert behind + scales[block].numel() == first + cache[0].numel()
+
+
 def test_what_fits() -> None:
     """Against 16 bits, the scales counted."""
     for name, wanted in (("fp8", 1.95), ("int8", 1.95), ("int4", 3.5)):
