@@ -33,6 +33,7 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
+from slipstream_runtime import failed_starts
 from slipstream_runtime.directory import OWNER_VARIABLE, VARIABLE, Runtime
 from slipstream_runtime.processes import end
 from slipstream_runtime.rank_processes import WORDS_S, RankProcesses
@@ -78,6 +79,7 @@ class SupervisorStarter:
         self._environment = environment or {}
         self._server_pid = server_pid
         self._old = _identity(runtime.error)
+        self._old_count = _identity(runtime.failed_starts)  # maybe of an earlier server
         self._seen: tuple[int, int] | None = None  # the newest failure, first seen at `_seen_s`
         self._seen_s = 0.0
         self._children: list[subprocess.Popen[bytes]] = []
@@ -93,6 +95,16 @@ class SupervisorStarter:
             return self._runtime.error.read_text(errors="replace").strip() or "no reason given"
         except FileNotFoundError:
             return None
+
+    def outage(self) -> str:
+        """Return, in one line for clients, that there is no engine and why; for while none is."""
+        failed = failed_starts.read(self._runtime.failed_starts)
+        if failed is None or _identity(self._runtime.failed_starts) == self._old_count:
+            return failed_starts.RESTARTED
+        return (
+            f"the engine is not running: {failed}; it is started again after a pause; its log is "
+            f"{self._runtime.log}"
+        )
 
     def ensure(self) -> None:
         """Start the supervisor unless a process has its lock.
@@ -111,6 +123,10 @@ class SupervisorStarter:
                 raise RuntimeError(failure)
             self._runtime.error.unlink(missing_ok=True)
             self._runtime.unloaded.unlink(missing_ok=True)
+            if self._old_count is not None and _identity(self._runtime.failed_starts) == (
+                self._old_count
+            ):
+                self._runtime.failed_starts.unlink(missing_ok=True)
             self._runtime.config.write_bytes(msgspec.json.encode(self._config))
             with self._runtime.log.open("ab") as log:
                 self._children.append(
@@ -177,12 +193,14 @@ class Supervisor:
                 return self._park()
             said = self._why(output)
             _log.error("the engine ended with code %d", code)
+            has_served = self._has_served()
+            if not has_served:
+                failed_starts.note(self._runtime.failed_starts, code, said)
             if not self._was_ready and self._gives_up(code):
                 draft = self._runtime.error.with_suffix(".draft")
                 draft.write_text(f"{said}\n")
                 draft.rename(self._runtime.error)  # atomically: a reader gets all or nothing
                 return 1
-            has_served = self._ready_s is not None and time.monotonic() - self._ready_s > _STEADY_S
             pause_s = _FIRST_PAUSE_S if has_served else min(2 * pause_s, _MAX_PAUSE_S)
             if self._is_server_gone(pause_s):
                 return 0
@@ -267,6 +285,12 @@ class Supervisor:
         if self._runtime.socket.exists():
             self._was_ready = True
             self._ready_s = self._ready_s or time.monotonic()
+        if self._has_served():
+            self._runtime.failed_starts.unlink(missing_ok=True)
+
+    def _has_served(self) -> bool:
+        """Return whether this engine was ready long enough for its start to be a success."""
+        return self._ready_s is not None and time.monotonic() - self._ready_s > _STEADY_S
 
     def _is_server_gone(self, wait_s: float) -> bool:
         return bool(select.select([self._server], [], [], wait_s)[0])

@@ -109,6 +109,11 @@ class Runtime:
         return self.home / "engine.error"
 
     @property
+    def failed_starts(self) -> Path:
+        """The file of `slipstream_runtime.failed_starts`; there is none while the engine serves."""
+        return self.home / "engine.failed"
+
+    @property
     def unloaded(self) -> Path:
         """A file that exists while the engine does not run because its models were unloaded."""
         return self.home / "unloaded"

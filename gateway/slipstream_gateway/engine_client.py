@@ -14,6 +14,7 @@ from slipstream.bridge.connection import Connection
 from slipstream_contract.errors import Code, ContractError
 from slipstream_runtime.admission import LoadFile, path_of
 from slipstream_runtime.directory import Runtime
+from slipstream_runtime.failed_starts import RESTARTED
 from slipstream_runtime.processes import num_cores
 
 from slipstream_gateway.errors import ApiError, api_error
@@ -61,9 +62,11 @@ class EngineClient:
         keep_alive: Callable[[], None],
         max_unanswered: int = 90,
         keeps_engine: bool = True,
+        outage: Callable[[], str] = lambda: RESTARTED,
     ) -> None:
         """Start to connect; `keep_alive` has an engine started where there is none.
 
+        `outage` says, in one line, why there is none.
         `keeps_engine`: whether the engine goes on for this connection alone.
         """
         self.routes: dict[int, Route] = {}
@@ -78,7 +81,8 @@ class EngineClient:
         self._timer: asyncio.TimerHandle | None = None  # of the next round of writing
         self._next_s = 0.0  # its earliest time, by the event loop
         self.connection = Connection(
-            runtime.address, BRIDGE, self, keep_alive, max_unanswered, keeps_engine
+            *(runtime.address, BRIDGE, self, keep_alive, max_unanswered, keeps_engine),
+            outage=outage,
         )
 
     # --- to the engine -------------------------------------------------------------------------

@@ -90,6 +90,7 @@ class Model:
             self._starter.ensure if around.is_alone else _start_nothing,
             config.stuck_after_s + _SUPERVISOR_S,
             keeps_engine=around.is_alone,
+            outage=self._starter.outage,
         )
         self._thread = threading.Thread(target=self._run, name="model-text", daemon=True)
         self._thread.start()
@@ -140,9 +141,11 @@ class Model:
         if self.text is None and not self._unreadable:
             self.ready_text()
         if self.engine.connection.adapters is None:
-            raise ContractError(
-                "the engine is not running; it is being restarted", Code.UNAVAILABLE, "engine_down"
-            )
+            raise ContractError(self.outage(), Code.UNAVAILABLE, "engine_down")
+
+    def outage(self) -> str:
+        """Return, in one line, that there is no engine and why; for while none is."""
+        return self._starter.outage()
 
     def close(self) -> None:
         """End the connection."""
@@ -234,8 +237,7 @@ class Models:
             raise ApiError(400, f"model {name!r:.128} is the name of several: {those}", "model")
         for away in (model for model, its in adapters if its is None):
             raise ContractError(
-                f"the engine of {away.names[0]}, which may have {name!r:.128}, is not running; it "
-                "is being restarted",
+                f"{away.names[0]} may have {name!r:.128}, but {away.outage()}",
                 Code.UNAVAILABLE,
                 "engine_down",
             )

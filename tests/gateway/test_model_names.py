@@ -16,6 +16,9 @@ class Fake(SimpleNamespace):
         if self.adapters is None:
             raise ContractError("it is away", Code.UNAVAILABLE, "engine_down")
 
+    def outage(self) -> str:
+        return "it is away"
+
     def __hash__(self) -> int:
         return id(self)
 
@@ -59,7 +62,7 @@ def test_the_names_that_are_listed_are_those_that_are_found():
 
 def test_a_name_that_an_engine_may_know_which_is_away_is_not_called_unknown():
     found = models(away="b", a="chat", b="code")
-    with pytest.raises(ContractError, match="engine of code, which may have 'one', is not") as down:
+    with pytest.raises(ContractError, match="code may have 'one', but it is away") as down:
         found.find("one")
     assert (down.value.code, down.value.reason) == (Code.UNAVAILABLE, "engine_down")
     assert found.find("chat").deployment.name == "a"
@@ -118,12 +121,13 @@ def test_a_model_is_listed_if_and_only_if_its_requests_do_not_fail_for_its_engin
 ):
     model = Model.__new__(Model)
     model.text, model._fault, model._unreadable = text, "", unreadable
-    model._starter = SimpleNamespace(failure=lambda: "")
+    model._starter = SimpleNamespace(failure=lambda: "", outage=lambda: "it failed twice")
     model.engine = SimpleNamespace(connection=SimpleNamespace(adapters=adapters))
     is_up = adapters is not None and (text is not None or bool(unreadable))
     if is_up:
         model.check_engine()
         return
-    with pytest.raises(ContractError) as down:
+    said = "it failed twice" if text or unreadable else "not up yet"
+    with pytest.raises(ContractError, match=said) as down:
         model.check_engine()
     assert (down.value.code, down.value.reason) == (Code.UNAVAILABLE, "engine_down")

@@ -69,9 +69,11 @@ class Bridge:
         self._senders = Senders()
         self.calls = Calls(self._send, self._senders.hand_over)
         self._senders.calls = self.calls
-        ensure = self._supervision.ensure
-        max_unanswered = config.stuck_after_s + _SUPERVISOR_S
-        self.connection = Connection(runtime.address, name, self.calls, ensure, max_unanswered)
+        self.connection = Connection(
+            *(runtime.address, name, self.calls, self._supervision.ensure),
+            config.stuck_after_s + _SUPERVISOR_S,
+            outage=self._supervision.outage,
+        )
         cancel = partial(self.calls.cancel, cause=wire.CancelCause.UNACKNOWLEDGED)
         self.flow = Flow(CreditFile(runtime.credits), self._senders.hand_over, cancel)
         self.calls.settle = self.flow.settle

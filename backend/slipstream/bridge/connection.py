@@ -22,6 +22,7 @@ import msgspec
 import zmq
 import zmq.utils.monitor
 from slipstream_contract.errors import Code, ContractError
+from slipstream_runtime.failed_starts import RESTARTED
 
 from slipstream import __version__, wire
 from slipstream.bridge.cores import stay_together
@@ -72,6 +73,7 @@ class Connection:
         keeps_engine: bool = True,
         prefix_key: bytes = b"",
         take_prefixes: Callable[[wire.Prefixes], None] | None = None,
+        outage: Callable[[], str] = lambda: RESTARTED,
     ) -> None:
         """Start to connect.
 
@@ -85,10 +87,12 @@ class Connection:
                 number, not a time: while a machine's processes are suspended, none is stuck.
             keeps_engine: whether the engine goes on for this connection alone.
             prefix_key: see `wire.Hello`; it may be changed for the next engine.
+            outage: says, in one line, why there is no engine.
             take_prefixes: receives what the engine's cache has, if there is a key.
         """
         self.prefix_key = prefix_key
         self._take_prefixes = take_prefixes
+        self._outage = outage
         self.status: wire.Status | None = None  # the latest
         self.heard_s = -math.inf  # when the last message came, by time.monotonic()
         # Of the engine, by name. None: no engine is connected, so nobody knows its adapters.
@@ -133,11 +137,7 @@ class Connection:
         frames = [(wire.encode(message), message) for message in messages]
         with self._changed:
             if self._welcome is None or self._socket is None:
-                raise ContractError(
-                    "the engine is not running; it is being restarted",
-                    Code.UNAVAILABLE,
-                    "engine_down",
-                )
+                raise ContractError(self._outage(), Code.UNAVAILABLE, "engine_down")
             for frame, message in frames:
                 self._post(self._socket, frame, message)
             has_come = int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN

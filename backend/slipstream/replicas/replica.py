@@ -90,6 +90,7 @@ class Replica:
             place.config.stuck_after_s + _SUPERVISOR_S,
             prefix_key=prefix_key,
             take_prefixes=self._take_prefixes,
+            outage=self.starter.outage,
         )
 
     # --- the router's side ---------------------------------------------------------------------

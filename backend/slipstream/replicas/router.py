@@ -34,7 +34,6 @@ _log = logging.getLogger(__name__)
 
 SILENT_S = 3.0  # engines answer once a second, between steps
 _GONE = "the engine ended; try again"
-_DOWN = "the engine is not running; it is being restarted"
 _COMING = "the engines that have the adapter are being restarted, and load it again"
 _FULL = ("max_waiting", "max_waiting_tokens")
 
@@ -229,7 +228,9 @@ class Router:
         while True:
             found = self._choose(routed, open_to)
             if found is None:
-                raise ContractError(_DOWN, Code.UNAVAILABLE, "engine_down")
+                raise ContractError(
+                    self.replicas[0].starter.outage(), Code.UNAVAILABLE, "engine_down"
+                )
             replica, num_known, prompt = found
             number = next(self._numbers)
             try:
