@@ -154,7 +154,13 @@ def _check_choices(field: str, value: object) -> None:
 # --- the tensors of TensorRT-LLM -----------------------------------------------------------------
 
 TYPE_FIELD, TEXT_FIELD = "guided_decoding_guide_type", "guided_decoding_guide"
-_TRTLLM_KINDS = (GuideKind.JSON, GuideKind.JSON_SCHEMA, GuideKind.REGEX, GuideKind.GRAMMAR)
+_TRTLLM_KINDS = (
+    GuideKind.JSON,
+    GuideKind.JSON_SCHEMA,
+    GuideKind.REGEX,
+    GuideKind.GRAMMAR,
+    GuideKind.STRUCTURAL_TAG,
+)
 
 
 def trtllm_guide(kind: str | None, text: str | None) -> Guide | None:

@@ -61,6 +61,7 @@ def vllm(**parameters: object) -> Guide | None:
         ("json_schema", SCHEMA, Guide(GuideKind.JSON_SCHEMA, SCHEMA)),
         ("regex", "a+", Guide(GuideKind.REGEX, "a+")),
         ("ebnf_grammar", 'root ::= "a"', Guide(GuideKind.GRAMMAR, 'root ::= "a"')),
+        ("structural_tag", '{"a": 1}', Guide(GuideKind.STRUCTURAL_TAG, '{"a": 1}')),
     ],
 )
 def test_the_two_inputs_of_tensorrt_llm(kind, guide, expected):
@@ -71,7 +72,9 @@ def test_the_two_inputs_of_tensorrt_llm(kind, guide, expected):
     ("kind", "guide", "error"),
     [
         ("xml", "x", "guided_decoding_guide_type is 'xml', not one of json, json_schema, regex"),
-        ("structural_tag", "{}", "guided_decoding_guide_type is 'structural_tag', not one of"),
+        ("choice", "[]", "type is 'choice', not one of .*, ebnf_grammar, structural_tag$"),
+        ("structural_tag", None, "guided_decoding_guide is empty: structural_tag needs a text"),
+        ("structural_tag", "[1]", r"guided_decoding_guide is '\[1\]', not a JSON object"),
         (None, "a", "guided_decoding_guide is 'a' without a guided_decoding_guide_type"),
         ("json", SCHEMA, "guided_decoding_guide is .*json_schema takes a schema"),
         ("regex", "", "guided_decoding_guide is empty: regex needs a text"),

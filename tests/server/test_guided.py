@@ -1,6 +1,7 @@
 """Guided output of the served default model: at every model name, streamed and not."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -16,10 +17,13 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+LETTERS = {"type": "regex", "pattern": "[a-c]{3}"}
+TAG = {"format": {"type": "tag", "begin": "<", "content": LETTERS, "end": ">"}}
 OLD = [
     ("json_schema", json.dumps(SCHEMA)),
     ("regex", "[a-c]{5}"),
     ("ebnf_grammar", 'root ::= "x" [0-9] [0-9]'),
+    ("structural_tag", json.dumps(TAG)),
 ]
 NEW = [
     {"json": SCHEMA},
@@ -34,6 +38,8 @@ def check(asked: object, text: str) -> None:
         value = json.loads(text)
         assert set(value) == {"name", "age"}
         assert value["age"] in (7, 70)
+    elif "structural_tag" in str(asked):
+        assert re.fullmatch("<[a-c]{3}>", text)
     elif "choice" in str(asked):
         assert text in ("yes", "no")
     elif "a-c" in str(asked):
