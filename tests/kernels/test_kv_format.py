@@ -138,8 +138,10 @@ def test_numbers_come_first(name: str, head_size: int, heads: int) -> None:
     for block in range(4):
         first = block * cache[0].numel()
         behind = first + numbers[block].numel()
-        assert numbers[block].is_contiguous() and numbers[block].storage_offset() == first
-        assert scales[block].is_contiguous() and scales[block].storage_offset() == behind
+        assert numbers[block].is_contiguous()
+        assert numbers[block].storage_offset() == first
+        assert scales[block].is_contiguous()
+        assert scales[block].storage_offset() == behind
         assert behind + scales[block].numel() == first + cache[0].numel()
 
 
