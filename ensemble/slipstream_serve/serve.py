@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
@@ -51,6 +52,7 @@ DEMO_TOKENS = 56
 _START_INTERVAL_S = 0.05
 _ABORTS = (-signal.SIGABRT, -signal.SIGSEGV)  # exit codes
 _MAX_ABORTS = 2  # while it starts
+_ABORT_S = 2.0  # from the end of an aborting server's connections to its own
 _LOG_ENTRY = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ \S+ (?P<level>[A-Z]+) (?P<text>.*)")
 _BAR = re.compile(r"\d%\|")
 _BANNER_MARKS = (": KV cache of ", " replicas, ")  # in the log of an engine, of a router
@@ -160,7 +162,7 @@ def run(args: argparse.Namespace) -> int:
             banner = _bring_up(server, models, began + args.start_timeout)
             if plan is not None:
                 gateway = GatewayProcess(plan, server.runtime, _say)
-            first_token(server.endpoints.http, models)
+            banner = _answer_first(server, models, began + args.start_timeout, banner)
             if gateway is not None and models:
                 gateway.wait_ready(max(1.0, began + args.start_timeout - time.monotonic()))
             _print_ready(server, banner, time.monotonic() - began)
@@ -257,6 +259,33 @@ def _bring_up(server: TritonServer, models: list[str], deadline: float) -> str:
             print(f"{error}: starting it again", flush=True)
             server.runtime.remove_process_files()
     return _start(server, models, deadline)
+
+
+def _answer_first(server: TritonServer, models: list[str], deadline: float, banner: str) -> str:
+    """Generate the first tokens; a server that aborts meanwhile is brought up again.
+
+    Returns the banner of the engines that answered. Raises ServeError.
+    """
+    for _ in range(_MAX_ABORTS):
+        try:
+            first_token(server.endpoints.http, models)
+            return banner
+        except (ServeError, OSError, HTTPException, ValueError):  # or an answer that is cut off
+            if not _has_aborted(server):
+                raise
+        print(f"{server.reason()}: starting it again", flush=True)
+        server.runtime.remove_process_files()
+        banner = _bring_up(server, models, deadline)
+    first_token(server.endpoints.http, models)
+    return banner
+
+
+def _has_aborted(server: TritonServer) -> bool:
+    """Return whether a server that broke off an answer ends now, as it crashed by itself."""
+    until_s = time.monotonic() + _ABORT_S
+    while server.exit_code is None and time.monotonic() < until_s:
+        time.sleep(_START_INTERVAL_S)
+    return server.exit_code in _ABORTS
 
 
 def _start(server: TritonServer, models: list[str], deadline: float) -> str:

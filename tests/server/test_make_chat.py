@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from fixtures import crashes
 from fixtures.server.serve_process import environment, living
 from fixtures.server.terminal import Terminal
 from slipstream_serve.chat_model import ChatModelError, fetch
@@ -36,6 +37,8 @@ def file() -> Path:
 
 def free_ports() -> dict[str, int]:
     free = Endpoints.free()
+    # A crash of the server itself, as without a core to run on, fails a test that is repeated then.
+    crashes.watch(server_directory().parent / "logs" / f"tritonserver-{free.http_port}.log")
     return {
         "HTTP_PORT": free.http_port,
         "GRPC_PORT": free.grpc_port,

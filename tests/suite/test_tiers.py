@@ -127,7 +127,6 @@ def test_a_server_that_crashes_by_itself_is_counted(
 ) -> None:
     pytester.makepyfile(
         """
-        from types import SimpleNamespace
         from fixtures import crashes
         runs = 0
 
@@ -135,8 +134,10 @@ def test_a_server_that_crashes_by_itself_is_counted(
             global runs
             runs += 1
             log = tmp_path / f"log{runs}"
+            log.write_text("Signal (11) received")  # of an earlier server: it does not count
+            crashes.watch(log)
+            assert not log.exists()
             log.write_text("ok" if runs == 3 else "Signal (11) received.")
-            crashes._started.append(SimpleNamespace(log=log))
             assert runs == 3
 
         def test_after_it(): pass
