@@ -82,7 +82,11 @@ class Runtime:
         return self.directory / f"vitals-{model}-{pid}"
 
     def remove_process_files(self) -> None:
-        """Remove the files of all models' processes, which have ended with their server."""
+        """Remove the files of all models' processes, which have ended with their server.
+
+        One of them may have noticed its end before its own, and have said that it stops.
+        """
+        self.stopping.unlink(missing_ok=True)
         for pattern in ("in-flight-*", "vitals-*"):
             for file in self.directory.glob(pattern):
                 if GATEWAY not in file.name:  # it outlives the server

@@ -274,6 +274,7 @@ def _answer_first(server: TritonServer, models: list[str], deadline: float, bann
             if not _has_aborted(server):
                 raise
         print(f"{server.reason()}: starting it again", flush=True)
+        server.kill()  # its models' processes, which may be there for a moment
         server.runtime.remove_process_files()
         banner = _bring_up(server, models, deadline)
     first_token(server.endpoints.http, models)

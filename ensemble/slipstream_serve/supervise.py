@@ -319,7 +319,6 @@ class Repairer:
                 server.runtime.stopping.touch()
                 time.sleep(ENDING_S)
         server.kill()
-        server.runtime.stopping.unlink(missing_ok=True)
         self._restart_s, self._num_lost = 0.0, 0
         self._leaving.clear()
         server.runtime.remove_process_files()

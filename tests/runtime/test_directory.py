@@ -1,4 +1,4 @@
-"""What the processes of a server leave open to others."""
+"""What the processes of a server leave open to others, and behind."""
 
 import mmap
 import os
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 
-from slipstream_runtime.directory import hide_shared_memory
+from slipstream_runtime.directory import GATEWAY, Runtime, hide_shared_memory
 from slipstream_runtime.processes import identity, in_group
 
 
@@ -68,3 +68,14 @@ def test_no_other_process_has_the_same_name():
         for process in (first, second):
             process.kill()
             process.wait()
+
+
+def test_what_processes_said_of_their_end_goes_with_them(tmp_path):
+    runtime = Runtime(tmp_path)
+    files = [runtime.stopping, runtime.in_flight("model", 1), runtime.vitals("model", 1)]
+    gateway = runtime.in_flight(GATEWAY, 2)
+    for file in (*files, gateway):
+        file.touch()
+    runtime.remove_process_files()
+    assert [file for file in files if file.exists()] == []
+    assert gateway.exists()

@@ -14,9 +14,13 @@ class Server(SimpleNamespace):
     """A server that ends with each of `codes` in turn while it makes its first token."""
 
     def __init__(self, *codes: int | None) -> None:
-        runtime = SimpleNamespace(remove_process_files=lambda: None)
-        super().__init__(endpoints=SimpleNamespace(http="http://x"), runtime=runtime)
+        self.left: list[str] = ["processes", "files"]
+        files = SimpleNamespace(remove_process_files=lambda: self.left.remove("files"))
+        super().__init__(endpoints=SimpleNamespace(http="http://x"), runtime=files)
         self.codes, self.exit_code, self.num_starts = [*codes], None, 1
+
+    def kill(self) -> None:
+        self.left.remove("processes")
 
     def reason(self) -> str:
         return f"it ended with {self.exit_code}"
@@ -28,6 +32,8 @@ def around(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "_ABORT_S", 0.1)
 
     def bring_up(server: Server, models: list[str], deadline: float) -> str:
+        assert server.left == []  # of the one before
+        server.left = ["processes", "files"]
         server.exit_code, server.num_starts = None, server.num_starts + 1
         return f"start {server.num_starts}"
 
