@@ -258,7 +258,12 @@ class SamplingParams(
                 Row("`embedding_bias_words`: words", 0, limits.MAX_WORDS, MODEL),
                 Row("... bytes of a bias word", 0, limits.MAX_WORD_BYTES, MODEL),
                 Row("... bytes of all bias words", 0, limits.MAX_LIST_BYTES, MODEL),
-                Row("`embedding_bias_weights`", -limits.MAX_BIAS, limits.MAX_BIAS, MODEL),
+                Row(
+                    "`embedding_bias_weights`, `embedding_bias`",
+                    -limits.MAX_BIAS,
+                    limits.MAX_BIAS,
+                    MODEL,
+                ),
                 Row("biased tokens", 0, limits.MAX_BIASED_TOKENS, BOTH),
                 Row(
                     "`logit_bias` of `vllm_model`",

@@ -226,7 +226,7 @@ PROBES: dict[str, list[Callable[[Any], Any]]] = {
             embedding_bias_words=filled(v), embedding_bias_weights=[0.0] * len(filled(v))
         )
     ],
-    "`embedding_bias_weights`": [
+    "`embedding_bias_weights`, `embedding_bias`": [
         lambda v: tokens(embedding_bias=[float(v)]),
         lambda v: text(embedding_bias_words="w", embedding_bias_weights=float(v)),
     ],
