@@ -1,9 +1,10 @@
 """Replicas of an engine in simulated time, fast enough for a thousand GPUs.
 
-A replica takes the time of recorded steps (`step_times.py`), but not the engine itself: requests in
-order of arrival, decodes first, then chunks within the tokens of a step. Only counts are kept of
-running requests, so a step costs the same whatever its size. `test_cluster.py` compares it with the
-real engine over the same steps (`simulated.slipstream`), which is a hundred times slower.
+A replica takes the time of recorded steps (`step_times.py`), as large as the engine's graphs, but
+not the engine itself: requests in order of arrival, decodes first, then chunks within the rows of a
+step. Only counts are kept of running requests, so a step costs the same whatever its size.
+`test_cluster.py` compares it with the real engine over the same steps (`simulated.slipstream`),
+which is a hundred times slower.
 
 A prefix that requests share is cached until others need its room. A pipeline of m stages is m
 replicas: each of m batches reads all weights once, stage by stage, while the others are elsewhere.
@@ -14,17 +15,22 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
 
 from limits import CARDS, Model
+from slipstream.runner.graphs import Buckets
 from step_times import SIZES, StepTimes, times_of
 from traces import Arrival
 
 MAX_ROWS = 256
-CHUNK = 768  # tokens of prompts beside decodes: what the engine's prefill budget comes to
+# Of a step of decodes and prompts: whole tiles. What the engine's prefill budget comes to: such
+# steps have up to 1,408 to 1,920 rows (p99), at 8 to 28 requests a second of an 8B.
+ROWS = 1536
+ALONE = 2048  # tokens of a step of prompts alone
 HOST_S = 0.0003  # of the host, between two launches
 MEMORY = {"H100": 80e9, "H200": 141e9}  # bytes
 _SHARE = 0.88  # of memory, for weights and cache
 _LINK = 300e9  # bytes a second of an all-reduce of two shots: assumed, not measured here
 _ALL_REDUCE_S = 5e-6  # and its latency; published: 4 to 10 us on H100
 _HOP_S = 30e-6  # from stage to stage
+_SIZES = Buckets(MAX_ROWS, ALONE).sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +77,15 @@ class RankTimes:
     hidden: int
 
     def step_ms(self, num_decodes: int, context: int, chunks: list[tuple[int, int]]) -> float:
-        """Return the time of a step, as `StepTimes.step_ms` does."""
-        whole = self.base.step_ms(num_decodes, context, chunks)
+        """Return the time of a step, as `StepTimes.step_ms` does; of its graph, if it has one."""
+        num_tokens = num_decodes + sum(size for _, size in chunks)
+        graph = _SIZES.graph_of(num_decodes, num_tokens - num_decodes) if chunks else None
+        padding = sum(graph) - num_tokens if graph else 0
+        whole = self.base.step_ms(num_decodes, context, chunks, padding)
         hops = 1e3 * (self.pipeline - 1) * _HOP_S
         if self.tensor == 1:
             return whole + hops
-        num_tokens = num_decodes + sum(size for _, size in chunks)
-        moved = num_tokens * self.hidden * 2
+        moved = (num_tokens + padding) * self.hidden * 2
         each_s = _ALL_REDUCE_S + 2 * moved * (self.tensor - 1) / self.tensor / _LINK
         return whole / self.tensor + 2e3 * self.num_layers * each_s + hops
 
@@ -207,7 +215,7 @@ class Replica:
             self._held -= self._prefixes.popitem(last=False)[1]
 
     def _step(self) -> None:
-        budget, chunks = CHUNK if self.num_decodes else 4 * CHUNK, []
+        budget, chunks = ROWS - self.num_decodes if self.num_decodes else ALONE, []
         done = []
         while budget and self.chunked:
             request = self.chunked[0]
