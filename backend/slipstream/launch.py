@@ -182,7 +182,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Run engines until the server ends (return 0) or none is to be run any more (return 1)."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s, was_short = _FIRST_PAUSE_S, False
         while True:
             self._ready_s = None
             output = self._runtime.log.stat().st_size if self._runtime.log.exists() else 0
@@ -194,8 +194,10 @@ class Supervisor:
             said = self._why(output)
             _log.error("the engine ended with code %d", code)
             has_served = self._has_served()
-            if not has_served:
+            # The first to end soon after it was ready has crashed; more of them cannot start.
+            if not has_served and (was_short or self._ready_s is None):
                 failed_starts.note(self._runtime.failed_starts, code, said)
+            was_short = not has_served
             if not self._was_ready and self._gives_up(code):
                 draft = self._runtime.error.with_suffix(".draft")
                 draft.write_text(f"{said}\n")

@@ -1,6 +1,7 @@
 """What clients are told of an engine that ends at each start, by a supervisor and its starters."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def supervise(runtime: Runtime, engines: Iterator[int | None], *, is_old: bool =
 
     def run() -> int | None:
         code = next(engines)
+        if code == -11:  # it crashed as soon as it was ready
+            supervisor._ready_s = time.monotonic()
         if code == 0:  # served for as long as it takes
             supervisor._ready_s = -launch._STEADY_S
             supervisor._look_if_ready()
@@ -65,6 +68,24 @@ def test_starts_that_fail_are_counted_until_an_engine_has_served(runtime):
         assert outage() == f"the engine is not running: {said}{end}"
         yield 0
         assert outage() == RESTARTED
+        yield None
+
+    assert supervise(runtime, engines()) == 0
+
+
+def test_an_engine_that_crashes_once_is_restarted_and_one_that_always_does_has_failed(runtime):
+    outage = SupervisorStarter(runtime, CONFIG, os.getpid()).outage
+
+    def engines() -> Iterator[int | None]:
+        for _ in range(2):
+            yield -11
+            assert outage() == RESTARTED
+            yield 0
+            assert outage() == RESTARTED
+        yield -11
+        yield -11
+        yield -11
+        assert "its last 2 starts failed, the last one with signal 11" in outage()
         yield None
 
     assert supervise(runtime, engines()) == 0
