@@ -101,7 +101,7 @@ def test_prompts_fill_the_rows_of_a_step_alone_if_more_wait(many, target_ms, bud
         draft.offer(each)
     draft.fill()
     got, asked = budget - draft.budget, sum(each.num_tokens - each.num_scheduled for each in many)
-    room = min(budget, shared.room())
+    room = min(budget, shared.room(num_decodes))
     filled = min(budget, sizes.filled(num_decodes, room)) if room < budget else room
     assert got == (asked if asked <= room else min(asked, filled))
 

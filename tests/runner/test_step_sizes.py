@@ -26,3 +26,31 @@ def test_a_filled_step_is_computed_by_what_computes_a_smaller_one(
     assert filled >= num_tokens
     assert computed(filled) == computed(num_tokens)
     assert computed(filled + 1) != computed(num_tokens)
+
+
+@given(
+    max_num_seqs=st.integers(1, 300),
+    max_num_tokens=st.integers(16, 4096),
+    num_decodes=st.integers(0, 300),
+    num_tokens=st.integers(1, 3000),
+)
+def test_whole_tokens_leave_no_rows_idle_and_no_more_of_them_would(
+    max_num_seqs: int, max_num_tokens: int, num_decodes: int, num_tokens: int
+) -> None:
+    sizes = Buckets(max_num_seqs, max_num_tokens).sizes
+    whole = sizes.whole(num_decodes, num_tokens)
+    assert whole <= num_tokens
+    assert whole <= 0 or sizes.filled(num_decodes, whole) == whole
+    more = range(max(1, whole + 1), num_tokens + 1)
+    assert all(sizes.filled(num_decodes, each) != each for each in more)
+
+
+@given(st.integers(2, 257), st.integers(16, 576), st.data())
+def test_where_a_step_has_few_tokens_each_with_decodes_and_prompts_has_a_graph(
+    max_num_seqs: int, max_num_tokens: int, data: st.DataObject
+) -> None:
+    buckets = Buckets(max_num_seqs, max_num_tokens)
+    decodes = data.draw(st.integers(1, min(max_num_seqs, max_num_tokens - 1) - 1 or 1))
+    tokens = data.draw(st.integers(1, max_num_tokens - decodes))
+    rows = decodes + 1
+    assert buckets.find(StepShape(decodes + tokens, rows, decodes, rows, tokens)) is not None

@@ -4,7 +4,7 @@ A graph computes as many tokens as it was captured for, and GEMMs of many rows c
 A step that is a little larger than either takes as long as one that fills the next.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 
@@ -20,10 +20,12 @@ class StepSizes(NamedTuple):
     graphs: tuple[tuple[int, tuple[int, ...]], ...] = ()
     tile: int = 1
 
-    @property
-    def graph_tokens(self) -> int:
-        """Tokens of prompts that have a graph beside any number of decodes; 0: none have."""
-        return min((beside[-1] for _, beside in self.graphs), default=0)
+    def beside(self, num_decodes: int) -> tuple[int, ...]:
+        """Return the tokens of prompts that graphs of so many decodes have room for, ascending."""
+        for decodes, tokens in self.graphs:
+            if num_decodes <= decodes:
+                return tokens
+        return ()
 
     def graph_of(self, num_decodes: int, num_tokens: int) -> tuple[int, int] | None:
         """Return the decodes and the tokens of prompts of the least graph for so many; None: there
@@ -40,3 +42,12 @@ class StepSizes(NamedTuple):
         if (graph := self.graph_of(num_decodes, num_tokens)) is not None:
             return graph[1]
         return -(-(num_decodes + num_tokens) // self.tile) * self.tile - num_decodes
+
+    def whole(self, num_decodes: int, num_tokens: int) -> int:
+        """Return the most of `num_tokens` tokens of prompts that leave no rows idle; 0: none do."""
+        beside = self.beside(num_decodes)
+        in_graph = beside[at - 1] if (at := bisect_right(beside, num_tokens)) else 0
+        if at < len(beside):
+            return in_graph
+        in_tiles = (num_decodes + num_tokens) // self.tile * self.tile - num_decodes
+        return max(in_graph, in_tiles)

@@ -8,8 +8,9 @@ step may be as large as steps can be, which computes prompts at the least cost.
 
 A step of more tokens of prompts than a graph has room for is launched kernel by kernel. Where that
 takes the host longer than a target, as with small models, the step takes as long, whatever the
-device does, and no token is sent meanwhile: then prompts get what a graph has room for, but for one
-step of many, which measures the host again.
+device does, and no token is sent meanwhile: then prompts get what a graph has room for. After many
+such steps the next launch that is no graph may come, which measures the host again. Beside so many
+decodes that no graph has both, nothing is bounded: every step is launched kernel by kernel.
 
 If more is waiting than a target has room for, prompts get what the device computes in the same
 time: a step is as large as its graph, or as whole tiles of GEMMs (`StepSizes`).
@@ -17,8 +18,9 @@ time: a step is as large as its graph, or as whole tiles of GEMMs (`StepSizes`).
 A **long** prompt, one that takes more than `_LONG` times the decodes or has more tokens than the
 operator says, would fill many targets in a row. Its chunks are cut so that a step takes less than
 twice the time of the decodes alone, however long it waits: streams run at half their speed for a
-while, instead of standing still. If several long prompts wait, each gets as much: no single one
-disturbs the others then, and steps with fewer tokens would use the device worse.
+while, instead of standing still. If several long prompts wait, a step takes as much more for each:
+no single one disturbs the others then, and steps with fewer tokens would use the device worse. The
+earliest due gets it first.
 
 All times are measured, so the same rule fits any model and device: the time of a step of decodes
 (median of the last few), and the time that a token of a cut chunk adds (one of the highest of the
@@ -30,7 +32,13 @@ context; a prompt takes at most that many times as many steps as it would at tha
 
 Without that bound the rule converges by itself. After a chunk of n tokens that took g(n) comes one
 of n * share / g(n): if g grows with n, but not faster than n, each step comes nearer to the n with
-g(n) = share, and none overshoots it.
+g(n) = share, and none overshoots it. Two things make g grow faster, and both are counted:
+
+- a graph computes all of its rows and a GEMM whole tiles, so that one token more may cost 64. So a
+  cut chunk fills them, up to `_FILL` times its share or down to less, and its cost is that of all
+  rows that were computed;
+- beside few decodes the device waits for memory, and the first tokens are nearly free. So those
+  beyond what was measured count for their cost in large steps at least.
 """
 
 from collections import deque
@@ -49,8 +57,9 @@ _MIN = 4  # tokens; chunks are multiples of it
 _MANY = 256  # tokens of chunks; a step with at least these is large
 _SHARE = 0.75  # of the decodes' time, for chunks; the rest is for what is not measured
 _DEAREST = 2.0
+_FILL = 1.2  # of `_SHARE`, for chunks that fill the rows of a step: less than the decodes' time
 _NUM_SAMPLES = 7
-_LAUNCH_EVERY = 128  # of this many steps that the host bounds, one is not bounded
+_LAUNCH_EVERY = 128  # after so many steps that the host bounds, the next launch is not bounded
 _HIGH = 3  # the third highest sample counts
 _PROBE_EVERY = 32  # of this many cut steps, one has decodes alone, to measure these
 _NOTHING_MEASURED_NS = 20_000.0  # of a token, until it is measured: prompts are in order by it
@@ -83,7 +92,8 @@ class PrefillBudget:
         self._fixed_target_ns = target_ns
         self._long_tokens = long_tokens
         self._sizes = sizes
-        self._num_bounded = 0  # steps with prompts, by the host
+        self._bounds_next = False  # whether the host bounds the next step's prompts
+        self._num_bounded = 0  # steps since a launch was measured
         self._launch_ns: deque[int] = deque(maxlen=_NUM_SAMPLES)  # of steps that are no graphs
         # For each step in flight: start, decodes, tokens of chunks, whether `take` cut these.
         self._started: deque[tuple[int, int, int, bool]] = deque()
@@ -92,7 +102,7 @@ class PrefillBudget:
         self._num_decodes: deque[int] = deque(maxlen=_NUM_SAMPLES)  # of the same steps
         # Cost of a token: in large steps, or the largest so far; and in steps that were cut.
         self._token_ns: deque[float] = deque(maxlen=_NUM_SAMPLES)
-        self._cut_ns: deque[float] = deque(maxlen=_NUM_SAMPLES)
+        self._cut: deque[tuple[float, int]] = deque(maxlen=_NUM_SAMPLES)  # and of how many
         self._large: deque[tuple[int, int]] = deque(maxlen=_NUM_SAMPLES)  # tokens, time of a step
         self._largest = 0
         self._num_long = 0
@@ -150,16 +160,22 @@ class PrefillBudget:
             end_ns += least_ns
         return end_ns
 
-    @property
-    def _is_host_slow(self) -> bool:
-        return len(self._launch_ns) == _NUM_SAMPLES and min(self._launch_ns) > self.target_ns
+    def _is_bounded(self, num_decodes: int, limit_ns: float) -> bool:
+        """Return whether the next step has a graph because no other is launched within a limit."""
+        is_slow = len(self._launch_ns) == _NUM_SAMPLES and min(self._launch_ns) > limit_ns
+        if not is_slow or self._num_bounded >= _LAUNCH_EVERY:
+            return False
+        has_graph = bool(self._sizes.beside(num_decodes))
+        self._bounds_next |= has_graph
+        return has_graph
 
     # --- steps ---------------------------------------------------------------------------------
 
     def start_step(self, num_decodes: int, num_chunk_tokens: int) -> None:
         """Note that a step is about to be launched."""
         self._started.append((self._clock(), num_decodes, num_chunk_tokens, self._is_cut))
-        self._is_cut = False
+        self._num_bounded += self._bounds_next
+        self._is_cut = self._bounds_next = False
 
     def launch_took(self, took_ns: int) -> None:
         """Note the host's time for the step that started last, from its decision to its launch."""
@@ -168,6 +184,7 @@ class PrefillBudget:
             return
         if self._sizes.graph_of(num_decodes, num_tokens) is None:
             self._launch_ns.append(took_ns)
+            self._num_bounded = 0
 
     def finish_step(self, ago_ns: int = 0) -> StepSpan:
         """Note the end of the oldest step, `ago_ns` ago; it ran since its launch or the end before
@@ -184,7 +201,10 @@ class PrefillBudget:
             return StepSpan(started_ns, begin_ns, now_ns, took_ns)
         decodes_ns = median(self._decodes_ns) if num_decodes and self._decodes_ns else 0
         if is_cut:
-            self._cut_ns.append(max(took_ns - decodes_ns, took_ns / 8) / num_tokens)
+            # Rows that were idle cost as much: the step took what one without any takes.
+            is_whole = self._sizes.whole(num_decodes, num_tokens) > 0
+            computed = self._sizes.filled(num_decodes, num_tokens) if is_whole else num_tokens
+            self._cut.append((max(took_ns - decodes_ns, took_ns / 8) / computed, computed))
         if num_tokens >= _MANY:
             self._large.append((num_decodes + num_tokens, took_ns))
         if num_tokens >= min(self._largest, _MANY):
@@ -212,25 +232,22 @@ class PrefillBudget:
         """Return whether a prompt that takes `work_ns` in all has waited for too long."""
         return self._clock() - queued_ns > _PATIENCE * (work_ns + self.target_ns)
 
-    def room(self) -> int:
-        """Return how many tokens of prompts have room in a step with decodes; asked once a step."""
+    def room(self, num_decodes: int) -> int:
+        """Return how many tokens of prompts have room in a step beside so many decodes."""
         if not self._is_measured:
             return _NO_BOUND
         left_ns = self.target_ns - median(self._decodes_ns)
         room = max(_MIN, int(left_ns / max(1.0, self.work_ns(1))))
-        if not self._is_host_slow:
+        if not self._is_bounded(num_decodes, self.target_ns):
             return room
-        self._num_bounded += 1
-        if self._num_bounded % _LAUNCH_EVERY == 0:
-            return room
-        return min(room, self._sizes.graph_tokens)
+        return min(room, self._sizes.beside(num_decodes)[-1])
 
     def filled(self, num_decodes: int, num_tokens: int) -> int:
         """Return the most tokens of prompts that take a step no longer than so many of them."""
         return self._sizes.filled(num_decodes, num_tokens)
 
-    def take(self, num_long: int, start: int = 0) -> int:
-        """Return how many tokens of `num_long` long prompts the next step may compute.
+    def take(self, num_decodes: int, num_long: int, start: int = 0) -> int:
+        """Return how many tokens of `num_long` long prompts a step beside decodes may compute.
 
         `start` is the number of tokens before the first prompt's next chunk.
         """
@@ -238,14 +255,41 @@ class PrefillBudget:
         self._num_cut += 1
         if num_long != self._num_long:  # fixed costs of a chunk are shared by another number now
             self._num_long = num_long
-            self._cut_ns.clear()
+            self._cut.clear()
         if self._num_cut % _PROBE_EVERY == 0:
             return 0
         if not self._is_measured:
             return num_long * _FIRST
-        cost_ns = median(self._token_ns)
-        if self._cut_ns:
-            growth = 1 + start / self._doubles_at if self._doubles_at else 1
-            cost_ns = min(sorted(self._cut_ns)[-_HIGH:][0], _DEAREST * growth * cost_ns)
-        num_tokens = _SHARE * median(self._decodes_ns) / max(cost_ns, 1.0)
-        return num_long * max(_MIN, int(num_tokens) // _MIN * _MIN)
+        decodes_ns = median(self._decodes_ns)
+        share_ns = _SHARE * num_long * decodes_ns
+        growth = 1 + start / self._doubles_at if self._doubles_at else 1
+        large_ns = max(1.0, growth * median(self._token_ns))
+        each = int(self._worth(share_ns, growth) / num_long)
+        num_tokens, most = num_long * max(_MIN, each // _MIN * _MIN), _NO_BOUND
+        if self._is_bounded(num_decodes, decodes_ns + share_ns):
+            most = self._sizes.beside(num_decodes)[-1]
+        num_tokens = min(num_tokens, most)
+        filled = min(most, self._sizes.filled(num_decodes, num_tokens))
+        room = int(self._worth(_FILL * share_ns, growth))
+        whole = self._sizes.whole(num_decodes, min(filled, room))
+        return whole if whole * _DEAREST * large_ns >= share_ns else num_tokens
+
+    def _worth(self, share_ns: float, growth: float) -> float:
+        """Return the tokens that take `share_ns`, by what they took in the last cut steps.
+
+        Where decodes wait for memory, the first tokens beside them cost less than a token costs in
+        large steps. More of them than were measured do not, and they cost no more
+        than what a large step takes by all of its rows. `growth` is by the attention to tokens
+        before them.
+        """
+        large_ns = max(1.0, growth * median(self._token_ns))
+        if not self._cut:
+            return share_ns / large_ns
+        cost_ns, computed = sorted(self._cut)[-_HIGH:][0]
+        cost_ns = min(cost_ns, _DEAREST * large_ns)
+        worth = share_ns / max(1.0, cost_ns)
+        rows_ns = [took_ns / number for number, took_ns in self._large]  # more than one more takes
+        more_ns = max(large_ns, min(_DEAREST * large_ns, growth * min(rows_ns, default=0.0)))
+        if worth <= computed or cost_ns >= more_ns:
+            return worth
+        return computed + (share_ns - computed * cost_ns) / more_ns

@@ -64,7 +64,7 @@ class StepDraft:
         """Tokens of all prompts; most steps have none, and measure nothing for them."""
         if self._found_room is None:
             is_limited = self.decodes and self.cuts_prompts
-            room = self.prefill_budget.room() if is_limited else self.budget
+            room = self.prefill_budget.room(len(self.decodes)) if is_limited else self.budget
             self._found_room = min(self.budget, room)
         if self._num_claimed <= self._found_room or self._found_room == self.budget:
             return self._found_room
@@ -104,8 +104,8 @@ class StepDraft:
         is_long = num_left > 1 and self.prefill_budget.is_long(sequence.num_tokens)
         self._widen_for(sequence)
         if is_long and self.long_budget is None:
-            start = sequence.num_scheduled
-            self.long_budget = self.prefill_budget.take(max(1, self.num_long), start)
+            parts = (len(self.decodes), max(1, self.num_long), sequence.num_scheduled)
+            self.long_budget = self.prefill_budget.take(*parts)
         claim = _Claim(self.due_ns(sequence), sequence.id, num_tokens, sequence, is_long)
         if not self.cuts_prompts:
             claim.least = sequence.num_prompt - sequence.num_scheduled

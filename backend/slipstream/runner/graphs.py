@@ -102,7 +102,9 @@ class Buckets:
         most = max(max_num_seqs, max_num_rows)
         most = min(most - 1, max_num_batched_tokens - 1) if layout.has_decodes else 0
         self._most_tokens = max_num_batched_tokens
-        mixed = [(decodes, self._beside(decodes)) for decodes in _up_to(most, _MIXED_DECODES)]
+        all_decodes = _up_to(most, _MIXED_DECODES)
+        fewest = (1, *(decodes + 1 for decodes in all_decodes))
+        mixed = [(n, self._beside(n, least)) for n, least in zip(all_decodes, fewest, strict=False)]
         alone = [(0, tuple(self._tokens))] if layout.has_decodes else []
         self.sizes = StepSizes((*alone, *[each for each in mixed if each[1]]), _TILE)
 
@@ -150,9 +152,9 @@ class Buckets:
             return None
         return self._of_both(*found)
 
-    def _beside(self, decodes: int) -> tuple[int, ...]:
-        """Return the tokens of chunks beside so many decodes."""
-        left = self._most_tokens - decodes
+    def _beside(self, decodes: int, least: int) -> tuple[int, ...]:
+        """Return the tokens of chunks beside so many decodes, or fewer, but at least `least`."""
+        left = self._most_tokens - least
         most = min(_MOST_BESIDE, left)
         sizes = {rows - decodes for rows in _MIXED_ROWS}
         found = {size for size in sizes if _FEWEST_BESIDE <= size <= most}
