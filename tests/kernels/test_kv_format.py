@@ -145,6 +145,42 @@ def test_numbers_come_first(name: str, head_size: int, heads: int) -> None:
         assert behind + scales[block].numel() == first + cache[0].numel()
 
 
+@by_format
+def test_blocks_in_pieces_are_refused(name: str) -> None:
+    """Their scales lie elsewhere: some heads would be read wrong, or written to a copy."""
+    cache = torch.zeros((3, 4, 2, 16, kv_format.row_size(FORMATS[name], 64)), dtype=FORMATS[name])
+    x, slots = torch.ones(1, 2, 64), torch.tensor([17])
+    for pieces in (cache[:, 1:3], cache[:, :, :, :8], cache.transpose(1, 2), cache[0, :, 0]):
+        with pytest.raises(KernelError, match="quantised blocks must be whole"):
+            kv_format.read(pieces)
+    with pytest.raises(KernelError, match="quantised blocks must be whole"):
+        kv_format.write(cache[:, :2], slots, x, x)
+
+
+@by_format
+def test_caches_of_several_layers_and_single_blocks_are_read(name: str) -> None:
+    cache = torch.zeros((3, 2, 2, 16, kv_format.row_size(FORMATS[name], 128)), dtype=FORMATS[name])
+    kv_format.write(cache, torch.arange(48), *torch.randn(2, 48, 2, 128).unbind())
+    read = kv_format.read(cache)
+    assert torch.equal(kv_format.read(cache[None]), read[None])
+    assert torch.equal(kv_format.read(cache[1]), read[1])
+    assert torch.equal(kv_format.read(cache[1:2]), read[1:2])
+    assert torch.equal(kv_format.read(cache[:0]), read[:0])
+
+
+@by_format
+def test_heads_may_have_blocks_of_their_own(name: str) -> None:
+    """Block b of head h is `b * heads + h`; in as many bytes."""
+    shape = (3, 2, 2, 16, kv_format.row_size(FORMATS[name], 64))
+    whole, pages = (torch.zeros(shape, dtype=FORMATS[name]) for _ in range(2))
+    slots, (k, v) = torch.tensor([3, 40, 31]), torch.randn(2, 3, 2, 64).unbind()
+    kv_format.write(whole, slots, k, v)
+    by_head = pages.view(-1, 1, *shape[2:])
+    kv_format.write(by_head, slots, k, v)
+    read = kv_format.read(by_head)
+    assert torch.equal(read.view(3, 2, *read.shape[2:]), kv_format.read(whole))
+
+
 def test_what_fits() -> None:
     """Against 16 bits, the scales counted."""
     for name, wanted in (("fp8", 1.95), ("int8", 1.95), ("int4", 3.5)):

@@ -220,6 +220,8 @@ def test_short_sequences_are_those_of_a_model_that_skips_nothing(
     assert inputs_of(make_runner(path), 32) == [plain, plain]
     assert inputs_of(make_runner(path), 33) == [skipping, plain]
     assert inputs_of(make_runner(path, deterministic=True), 5) == [skipping, plain]
+    packed = make_runner(path, kv_cache_dtype="int8", block_size=16)
+    assert inputs_of(packed, 5) == [skipping, plain], "its blocks are written by head"
     runner = make_runner(path, max_model_len=32)
     assert runner._layers._skipping is None
     assert inputs_of(runner, 31) == [plain, plain]

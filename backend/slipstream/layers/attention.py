@@ -104,6 +104,10 @@ class AttentionInputs:
         """Rows that attend as decodes; all after them attend as chunks."""
         return self.rows.num_decodes
 
+    def written(self, cache: Tensor) -> Tensor:
+        """Return a layer's cache as keys and values are written to it."""
+        return cache
+
     def angles(self, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, and each token's row of them; `cos_sin` is of every position."""
         return cos_sin, self.rows.positions
@@ -301,7 +305,8 @@ class Attention:
             static = self.static_of(cache)
             norms = self.q_norm, self.k_norm, self.eps
             stages = rope.HeadStages(scales, *norms, static, self.are_late, self.factors)
-            rope.rope_and_cache(q, k, v, cos_sin, places, slots, cache, stages)
+            blocks = inputs.written(cache)
+            rope.rope_and_cache(q, k, v, cos_sin, places, slots, blocks, stages)
         return newest
 
     def static_of(self, cache: Tensor) -> Static | None:

@@ -16,6 +16,7 @@ from slipstream.kernels.attention.backend import AttentionBackend, Rows
 from slipstream.kernels.attention.newest import Newest
 from slipstream.kernels.attention.scores import UNCHANGED, Scores
 from slipstream.kernels.attention.spec import BY_HEAD
+from slipstream.kernels.cache import kv_format
 from slipstream.layers.attention import AttentionInputs, StepRows
 from slipstream.layers.dims import SkipConfig
 
@@ -23,6 +24,14 @@ from slipstream.layers.dims import SkipConfig
 def pages_of(cache: Tensor) -> Tensor:
     """Return a cache as blocks of one kv head each: block `b` of head `h` is `b * heads + h`."""
     return cache.view(-1, 1, *cache.shape[2:])
+
+
+def _are_written(cache: Tensor) -> bool:
+    """Whether blocks of one kv head each must be written as such, not as parts of whole blocks.
+
+    The bytes of a quantised block are not those of its heads, one after the other.
+    """
+    return kv_format.is_quantized(cache) and cache.shape[1] > 1
 
 
 class Segments(NamedTuple):
@@ -89,6 +98,10 @@ class SkippingInputs(AttentionInputs):
         """Return False: several rows have the same newest token."""
         return False
 
+    def written(self, cache: Tensor) -> Tensor:
+        """Return a layer's cache as keys and values are written to it."""
+        return pages_of(cache) if _are_written(cache) else cache
+
     def of_last_layer(self, sample_rows: Tensor, sample_starts: Tensor) -> "SkippingInputs":
         """Return the inputs of the last layer; see `AttentionInputs`."""
         cut = AttentionInputs.of_last_layer(self, sample_rows, sample_starts)
@@ -149,12 +162,14 @@ class Skipping:
         heads = torch.arange(spec.num_heads, dtype=torch.int32, device=device)
         self._kv_head = heads // each  # of each head
 
-    def sees_all(self, rows: StepRows) -> bool:
-        """Whether it is known that no row of a step is long enough to skip a token.
+    def sees_all(self, cache: Tensor, rows: StepRows) -> bool:
+        """Whether a step's rows may be attended to as those of other layers: it is known that none
+        is long enough to skip a token.
 
-        In deterministic mode it never is: bits of a sequence may not depend on others.
+        In deterministic mode they never may: bits of a sequence may not depend on others. Nor over
+        a cache whose blocks are of one kv head each; `cache` is that of any of the layers.
         """
-        if self._deterministic:
+        if self._deterministic or _are_written(cache):
             return False
         most = self._config.dense_tokens
         if not rows.lengths.is_cuda:

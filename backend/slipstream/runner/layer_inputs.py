@@ -91,7 +91,7 @@ class LayerInputs:
     ) -> AttentionInputs:
         """Return the inputs of layers whose heads skip blocks; `whole` are those of others."""
         assert self._skipping is not None, "some layers skip"
-        if not self._skipping.sees_all(rows):
+        if not self._skipping.sees_all(cache, rows):
             return self._skipping.inputs(cache, rows, len(rows.positions))
         return whole or AttentionInputs.of(self._attention, cache, rows, 0)
 

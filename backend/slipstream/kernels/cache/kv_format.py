@@ -10,16 +10,18 @@ format. In float32, float16 and bfloat16 a row is the numbers of a token's head.
                            dimension's in the low half
 
 The bytes of a block are first the numbers of all its heads, of each K, then V, token by token, then
-their scales in the same order: so numbers lie in whole lines of memory. A scale is a byte too, the
-upper bits of a float32, rounded up, with five bits of exponent and three of mantissa:
-`2 ** -22 .. 832`. K is cached after its rotation, as in 16 bits. Numbers of one scale among which
-is NaN or infinity are NaN as a whole; beyond 1e5, in int4 1e4, they are cut off.
+their scales in the same order: so numbers lie in whole lines of memory where a block's heads times
+its tokens are 64 or more. A scale is a byte too, the upper bits of a float32, rounded up, with five
+bits of exponent and three of mantissa: `2 ** -22 .. 832`. K is cached after its rotation, as in 16
+bits. Numbers of one scale among which is NaN or infinity are NaN as a whole; beyond 1e5, in int4
+1e4, they are cut off.
 
 In fp8 a layer may have scales of its own (`Static`). Then a token's scale is 1 and its numbers are
 over the layer's: a reader of the cache multiplies by that.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -77,7 +79,7 @@ def row_size(dtype: torch.dtype, head_size: int) -> int:
 
 def head_size_of(cache: Tensor) -> int:
     """Return how many numbers a row of a cache holds."""
-    row = cache.shape[4]
+    row = cache.shape[-1]
     if cache.dtype == torch.uint8:
         return 2 * (row - 2 * -(-row // (GROUP // 2 + 2)))
     return row - 1 if cache.dtype in _MAX else row
@@ -180,7 +182,15 @@ def dequantize(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers and scales of whole blocks, `[..., kv head, K or V, token, bytes]` each; views."""
+    """Numbers and scales of whole blocks, `[..., kv head, K or V, token, bytes]` each; views.
+
+    Raises `KernelError` for blocks in pieces, such as some of their heads: only whole ones have
+    their scales where this looks for them.
+    """
+    shape, steps = blocks.shape[-5:], blocks.stride()[-5:]
+    wanted = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    if any(size > 1 and own != step for size, own, step in zip(shape, steps, wanted, strict=True)):
+        raise KernelError(f"quantised blocks must be whole: steps are {steps}, not {(*wanted,)}")
     rows, row = blocks.shape[:-1], blocks.shape[-1]
     width = row - num_scales(blocks.dtype, head_size_of(blocks))
     flat, count = blocks.view(torch.uint8).flatten(-4), rows[-3:].numel()
@@ -189,8 +199,16 @@ def parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor, static: Static | None = None) -> None:
-    """Write K and V of tokens, `[n, kv head, d]` each, to their slots in the cache."""
+    """Write K and V of tokens, `[n, kv head, d]` each, to their slots in the cache.
+
+    Where its blocks hold one head alone, head h of block b is in block `b * heads + h`.
+    """
     block, offset = slots // cache.shape[3], slots % cache.shape[3]
+    heads = k.shape[1]
+    if cache.shape[1] != heads:
+        block = (block[:, None] * heads + torch.arange(heads, device=block.device)).flatten()
+        offset = offset.repeat_interleave(heads)
+        k, v = (x.reshape(-1, 1, x.shape[2]) for x in (k, v))
     if not is_quantized(cache):
         cache[block, :, 0, offset] = k
         cache[block, :, 1, offset] = v

@@ -19,6 +19,12 @@
 #define QUERY_FACTOR 1.0f
 #endif
 
+#if FORMAT == 0
+#define BLOCK_HEADS
+#else
+#define BLOCK_HEADS , i64 block_heads  // all kv heads, or one
+#endif
+
 constexpr int HALF = HEAD_SIZE / 2;
 constexpr int CHUNKS = HALF / VECTOR;  // of half a head: a thread takes a chunk of the first half and its partner
 constexpr int LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : 4;
@@ -173,7 +179,7 @@ extern "C" __global__ void BOUNDS
                    const float* cos_sin, const i64* positions, const i64* slots, Cell* cache,
                    i64 num_q_heads, i64 num_kv_heads, i64 block_shift, const T* q_norm,
                    const T* k_norm, float eps, const float* row_scales, const float* column_scales,
-                   const T* bias, float cache_k_scale, float cache_v_scale QUERY_FACTORS) {
+                   const T* bias, float cache_k_scale, float cache_v_scale BLOCK_HEADS QUERY_FACTORS) {
   start_next();
   int head = (blockIdx.y * blockDim.x + threadIdx.x) / LANES;
   const i64 column = i64(head) * HEAD_SIZE;
@@ -215,10 +221,15 @@ extern "C" __global__ void BOUNDS
 #else
   if (real && (is_query || is_key)) part.rotate(angles, scale, norms ? &factors : nullptr, last);
   if (real && is_query) part.store_to(query);
-  const BlockLayout layout = {num_kv_heads, int(block_shift)};
-  u8* block = cache + (slot >> block_shift) * layout.size();
+  // A block holds all kv heads, or each head has one of its own.
+  const BlockLayout layout = {block_heads, int(block_shift)};
+  const bool holds_all = block_heads == num_kv_heads;
+  const i64 number = holds_all ? slot >> block_shift : (slot >> block_shift) * num_kv_heads + head;
+  const i64 kv_head = holds_all ? head : 0;
+  u8* block = cache + number * layout.size();
   const i64 own = (slot & (block_size - 1)) + (is_key ? 0 : block_size);  // tokens from the head's first on
-  part.quantize_to(block + layout.numbers(head) + own * ROW_CELLS, block + layout.scales(head) + own * SCALE_BYTES,
-                   real && !is_query, is_key ? cache_k_scale : cache_v_scale);
+  part.quantize_to(block + layout.numbers(kv_head) + own * ROW_CELLS,
+                   block + layout.scales(kv_head) + own * SCALE_BYTES, real && !is_query,
+                   is_key ? cache_k_scale : cache_v_scale);
 #endif
 }

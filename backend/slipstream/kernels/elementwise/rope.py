@@ -56,7 +56,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @op(
     "q[n,hq,d]:T, k[n,h,d]:T, v[n,h,d]:T, cos_sin[_,d]:f32, positions[n]:i64, slots[n]:i64, "
-    "cache[_,h,2,_,_]:any",
+    "cache[_,_,2,_,_]:any",
     package=__package__,
 )
 def rope_and_cache(
@@ -75,11 +75,12 @@ def rope_and_cache(
 
     `cos_sin[p]` holds d/2 cosines, then d/2 sines, of position p. `cache` is
     `[block, kv head, K or V, token in block, row]` (kv_format.py); slot s is token `s % block_size`
-    of block `s // block_size`; a negative slot writes nothing. Rows of q, k, v may be strided
+    of block `s // block_size`; a negative slot writes nothing. With blocks of one kv head each,
+    head h of block b is in block `b * kv heads + h`. Rows of q, k, v may be strided
     (views of one qkv matrix); heads and elements within a row are contiguous.
     """
     scales, static = stages.scales, stages.static
-    kv_format.check_cache("rope_and_cache", cache, k, static)
+    _check_cache(cache, k, static)
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     out = q
     if scales is not None and len(q) > 0:
@@ -91,6 +92,12 @@ def rope_and_cache(
     keep = slots >= 0
     rotated = _turned(k, stages.k_norm, stages, cos, sin).to(k.dtype)
     kv_format.write(cache, slots[keep], rotated[keep], v[keep], static)
+
+
+def _check_cache(cache: Tensor, k: Tensor, static: kv_format.Static | None) -> None:
+    kv_format.check_cache("rope_and_cache", cache, k, static)
+    heads, own = k.shape[1], cache.shape[1]
+    jit.require(own in (1, heads), "rope_and_cache: blocks of {} kv heads, not {}", own, heads)
 
 
 def _variant(
@@ -176,7 +183,7 @@ def _rope_and_cache(
     num_tokens, num_q_heads, head_size = q.shape
     _check_layout(q, k, v, cos_sin, positions, slots, cache)
     scales, static = stages.scales, stages.static
-    kv_format.check_cache("rope_and_cache", cache, k, static)
+    _check_cache(cache, k, static)
     norms = _checked_norms(q, stages)
     is_late = stages.are_late or stages.factors is not None
     if num_tokens == 0:
@@ -209,6 +216,7 @@ def _rope_and_cache(
         stages.eps,
         *(scales or (None, None, None)),
         *(static or (0.0, 0.0)),
+        *((cache.shape[1],) if is_quantized else ()),
         *late,
         overlaps=True,
     )

@@ -55,7 +55,7 @@ def rotate(
         cache,
         *([] if stages.factors is None else [stages.factors]),
     )
-    is_dense = all(x.is_contiguous() for x in tables)
+    is_dense = all(x.is_contiguous() for x in tables) and cache.shape[1] == k.shape[1]
     if stages.scales is not None or stages.static is not None or not (are_rows and is_dense):
         rope_and_cache.oracle(q, k, v, cos_sin, positions, slots, cache, stages)
         return
