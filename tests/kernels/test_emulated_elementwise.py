@@ -1,5 +1,7 @@
 """Activations and the rotation by their CUDA source, run on a CPU."""
 
+import itertools
+
 import pytest
 import torch
 from fixtures.kernels.eight_bits_cases import random_product
@@ -94,6 +96,36 @@ def test_rotation(stages: str, cached: torch.dtype, monkeypatch: pytest.MonkeyPa
     close(q, expected)
     step = 0.02 if cached is torch.int8 else 2**-7
     assert bool(((kept - wanted).abs() <= step * wanted.abs().amax(-1, True) + 1e-6).all())
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize(
+    ("name", "heads", "size", "block"),
+    [("fp8", 2, 80, 32), ("int4", 3, 256, 16)],
+)
+def test_rows_of_a_cache_in_fewer_bits(
+    name: str, heads: int, size: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bytes of all blocks are the oracle's, with NaN and infinity among the numbers; also where
+    each head has blocks of its own.
+    """
+    emulate(monkeypatch)
+    dtype = kv_format.FORMATS[name]
+    shape = (3, heads, 2, block, kv_format.row_size(dtype, size))
+    before = torch.randint(0, 256, shape, dtype=torch.uint8)
+    angles = torch.cat((torch.ones(50, size // 2), torch.zeros(50, size // 2)), 1)
+    slots = torch.tensor([block - 1, -1, 2 * block, block + 5, 3 * block - 1])
+    stages = (None, kv_format.Static(0.37, 2.6)) if name == "fp8" else (None,)
+    for static, is_whole in itertools.product(stages, (True, False)):
+        x = rows(5, 3 * heads * size, torch.bfloat16).unflatten(1, (3, heads, size))
+        caches = []
+        for run in (rope_and_cache.launcher, rope_and_cache.oracle):
+            cache = before.clone().view(dtype)
+            cache = cache if is_whole else cache.view(-1, 1, *shape[2:])
+            q, k, v = x.clone().unbind(1)
+            run(q, k, v, angles, torch.arange(5), slots, cache, HeadStages(static=static))
+            caches.append(cache.view(torch.uint8))
+        assert torch.equal(*caches)
 
 
 def test_stages_that_the_kernel_lacks() -> None:

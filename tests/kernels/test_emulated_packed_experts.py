@@ -23,7 +23,7 @@ ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10}  # of two that lie bes
 EIGHTS = st.integers(1, 40).map(lambda count: 8 * count)
 TILES = st.integers(1, 6).map(lambda count: 16 * count)
 DRAWN = settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
