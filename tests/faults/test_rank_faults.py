@@ -72,7 +72,7 @@ def test_a_fault_of_a_rank(seed: int, tmp_path: Path, monkeypatch: pytest.Monkey
             first = 300 + 100 * turn
             again = {each: client.complete(first + each, PROMPTS[each]) for each in PROMPTS}
             assert again == want
-            assert files_of(server) == files
+            wait_for(lambda: files_of(server) == files)  # failed starts count for some seconds
             wait_for(lambda: descriptors(server.supervisor) == opened)
     finally:
         client.connection.close()
