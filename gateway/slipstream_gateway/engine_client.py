@@ -81,7 +81,12 @@ class EngineClient:
         self._timer: asyncio.TimerHandle | None = None  # of the next round of writing
         self._next_s = 0.0  # its earliest time, by the event loop
         self.connection = Connection(
-            *(runtime.address, BRIDGE, self, keep_alive, max_unanswered, keeps_engine),
+            runtime.address,
+            BRIDGE,
+            self,
+            keep_alive,
+            max_unanswered,
+            keeps_engine,
             outage=outage,
         )
 

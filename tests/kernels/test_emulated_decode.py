@@ -115,7 +115,7 @@ def test_what_kernels_in_front_write_is_waited_for(variant: Variant) -> None:
     """Queries, and the newest token of each sequence: numbers and scales."""
     judge = Judge(f"newest {variant}")
     for name, case, left in drawn(variant, (16, 32), seed=1):
-        tensors = case.q, *kv_format.parts(case.cache)
+        tensors = case.q, *kv_format.numbers_and_scales(case.cache)
         written = [x.clone() for x in tensors]
         unwritten = [x.clone() for x in tensors]
         unwritten[0].fill_(torch.nan)

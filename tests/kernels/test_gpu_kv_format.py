@@ -286,7 +286,7 @@ def test_the_newest_token_is_seen(name: str, block: int) -> None:
         with torch.cuda.graph(graph):
             out = step()
         # The scale of the newest token is NaN until it is written.
-        scales = kv_format.parts(case.cache)[1]
+        scales = kv_format.numbers_and_scales(case.cache)[1]
         for _ in range(20):
             scales[slots // block, :, :, positions % block, 0] = 255
             graph.replay()

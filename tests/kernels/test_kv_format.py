@@ -133,7 +133,7 @@ def test_numbers_come_first(name: str, head_size: int, heads: int) -> None:
     """A block is all its numbers, then all their scales: so copies of numbers begin at lines."""
     row = kv_format.row_size(FORMATS[name], head_size)
     cache = torch.zeros((4, heads, 2, 16, row), dtype=FORMATS[name])
-    numbers, scales = kv_format.parts(cache)
+    numbers, scales = kv_format.numbers_and_scales(cache)
     assert numbers.dtype == scales.dtype == torch.uint8
     for block in range(4):
         first = block * cache[0].numel()

@@ -70,7 +70,10 @@ class Bridge:
         self.calls = Calls(self._send, self._senders.hand_over)
         self._senders.calls = self.calls
         self.connection = Connection(
-            *(runtime.address, name, self.calls, self._supervision.ensure),
+            runtime.address,
+            name,
+            self.calls,
+            self._supervision.ensure,
             config.stuck_after_s + _SUPERVISOR_S,
             outage=self._supervision.outage,
         )

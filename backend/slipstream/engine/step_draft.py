@@ -104,8 +104,8 @@ class StepDraft:
         is_long = num_left > 1 and self.prefill_budget.is_long(sequence.num_tokens)
         self._widen_for(sequence)
         if is_long and self.long_budget is None:
-            parts = (len(self.decodes), max(1, self.num_long), sequence.num_scheduled)
-            self.long_budget = self.prefill_budget.take(*parts)
+            num_long, start = max(1, self.num_long), sequence.num_scheduled
+            self.long_budget = self.prefill_budget.take(len(self.decodes), num_long, start)
         claim = _Claim(self.due_ns(sequence), sequence.id, num_tokens, sequence, is_long)
         if not self.cuts_prompts:
             claim.least = sequence.num_prompt - sequence.num_scheduled

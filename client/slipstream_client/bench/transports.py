@@ -109,10 +109,8 @@ class GrpcTransport:
             if isinstance(translated, RequestTimeoutError):
                 fail(record, _LATE, "DEADLINE_EXCEEDED")
             else:
-                fail(
-                    *(record, said if _CODED.search(said) else translated.message),
-                    failure.code().name,
-                )
+                words = said if _CODED.search(said) else translated.message
+                fail(record, words, failure.code().name)
         except asyncio.CancelledError:
             if is_task_cancelled():
                 raise

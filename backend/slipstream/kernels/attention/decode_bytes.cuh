@@ -12,15 +12,10 @@ DEVICE u8 load_shared_byte(u32 address) {
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(result) : "r"(address) : "memory");
   return u8(result);
 }
-// Codes of the scales of four tokens of K, or V, in the slot of a tile's K: of tokens 8 i + g.
-DEVICE u32 codes_of_scales(u32 keys, int part) {
-  const u32 own = keys + SCALES_AT + part * TILE + threadIdx.x % 32 / 4;
-  u32 codes = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) codes |= u32(load_shared_byte(own + i * 8)) << i * 8;
-  return codes;
+// In a slot.
+DEVICE float token_scale(u32 slot, int token) {
+  return scale_of(load_shared_byte(slot + SCALES_AT + token)) * UNIT;
 }
-DEVICE float token_scale(u32 codes, int i) { return scale_of(u8(codes >> i * 8)) * UNIT; }
 
 // Query heads as fragments B, in float16.
 struct Query : Numbers {
@@ -36,16 +31,12 @@ struct Query : Numbers {
 };
 
 class Columns : public Sums {
-  u32 value_codes;  // of the scales of the V that comes next
-
  public:
   using Weights = float[BANDS][4];  // exponentials of a tile, as scores are
 
   // K q^T: scores of tokens 16 i + g and 16 i + g + 8, each of columns 2t, 2t + 1.
-  DEVICE void score(float (&scores)[BANDS][4], const Query& query, u32 keys) {
+  DEVICE void score(float (&scores)[BANDS][4], const Query& query, u32 keys) const {
     static_assert(BANDS == 2, "four matrices at once");
-    const u32 codes = codes_of_scales(keys, 0);
-    value_codes = codes_of_scales(keys, 1);
     const u32 own = keys + chunk_offset(lane, 0);
     float sums[BANDS][4] = {};
 #pragma unroll
@@ -66,7 +57,7 @@ class Columns : public Sums {
     for (int i = 0; i < BANDS; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j)
-        scores[i][j] = sums[i][j] * token_scale(codes, i * 2 + j / 2);
+        scores[i][j] = sums[i][j] * token_scale(keys, i * 16 + j / 2 * 8 + lane / 4);
   }
 
   // `Sums::exponentiate`; what `accumulate` takes.
@@ -83,7 +74,7 @@ class Columns : public Sums {
     u32 scaled[2 * BANDS];
 #pragma unroll
     for (int i = 0; i < 2 * BANDS; ++i) {
-      const float factor = token_scale(value_codes, i) * (RAISED / UNIT);
+      const float factor = token_scale(values, i * 8 + lane / 4) * (RAISED / UNIT);
       const float* pair = &weights[i / 2][i % 2 * 2];
       // What is not seen may have any scale, NaN even.
       scaled[i] = transpose(pack_halves(pair[0] == 0.0f ? 0.0f : pair[0] * factor,

@@ -16,11 +16,8 @@ constexpr int STEPS = HEAD_SIZE / 16;   // of two chunks: a fragment's columns
 constexpr bool SWIZZLED = (CHUNKS & (CHUNKS - 1)) == 0;
 constexpr int ROW_BYTES = CHUNKS * 16 + (SWIZZLED || CHUNKS % 2 == 1 ? 0 : 16);
 enum : int { SCALES_AT = TILE * ROW_BYTES };  // in a slot, of quantised tokens
-// Of bytes a tile's K comes with the scales of its V, which lie next to its own: one request, not two.
-constexpr int PARTS_OF_SCALES = FORMAT == E4M3 || FORMAT == INT8 ? 2 : 1;
 constexpr int SLOT_ALIGNMENT = SWIZZLED && ROW_BYTES > 128 ? ROW_BYTES : 128;
-constexpr int SLOT_BYTES =
-    (SCALES_AT + PARTS_OF_SCALES * TILE * SCALE_BYTES + SLOT_ALIGNMENT - 1) / SLOT_ALIGNMENT * SLOT_ALIGNMENT;
+constexpr int SLOT_BYTES = (SCALES_AT + TILE * SCALE_BYTES + SLOT_ALIGNMENT - 1) / SLOT_ALIGNMENT * SLOT_ALIGNMENT;
 constexpr int RING_BYTES = SLOTS * SLOT_BYTES;
 
 constexpr int ROWS_OF_BANKS = CHUNKS < 8 ? 8 / CHUNKS : 1;  // tokens that fill all banks once, if swizzled
@@ -45,7 +42,6 @@ struct Cache {
   int parts;  // heads of the plan to a kv head
 
   DEVICE int from_k_to_v() const { return ROW_CELLS << block_shift; }
-  DEVICE int from_k_to_v_scales() const { return SCALE_BYTES << block_shift; }
   // Which block holds a token, and where K of that token lies for a kv head.
   DEVICE int block(int row, int token) const {
     return load_fresh<1>(block_tables + row * table_stride + (token >> block_shift)).at[0];
@@ -210,8 +206,7 @@ class Ring {
                  IS_WHOLE || (row < count && !is_hidden), policy);
     }
 #if FORMAT != 0
-    if (IS_VALUE && PARTS_OF_SCALES == 2) return;
-    if (lane % LANES < PARTS_OF_SCALES * SCALE_BYTES) copy_scales<IS_WHOLE, IS_VALUE>(target + SCALES_AT, count);
+    if (lane % LANES < SCALE_BYTES) copy_scales<IS_WHOLE, IS_VALUE>(target + SCALES_AT, count);
 #endif
   }
 
@@ -226,14 +221,13 @@ class Ring {
   }
 
 #if FORMAT != 0
-  static_assert(PIECE == 16 && PARTS_OF_SCALES * SCALE_BYTES <= LANES, "16 bytes of a piece's scales for each lane");
+  static_assert(PIECE == 16 && SCALE_BYTES <= LANES, "16 bytes of the scales of a piece for each lane");
   // Zeros past the sequence's end. Not through the L1 cache: what it has may be older than the newest token.
   template <bool IS_WHOLE, bool IS_VALUE>
   DEVICE void copy_scales(u32 target, int count) const {
-    const int part = lane % LANES / SCALE_BYTES, at = lane % LANES % SCALE_BYTES * 16;
-    const int from = cache.from_row_to_scales(kv_head, IS_VALUE, own_token()) + part * cache.from_k_to_v_scales();
-    const int bytes = (count - own_row()) * SCALE_BYTES - at;
-    copy_async_bytes<16>(target + (part * TILE + own_row()) * SCALE_BYTES + at, source + from + at,
+    const int at = lane % LANES * 16, bytes = (count - own_row()) * SCALE_BYTES - at;
+    copy_async_bytes<16>(target + own_row() * SCALE_BYTES + at,
+                         source + cache.from_row_to_scales(kv_head, IS_VALUE, own_token()) + at,
                          IS_WHOLE ? 16 : max(0, min(16, bytes)));
   }
 #endif

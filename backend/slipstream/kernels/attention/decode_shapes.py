@@ -55,7 +55,6 @@ class CtaShape(NamedTuple):
         is_swizzled = chunks.bit_count() == 1
         row = 16 * (chunks if is_swizzled or chunks % 2 else chunks + 1)
         alignment = max(row, 128) if is_swizzled else 128
-        scales *= 1 if dtype == torch.uint8 else 2  # of bytes K has those of V, too
         slot = -(-tile_of(dtype, head_size) * (row + scales) // alignment) * alignment
         return self.warps * (self.slots * slot + 4 * part_words(head_size) + 2 * 16) + 16
 

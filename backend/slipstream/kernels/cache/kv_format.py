@@ -181,7 +181,7 @@ def dequantize(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- the cache ----
 
 
-def parts(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def numbers_and_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers and scales of whole blocks, `[..., kv head, K or V, token, bytes]` each; views.
 
     Raises `KernelError` for blocks in pieces, such as some of their heads: only whole ones have
@@ -213,7 +213,7 @@ def write(cache: Tensor, slots: Tensor, k: Tensor, v: Tensor, static: Static | N
         cache[block, :, 0, offset] = k
         cache[block, :, 1, offset] = v
         return
-    numbers, scales = parts(cache)
+    numbers, scales = numbers_and_scales(cache)
     for part, (x, scale) in enumerate(zip((k, v), static or (None, None), strict=True)):
         for target, source in zip((numbers, scales), quantize(x, cache.dtype, scale), strict=True):
             target[block, :, part, offset] = source
@@ -223,4 +223,4 @@ def read(blocks: Tensor) -> Tensor:
     """Return the numbers of whole blocks, `[..., kv head, K or V, token, d]`: as cached, or fp32 of
     fewer bits.
     """
-    return dequantize(*parts(blocks), blocks.dtype) if is_quantized(blocks) else blocks
+    return dequantize(*numbers_and_scales(blocks), blocks.dtype) if is_quantized(blocks) else blocks
