@@ -5,6 +5,7 @@ from fixtures.engine.checks import check, greedy
 from fixtures.engine.client import Client
 from fixtures.engine.counting import CountingRunner
 from fixtures.engine.hashed import Words
+from fixtures.engine.ticks import ticks
 from slipstream.core.sequence import Sequence, SequenceStatus
 from slipstream.engine.engine import Engine
 from slipstream.engine.scheduler import Limits
@@ -28,7 +29,7 @@ def state(sequence: Sequence) -> str:
 
 def begin(max_in_flight: int) -> Client:
     runner = CountingRunner(NUM_BLOCKS, BLOCK_SIZE, max_in_flight=max_in_flight)
-    client = Client(Engine(Limits(5, 8), runner, Words()))
+    client = Client(Engine(Limits(5, 8), runner, Words(), clock=ticks()))
     for number, (length, max_tokens, n) in enumerate(ASKED):
         client.submit([number + 1] * length, greedy(max_tokens, n=n, end_ids=()))
     return client

@@ -271,6 +271,15 @@ def test_a_guide_that_takes_too_long_names_the_bound(monkeypatch):
     assert engine.rejected[number].message.endswith("it took more than 0.1 s to compile")
 
 
+def test_a_machine_that_stands_still_refuses_no_guide(monkeypatch):
+    engine = toy()
+    engine.compiler.halt_s = 0.3
+    monkeypatch.setattr(workers, "MAX_COMPILE_S", 0.1)
+    number = engine.submit([1], guide("regex", "x:5"), max_tokens=9)
+    engine.drain()
+    assert len(engine.outputs[number, 0]) == 5
+
+
 def test_a_cancel_while_the_guide_is_compiled_or_the_mask_made():
     engine = toy(guides={"x": 0.1}, masks={"x": 0.1})
     number = engine.submit([1], guide("regex", "x"), n=2, temperature=1.0, top_k=3)

@@ -13,7 +13,8 @@ import pytest
 from fixtures.engine.checks import samplings
 from fixtures.engine.client import Client, Stream
 from fixtures.engine.hashed import VOCAB_SIZE, Words
-from fixtures.models.checkpoints import make_model, make_runner, save, ticks
+from fixtures.engine.ticks import ticks
+from fixtures.models.checkpoints import make_model, make_runner, save
 from fixtures.tiers import quick_of
 from hypothesis import given, settings
 from hypothesis import strategies as st

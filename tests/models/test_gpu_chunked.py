@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from fixtures.engine.ticks import ticks
 from fixtures.models.checkpoints import (
     Untimed,
     make_model,
     make_runner,
     random_prompts,
     save,
-    ticks,
 )
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine

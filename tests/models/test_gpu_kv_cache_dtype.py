@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.engine.ticks import ticks
 from fixtures.models import static_scales
-from fixtures.models.checkpoints import Asker, make_model, make_runner, random_prompts, save, ticks
+from fixtures.models.checkpoints import Asker, make_model, make_runner, random_prompts, save
 from fixtures.models.kv_cache import row
 from slipstream.core.batch import Batch
 from slipstream.engine.scheduler import Limits

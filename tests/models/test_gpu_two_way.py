@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fixtures.models.checkpoints import make_runner, ticks
+from fixtures.engine.ticks import ticks
+from fixtures.models.checkpoints import make_runner
 from fixtures.models.remote import Remote
 from fixtures.models.two_way import chatglm1, logits_of, prompt
 from slipstream.config import EngineConfig

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.engine.ticks import ticks
 from fixtures.models.adapters import Pairs, scale_of, write_adapter, write_prefix
-from fixtures.models.checkpoints import GREEDY, make_runner, ticks
+from fixtures.models.checkpoints import GREEDY, make_runner
 from fixtures.models.remote import Remote
 from fixtures.models.two_way import chatglm1, logits_of, prompt, turned
 from slipstream.config import EngineConfig
