@@ -37,7 +37,7 @@ COMPILING = (3, 13)  # from here on numpy 1 is compiled for the stub: the last r
 TORCH = "torch==2.13.0"
 TORCH_INDEX = "https://download.pytorch.org/whl"  # has a folder for each build
 DEFAULT_EXTRAS = "dev,load,nvrtc"
-PIP_FLAGS = ("--disable-pip-version-check", "--progress-bar", "off")
+PIP_FLAGS = ("--disable-pip-version-check", "--progress-bar", "off", "--no-compile")
 
 
 @dataclass(frozen=True)
@@ -257,8 +257,18 @@ def install(target: Wanted) -> None:
             sys.exit(1)  # it has printed why
     shutil.rmtree(temporary, ignore_errors=True)
     STAMP.write_text(digest(target))
-    build_kernels()
+    with compiling_bytecode():
+        build_kernels()
     say(f"installed in {time.monotonic() - began:.0f} s")
+
+
+def compiling_bytecode() -> subprocess.Popen[bytes]:
+    """Start to compile all packages on all cores: pip would do it on one, package by package."""
+    command = [str(VENV / "bin" / "python"), "-m", "compileall", "-q", "-j", "0"]
+    folders = list(map(str, VENV.glob("lib/python3*/site-packages")))
+    # Some packages hold files of other Pythons, which say so.
+    null = subprocess.DEVNULL
+    return subprocess.Popen([*command, *folders], stdout=null, stderr=null, cwd=ROOT)
 
 
 def build_kernels() -> None:

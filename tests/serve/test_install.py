@@ -238,3 +238,16 @@ def test_the_size_of_a_folder_that_changes(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nothing")
     assert size_of(tmp_path) >= 1000
     assert size_of(tmp_path / "gone") == 0
+
+
+def test_packages_are_compiled_beside_files_that_cannot_be(tmp_path, monkeypatch) -> None:
+    packages = tmp_path / "lib/python3.11/site-packages"
+    packages.mkdir(parents=True)
+    (packages / "good.py").write_text("answer = 42\n")
+    (packages / "old.py").write_text("print 'of another Python'\n")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").symlink_to(sys.executable)
+    monkeypatch.setattr(install, "VENV", tmp_path)
+    with install.compiling_bytecode():
+        pass
+    assert [file.name.split(".")[0] for file in packages.rglob("*.pyc")] == ["good"]
