@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.engine.ticks import ticks
 from fixtures.models.checkpoints import (
     GREEDY,
     Asker,
@@ -17,7 +18,6 @@ from fixtures.models.checkpoints import (
     make_runner,
     random_prompts,
     save,
-    ticks,
 )
 from fixtures.models.drafters import SpeculatingDriver, save_eagle3, save_medusa
 from fixtures.models.parity import check_against, engine_greedy

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from fixtures.engine.ticks import ticks
 from fixtures.models.checkpoints import (
     Answer,
     Asker,
@@ -12,7 +13,6 @@ from fixtures.models.checkpoints import (
     make_runner,
     random_prompts,
     save,
-    ticks,
 )
 from fixtures.models.streaming import CASES, reference
 from slipstream.core.batch import Batch

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fixtures.engine.ticks import ticks
 from fixtures.models import phi3small, remote_drawn, static_scales
 from fixtures.models.checkpoints import (
     Answer,
@@ -17,7 +18,6 @@ from fixtures.models.checkpoints import (
     make_runner,
     random_prompts,
     save,
-    ticks,
 )
 from fixtures.tiers import quick_of
 from slipstream.config import EngineConfig

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from fixtures.engine.ticks import ticks
 from fixtures.kernels.checking import same_bits
 from fixtures.models.checkpoints import (
     Asker,
@@ -17,7 +18,6 @@ from fixtures.models.checkpoints import (
     make_runner,
     random_prompts,
     save,
-    ticks,
 )
 from slipstream.core.batch import Batch, Row
 from slipstream.core.edits import EDIT
