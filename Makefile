@@ -1,7 +1,7 @@
 # Slipstream. `make serve` and `make test` are all a newcomer needs; `make help` lists the rest.
 SHELL := /bin/sh
 .SUFFIXES:
-.PHONY: help install serve chat check format test test-rest test-drawn test-durations test-slow test-ray test-gpu test-gpu-smoke bench bench-gpu bench-cpu bench-cpu-served test-cpu-forms test-amx guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots sanitize-cpu perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields families pairs attention compose-check figures draft adapter clean loc
+.PHONY: help install install-serving serve chat check format test test-rest test-drawn test-durations test-slow test-ray test-gpu test-gpu-smoke bench bench-gpu bench-cpu bench-cpu-served test-cpu-forms test-amx guided-bench accuracy kv-accuracy bench-gateway bench-streams monitoring-tools browser screenshots sanitize-cpu perf locust overload isolation agreement sdks schemathesis soak fuzz limits fields families pairs attention compose-check figures draft adapter clean loc
 
 PYTHON ?= python3
 HTTP_PORT ?= 8000
@@ -28,13 +28,16 @@ help:            ## this list
 install:         ## .venv with pinned packages, and a tritonserver in .slipstream
 	@$(PYTHON) ensemble/slipstream_serve/install.py
 
-chat: install    ## a real chat model (SmolLM2-135M, 93 MB), served, and a conversation in this terminal
+install-serving: ## the part of it that serving needs: make serve and make chat begin with it
+	@$(PYTHON) ensemble/slipstream_serve/install.py --serving
+
+chat: install-serving ## a real chat model (SmolLM2-135M, 93 MB), served, and a conversation in this terminal
 	@$(BIN)/python -m slipstream_serve.chat_model .slipstream/chat
 	@exec $(BIN)/slipstream serve --chat --model-repository .slipstream/chat/models \
 	    --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) \
 	    --openai-port $(OPENAI_PORT)
 
-serve: install   ## a real tritonserver on model_repository/ (HTTP_PORT GRPC_PORT METRICS_PORT OPENAI_PORT)
+serve: install-serving ## a real tritonserver on model_repository/ (HTTP_PORT GRPC_PORT METRICS_PORT OPENAI_PORT)
 	@exec $(BIN)/slipstream serve --demo --model-repository "$(MODEL_REPOSITORY)" \
 	    --http-port $(HTTP_PORT) --grpc-port $(GRPC_PORT) --metrics-port $(METRICS_PORT) \
 	    --openai-port $(OPENAI_PORT)

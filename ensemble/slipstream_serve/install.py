@@ -1,8 +1,11 @@
 """`make install`: install the pinned packages in `.venv`, and the server. Idempotent.
 
-It runs with any `python3`, so it needs only the standard library, and it finds a Python for which
-the server has a stub before it downloads anything. `EXTRAS` replaces the default extras: `cuda12`
-or `cuda13` among them chooses that CUDA, neither of them none.
+    install.py [--serving]
+
+`--serving` leaves out what only tests and checks need; what is there already stays. It runs with
+any `python3`, so it needs only the standard library, and it finds a Python for which the server has
+a stub before it downloads anything. `EXTRAS` replaces the extras: `cuda12` or `cuda13` among them
+chooses that CUDA, neither of them none.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -36,7 +39,8 @@ CANDIDATES = ("python3.12", "python3.11")  # binary packages exist for all of th
 COMPILING = (3, 13)  # from here on numpy 1 is compiled for the stub: the last resort
 TORCH = "torch==2.13.0"
 TORCH_INDEX = "https://download.pytorch.org/whl"  # has a folder for each build
-DEFAULT_EXTRAS = "dev,load,nvrtc"
+SERVING_EXTRAS = "convert"
+DEFAULT_EXTRAS = f"{SERVING_EXTRAS},dev,load,nvrtc"
 PIP_FLAGS = ("--disable-pip-version-check", "--progress-bar", "off", "--no-compile")
 
 
@@ -49,13 +53,15 @@ class Wanted:
     driver: Version | None = None
 
 
-def wanted(given: str | None, has_gpu: bool, driver: Version | None) -> Wanted:
-    """Return what to install, by `EXTRAS` (None: unset) and the machine.
+def wanted(
+    given: str | None, has_gpu: bool, driver: Version | None, usual: str = DEFAULT_EXTRAS
+) -> Wanted:
+    """Return what to install, by `EXTRAS` (None: unset, as usual) and the machine.
 
     With cuda12 the extra `nvrtc` is left out: bindings would take its compiler, of CUDA 13. Raises
     GpuPackagesError for a driver that is too old, or two CUDA versions at once.
     """
-    parts = [part.strip() for part in (DEFAULT_EXTRAS if given is None else given).split(",")]
+    parts = [part.strip() for part in (usual if given is None else given).split(",")]
     majors = {f"cuda{major}": major for major in gpu_packages.MAJORS}
     named = [majors[part] for part in parts if part in majors]
     if len(named) > 1:
@@ -108,21 +114,38 @@ def find_python() -> str:
     fail(f"{sys.executable} (Python {version}): {lacks.stdout.strip() or lacks.stderr.strip()}")
 
 
-def digest(target: Wanted) -> str:
-    """Return what `.venv` depends on, the checkout's path first: a moved .venv does not work."""
+def stamp(target: Wanted) -> str:
+    """Return what `.venv` depends on, the checkout's path first: a moved .venv does not work.
+
+    Its second line has the extras.
+    """
     decided_by = [Path(__file__), Path(gpu_packages.__file__)]
     files = [ROOT / "pyproject.toml", ROOT / "constraints.txt", *decided_by]
     content = b"\0".join(file.read_bytes() for file in files)
-    cuda = f" cuda{target.cuda}" if target.cuda else ""
-    return f"{ROOT}\n{target.extras}{cuda}\n{hashlib.sha256(content).hexdigest()}\n"
+    return f"{ROOT}\n{target.extras}\ncuda{target.cuda} {hashlib.sha256(content).hexdigest()}\n"
+
+
+def with_installed(target: Wanted, written: str) -> Wanted:
+    """Return a target with the extras that a stamp has beside it, if all else is the same."""
+    root, _, rest = stamp(target).split("\n", 2)
+    match written.split("\n", 2):
+        case [at, extras, others] if (at, others) == (root, rest):
+            both = dict.fromkeys([*extras.split(","), *target.extras.split(",")])
+            return replace(target, extras=",".join(both))
+    return target
+
+
+def read_stamp() -> str:
+    """Return what the last installation that ended well has written; "": nothing."""
+    return STAMP.read_text() if STAMP.is_file() else ""
 
 
 def make_venv() -> None:
     """Make `.venv` if it is missing, was moved, or has lost its Python."""
     python = VENV / "bin" / "python"
     if python.exists() and quiet([str(python), "-c", "import pip"]).returncode == 0:
-        stamp = STAMP.read_text() if STAMP.is_file() else ""
-        if not stamp or stamp.startswith(f"{ROOT}\n"):
+        written = read_stamp()
+        if not written or written.startswith(f"{ROOT}\n"):
             return
     base = find_python()
     say(f"making .venv with {base}")
@@ -210,10 +233,10 @@ def pip_install(
 
 
 @contextlib.contextmanager
-def assembling_server(environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Install the server in a process of its own, which is killed if the block fails."""
+def beside(arguments: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `.venv`'s Python beside the block; what still runs when that fails is killed."""
     process = subprocess.Popen(
-        [str(VENV / "bin" / "python"), str(SERVER)], cwd=ROOT, env=environment
+        [str(VENV / "bin" / "python"), *arguments], cwd=ROOT, env=environment
     )
     try:
         yield process
@@ -224,7 +247,10 @@ def assembling_server(environment: dict[str, str]) -> Iterator[subprocess.Popen[
 
 
 def install(target: Wanted) -> None:
-    """Install the pinned packages and this checkout (editable), and the server meanwhile."""
+    """Install the pinned packages and this checkout (editable), the server and the CPU kernels.
+
+    Without a compiler there are no CPU kernels, and it goes on.
+    """
     began = time.monotonic()
     STAMP.unlink(missing_ok=True)
     temporary = VENV / "tmp"  # pip downloads to it: beside the packages, and measured
@@ -234,47 +260,49 @@ def install(target: Wanted) -> None:
     size = "several GB" if target.cuda else "about 400 MB"
     say(f"installing packages ({size}, torch is the large one) and a tritonserver (140 MB)")
     printer = Printer(sys.stdout)
-    pinned = ["-c", constraints(target.cuda)]
-    with assembling_server(environment) as server:
-        torch = gpu_packages.torch_cuda(VENV)
-        if (torch[0] if torch else 0) != target.cuda:
-            compiler = ["nvidia-cuda-nvrtc"] if target.cuda == 12 else []
-            quiet([*PIP, "uninstall", "--yes", "torch", *compiler])  # for something else
-        pip_install(
-            [*pinned, "setuptools", *torch_arguments(target.cuda, printer)],
-            environment,
-            temporary,
-            printer,
-        )
-        extras = ",".join([target.extras, *cuda_extra(target)])
-        own = ["--no-build-isolation", "-e", f".[{extras}]"]
-        pip_install([*pinned, *own], environment, temporary, printer)
-        while server.poll() is None:
-            printer.show(lambda: f"tritonserver: {size_of(temporary) / 1e6:.0f} MB fetched")
-            time.sleep(0.1)
+    # Sources and the standard library are all that their build imports.
+    sources = os.pathsep.join((str(ROOT / "backend"), str(ROOT / "ensemble")))
+    of_kernels = clean_environment() | {"PYTHONPATH": sources}
+    with (
+        beside([str(SERVER)], environment) as server,
+        beside(["-m", "slipstream.kernels.cpu.build"], of_kernels) as kernels,
+    ):
+        install_packages(target, environment, temporary, printer)
+        with beside(compile_bytecode(), clean_environment()) as bytecode:
+            while any(process.poll() is None for process in (server, kernels, bytecode)):
+                printer.show(lambda: "compiling packages and CPU kernels")
+                time.sleep(0.1)
         printer.clear()
         if server.returncode != 0:
             sys.exit(1)  # it has printed why
     shutil.rmtree(temporary, ignore_errors=True)
-    STAMP.write_text(digest(target))
-    with compiling_bytecode():
-        build_kernels()
+    STAMP.write_text(stamp(target))
     say(f"installed in {time.monotonic() - began:.0f} s")
 
 
-def compiling_bytecode() -> subprocess.Popen[bytes]:
-    """Start to compile all packages on all cores: pip would do it on one, package by package."""
-    command = [str(VENV / "bin" / "python"), "-m", "compileall", "-q", "-j", "0"]
-    folders = list(map(str, VENV.glob("lib/python3*/site-packages")))
-    # Some packages hold files of other Pythons, which say so.
-    null = subprocess.DEVNULL
-    return subprocess.Popen([*command, *folders], stdout=null, stderr=null, cwd=ROOT)
+def install_packages(
+    target: Wanted, environment: dict[str, str], temporary: Path, printer: Printer
+) -> None:
+    """Install torch, and then what is built for it."""
+    pinned = ["-c", constraints(target.cuda)]
+    torch = gpu_packages.torch_cuda(VENV)
+    if (torch[0] if torch else 0) != target.cuda:
+        compiler = ["nvidia-cuda-nvrtc"] if target.cuda == 12 else []
+        quiet([*PIP, "uninstall", "--yes", "torch", *compiler])  # for something else
+    first = [*pinned, "setuptools", *torch_arguments(target.cuda, printer)]
+    pip_install(first, environment, temporary, printer)
+    extras = ",".join([target.extras, *cuda_extra(target)])
+    own = ["--no-build-isolation", "-e", f".[{extras}]"]
+    pip_install([*pinned, *own], environment, temporary, printer)
 
 
-def build_kernels() -> None:
-    """Build the CPU kernels if a compiler is there; what is there already is left as it is."""
-    command = [str(VENV / "bin" / "python"), "-m", "slipstream.kernels.cpu.build"]
-    subprocess.run(command, check=False, cwd=ROOT, env=clean_environment())
+def compile_bytecode() -> list[str]:
+    """Return Python's arguments to compile all packages on all cores: pip does so on one.
+
+    Some packages hold files of other Pythons, and warnings: about these it says nothing.
+    """
+    folders = map(str, VENV.glob("lib/python3*/site-packages"))
+    return ["-W", "ignore", "-m", "compileall", "-qq", "-j", "0", *folders]
 
 
 def main() -> int:
@@ -283,9 +311,10 @@ def main() -> int:
     os.chdir(ROOT)
     try:
         driver = gpu_packages.driver_cuda() if gpu else None
-        target = wanted(os.environ.get("EXTRAS"), gpu, driver)
+        usual = SERVING_EXTRAS if "--serving" in sys.argv[1:] else DEFAULT_EXTRAS
+        target = with_installed(wanted(os.environ.get("EXTRAS"), gpu, driver, usual), read_stamp())
         make_venv()
-        if not STAMP.is_file() or STAMP.read_text() != digest(target):
+        if read_stamp() != stamp(target):
             install(target)
             return 0
         return quiet_server()

@@ -72,9 +72,9 @@ def test_whatever_torch_is_chosen_its_cupy_is() -> None:
 @pytest.mark.parametrize(
     ("given", "has_gpu", "driver", "expected"),
     [
-        (None, False, None, Wanted("engine,gateway,dev,load,nvrtc", 0)),
-        (None, True, (13, 0), Wanted("engine,gateway,dev,load,nvrtc", 13, (13, 0))),
-        (None, True, (12, 4), Wanted("engine,gateway,dev,load", 12, (12, 4))),
+        (None, False, None, Wanted("engine,gateway,convert,dev,load,nvrtc", 0)),
+        (None, True, (13, 0), Wanted("engine,gateway,convert,dev,load,nvrtc", 13, (13, 0))),
+        (None, True, (12, 4), Wanted("engine,gateway,convert,dev,load", 12, (12, 4))),
         ("dev,nvrtc,cuda12", True, (13, 0), Wanted("engine,gateway,dev", 12, (13, 0))),
         ("dev,cuda13", False, None, Wanted("engine,gateway,dev", 13)),  # to build an image
         ("dev, load", True, (13, 0), Wanted("engine,gateway,dev,load", 0, (13, 0))),
@@ -83,6 +83,27 @@ def test_whatever_torch_is_chosen_its_cupy_is() -> None:
 )
 def test_extras_and_machine(given, has_gpu, driver, expected) -> None:
     assert wanted(given, has_gpu, driver) == expected
+
+
+def test_serving_needs_a_part_and_leaves_the_rest() -> None:
+    """What is there stays there, whichever is asked for; a newer checkout asks for its own."""
+    serving = wanted(None, False, None, install.SERVING_EXTRAS)
+    whole = wanted(None, False, None)
+    both = set(serving.extras.split(",")) | set(whole.extras.split(","))
+    assert both == set(whole.extras.split(",")) != set(serving.extras.split(","))
+    assert install.with_installed(serving, "") == serving
+    assert install.with_installed(serving, install.stamp(whole)) == whole
+    assert install.with_installed(whole, install.stamp(whole)) == whole
+    grown = install.with_installed(whole, install.stamp(serving))
+    assert set(grown.extras.split(",")) == both
+    assert install.stamp(grown) != install.stamp(serving)
+    for other in (
+        install.stamp(whole).replace(str(install.ROOT), "/elsewhere"),
+        install.stamp(wanted("dev,cuda13", False, None)),
+        install.stamp(whole)[:-3] + "00\n",
+        "a stamp of another form\n",
+    ):
+        assert install.with_installed(serving, other) == serving
 
 
 def test_two_cuda_versions_at_once_are_refused() -> None:
@@ -248,6 +269,6 @@ def test_packages_are_compiled_beside_files_that_cannot_be(tmp_path, monkeypatch
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python").symlink_to(sys.executable)
     monkeypatch.setattr(install, "VENV", tmp_path)
-    with install.compiling_bytecode():
-        pass
+    with install.beside(install.compile_bytecode(), install.clean_environment()) as process:
+        process.wait()
     assert [file.name.split(".")[0] for file in packages.rglob("*.pyc")] == ["good"]
