@@ -257,7 +257,7 @@ def install(target: Wanted) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     environment = clean_environment() | {"TMPDIR": str(temporary)}
-    size = "several GB" if target.cuda else "about 400 MB"
+    size = "several GB" if target.cuda else f"about {600 if 'dev' in target.extras else 260} MB"
     say(f"installing packages ({size}, torch is the large one) and a tritonserver (140 MB)")
     printer = Printer(sys.stdout)
     # Sources and the standard library are all that their build imports.
