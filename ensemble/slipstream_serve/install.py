@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -234,15 +235,14 @@ def pip_install(
 
 @contextlib.contextmanager
 def beside(arguments: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run `.venv`'s Python beside the block; what still runs when that fails is killed."""
-    process = subprocess.Popen(
-        [str(VENV / "bin" / "python"), *arguments], cwd=ROOT, env=environment
-    )
+    """Run `.venv`'s Python beside the block; if that fails, kill it with all that it started."""
+    command = [str(VENV / "bin" / "python"), *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         yield process
     finally:
         if process.poll() is None:
-            process.terminate()
+            os.killpg(process.pid, signal.SIGTERM)
             process.wait()
 
 

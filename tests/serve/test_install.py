@@ -1,7 +1,9 @@
 """What `make install` takes for a machine, and how it tells how far it is."""
 
+import contextlib
 import io
 import itertools
+import os
 import re
 import sys
 import time
@@ -272,3 +274,29 @@ def test_packages_are_compiled_beside_files_that_cannot_be(tmp_path, monkeypatch
     with install.beside(install.compile_bytecode(), install.clean_environment()) as process:
         process.wait()
     assert [file.name.split(".")[0] for file in packages.rglob("*.pyc")] == ["good"]
+
+
+def test_what_runs_beside_ends_with_all_that_it_has_started(tmp_path, monkeypatch) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").symlink_to(sys.executable)
+    monkeypatch.setattr(install, "VENV", tmp_path)
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+
+    def is_held() -> bool:
+        try:
+            return os.read(reader, 1) != b""
+        except BlockingIOError:  # somebody may still write
+            return True
+
+    child = f"import subprocess; subprocess.run(['sleep', '600'], stdout=open({str(fifo)!r}, 'w'))"
+    with contextlib.suppress(KeyboardInterrupt):
+        with install.beside(["-c", child], install.clean_environment()) as process:
+            while not is_held():
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+    assert process.returncode is not None
+    while is_held():  # a process that is killed ends a moment later
+        time.sleep(0.01)
+    os.close(reader)
