@@ -41,6 +41,24 @@ def test_one_that_waits_for_another_to_build_gives_signs_of_it(
     assert found == [path]
 
 
+def test_what_a_killed_build_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kernels.so"
+    (tmp_path / "building-left").mkdir()
+    (tmp_path / "building-left/pool.cpp.o").write_text("half of it")
+    (tmp_path / "kernels-of-another.so").touch()
+    monkeypatch.setattr(build, "compiler", lambda: "g++")
+    monkeypatch.setattr(build, "path_of", lambda command, flags: path)
+    monkeypatch.setattr(build, "_run", lambda command: Path(command[-1]).touch())
+    assert build.built() == path
+    assert {file.name for file in tmp_path.iterdir()} == {
+        path.name,
+        "kernels-of-another.so",
+        "lock",
+    }
+
+
 @pytest.mark.skipif(library() is None, reason="there is no C++ compiler or no AVX2")
 def test_an_emulator_runs_all_functions_of_the_library() -> None:
     """And gives one thread to those that C has threads of."""

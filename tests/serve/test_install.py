@@ -291,11 +291,13 @@ def test_what_runs_beside_ends_with_all_that_it_has_started(tmp_path, monkeypatc
             return True
 
     child = f"import subprocess; subprocess.run(['sleep', '600'], stdout=open({str(fifo)!r}, 'w'))"
-    with contextlib.suppress(KeyboardInterrupt):
-        with install.beside(["-c", child], install.clean_environment()) as process:
-            while not is_held():
-                time.sleep(0.01)
-            raise KeyboardInterrupt
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        install.beside(["-c", child], install.clean_environment()) as process,
+    ):
+        while not is_held():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
     assert process.returncode is not None
     while is_held():  # a process that is killed ends a moment later
         time.sleep(0.01)

@@ -37,6 +37,7 @@ _FLAGS = (
 )
 _MACHINES = ("x86_64", "AMD64")
 _JOBS = 4
+_FOLDER = "building-"
 
 
 class BuildError(Exception):
@@ -80,6 +81,8 @@ def built(flags: tuple[str, ...] = ()) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.parent / "lock"):  # one process builds, the others wait for it
             if not path.is_file():
+                for left in path.parent.glob(f"{_FOLDER}*"):  # by one that was killed
+                    shutil.rmtree(left, ignore_errors=True)
                 _build(command, flags, path)
     except OSError as error:
         raise BuildError(f"{path}: {error.strerror or error}") from error
@@ -87,7 +90,7 @@ def built(flags: tuple[str, ...] = ()) -> Path:
 
 
 def _build(command: str, flags: tuple[str, ...], path: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=path.parent) as name:
+    with tempfile.TemporaryDirectory(prefix=_FOLDER, dir=path.parent) as name:
         folder = Path(name)
 
         def compile_one(source: str) -> str:
