@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 from slipstream_client import failures
-from slipstream_client.bench import transports
+from slipstream_client.bench import protocols, transports
 from slipstream_client.bench.load import RequestMaker
 from slipstream_client.bench.messages import Record
 
@@ -21,7 +21,7 @@ def asked(protocol: str, address: str, prompt: str = "say a") -> Record:
     record = Record(0, 0, 0)
 
     async def ask() -> None:
-        async with transports.transport(protocol, address, "ensemble", 60.0) as sender:
+        async with protocols.transport(protocol, address, "ensemble", 60.0) as sender:
             await sender.send(maker.payload(prompt, 1, ""), record)
 
     asyncio.run(ask())
@@ -84,7 +84,7 @@ def test_a_name_that_does_not_resolve():
     cause = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
     key = SimpleNamespace(host="nosuch", port=1, ssl=True)
     error = aiohttp.ClientConnectorDNSError(key, cause)
-    message, code = transports._broken(error, "nosuch:1", "ERROR")
+    message, code = transports._broken(error, "nosuch:1", "ERROR", "HTTP")
     said = "no server answers at nosuch:1 (Name or service not known): "
     assert (message, code) == (f"{said}{START} HTTP port?", "UNAVAILABLE")
     details = (

@@ -12,6 +12,8 @@ from slipstream_contract import whole
 from slipstream_contract.deployment import role_of
 from slipstream_contract.errors import ContractError, clip
 
+from slipstream_client.bench import openai
+from slipstream_client.bench.protocols import GRPC, OPENAI
 from slipstream_client.codec import TENSORRT_LLM, VLLM, request_of
 
 ARRIVALS = ("poisson", "even", "bursts")
@@ -179,12 +181,15 @@ class RequestMaker:
 
     def payload(self, prompt: str | list[int], max_tokens: int, request_id: str) -> bytes:
         """Serialise a request. Raises ContractError for a parameter the model does not take."""
+        if self.protocol == OPENAI:
+            assert isinstance(prompt, str)
+            return openai.body(self.model, prompt, max_tokens, self.sampling, self.has_end)
         parameters = dict(self.sampling) | {"max_tokens": max_tokens}
         if not self.has_end:
             parameters |= {"ignore_eos": True} if self._role == VLLM else {"end_id": -1}
         # Over HTTP this only checks the parameters.
         request = request_of(self.model, prompt, parameters, request_id)
-        if self.protocol == "grpc":
+        if self.protocol == GRPC:
             return bytes(request.SerializeToString())
         return json.dumps(self._body(prompt, parameters)).encode()
 

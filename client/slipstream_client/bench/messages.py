@@ -19,7 +19,7 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
 class WorkerPlan(msgspec.Struct, frozen=True, tag=True):
     """The work of a client process. It warms up, sends `Ready` and waits for `Start`."""
 
-    protocol: str  # "grpc" or "http"
+    protocol: str  # one of `protocols.PROTOCOLS`
     address: str  # host:port
     model: str
     jobs: list[Job]

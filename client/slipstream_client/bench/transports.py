@@ -5,13 +5,13 @@ tensor, costs several times as much processor time as the transport.
 """
 
 import asyncio
-import contextlib
 import os
 import re
 import time
 from array import array
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import aiohttp
 import grpc
@@ -167,7 +167,16 @@ def parse_response(data: bytes) -> tuple[int, int, str]:
 # --- HTTP ----------------------------------------------------------------------------------------
 
 
-class _Event(msgspec.Struct):
+class Event(NamedTuple):
+    """What figures need of an event of an answer."""
+
+    num_output: int = 0  # tokens that it brings
+    num_input: int = -1  # tokens of the prompt; -1: it does not say
+    error: str = ""
+    is_last: bool = False
+
+
+class _Fields(msgspec.Struct):
     """The fields of a `generate_stream` event that figures need."""
 
     num_output_tokens: int | list[int] = 0
@@ -176,22 +185,37 @@ class _Event(msgspec.Struct):
     last_token_time_ns: int | list[int] | None = None
     finish_reason: str = whole.RUNNING
 
-    @property
-    def is_last(self) -> bool:
-        """Whether this event is the last of its answer."""
-        return whole.has_ended(self.last_token_time_ns, self.finish_reason)
+
+_fields = msgspec.json.Decoder(_Fields)
 
 
-_events = msgspec.json.Decoder(_Event)
+def _event(line: bytes) -> Event:
+    fields = _fields.decode(line.removeprefix(b"data: "))
+    is_last = whole.has_ended(fields.last_token_time_ns, fields.finish_reason)
+    count, num_input = _one(fields.num_output_tokens), _one(fields.num_input_tokens)
+    return Event(count, num_input, fields.error, is_last)
+
+
+def _one(value: int | list[int]) -> int:
+    return value if isinstance(value, int) else sum(value)
 
 
 class HttpTransport:
     """HTTP `generate_stream`: one connection per request in flight, kept alive."""
 
-    def __init__(self, address: str, model: str, timeout_s: float) -> None:
+    _NAME = "HTTP"
+
+    def __init__(
+        self,
+        address: str,
+        path: str,
+        timeout_s: float,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._address = address
-        self._url = f"http://{address}/v2/models/{model}/generate_stream"
+        self._url = f"http://{address}{path}"
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._headers = {"Content-Type": "application/json"} | dict(headers)
         self._session: aiohttp.ClientSession | None = None
 
     async def send(self, payload: bytes, record: Record) -> None:
@@ -203,24 +227,23 @@ class HttpTransport:
         error, status, is_whole = "", "ERROR", False
         try:
             async with self._session.post(
-                self._url, data=payload, headers=_JSON, read_bufsize=MAX_LINE_BYTES
+                self._url, data=payload, headers=self._headers, read_bufsize=MAX_LINE_BYTES
             ) as reply:
                 status = f"HTTP_{reply.status}"
-                async for now_ns, event in _events_of(reply):
+                async for now_ns, event in self._events(reply):
                     error = error or event.error
                     is_whole = is_whole or event.is_last
-                    count, num_input = _one(event.num_output_tokens), _one(event.num_input_tokens)
-                    if count and not error:
+                    if event.num_output and not error:
                         times.append(now_ns)
-                        counts.append(count)
-                    if num_input >= 0:
-                        record.num_input_tokens = num_input
+                        counts.append(event.num_output)
+                    if event.num_input >= 0:
+                        record.num_input_tokens = event.num_input
             if status == "HTTP_200" and not (error or is_whole):
                 error, status = whole.CUT, "UNAVAILABLE"
         except TimeoutError:
             error, status = _LATE, "DEADLINE_EXCEEDED"
         except (aiohttp.ClientError, OSError, msgspec.MsgspecError, ValueError) as failure:
-            error, status = _broken(failure, self._address, status)
+            error, status = _broken(failure, self._address, status, self._NAME)
         record.ended_ns = time.monotonic_ns()
         record.times_ns, record.counts = times.tobytes(), counts.tobytes()
         if error or status != "HTTP_200":
@@ -231,55 +254,41 @@ class HttpTransport:
         if self._session is not None:
             await self._session.close()
 
+    async def _events(self, reply: aiohttp.ClientResponse) -> AsyncIterator[tuple[int, Event]]:
+        """Yield each event with its arrival time, and the JSON object that a refusal sends."""
+        async for now_ns, line in lines_of(reply):
+            if line:
+                yield now_ns, _event(line)
 
-_JSON: Mapping[str, str] = {"Content-Type": "application/json"}
 
-
-async def _events_of(reply: aiohttp.ClientResponse) -> AsyncIterator[tuple[int, _Event]]:
-    """Yield each event with its arrival time, and the JSON object that a refusal sends."""
+async def lines_of(reply: aiohttp.ClientResponse) -> AsyncIterator[tuple[int, bytes]]:
+    """Yield each line with its arrival time; what has no end comes at last."""
     rest = b""
     async for data in reply.content.iter_any():
         now_ns = time.monotonic_ns()
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
-            if line:
-                yield now_ns, _events.decode(line.removeprefix(b"data: "))
+            yield now_ns, line
     if rest.strip():
-        yield time.monotonic_ns(), _events.decode(rest.removeprefix(b"data: "))
+        yield time.monotonic_ns(), rest
 
 
-def _broken(failure: Exception, address: str, status: str) -> tuple[str, str]:
-    """Return message and status of a request that `failure` ended; `status` is HTTP's, if any."""
+def _broken(failure: Exception, address: str, status: str, name: str) -> tuple[str, str]:
+    """Return message and status of a request that `failure` ended.
+
+    `status` is HTTP's, if any; `name` is the protocol's.
+    """
     if status == "HTTP_200":  # the answer had begun
         is_gone = isinstance(failure, OSError)
         return f"{type(failure).__name__}: {failure}", "UNAVAILABLE" if is_gone else status
     if isinstance(failure, aiohttp.ServerDisconnectedError):
-        error = no_server(address, "Server disconnected", "HTTP")
+        error = no_server(address, "Server disconnected", name)
     elif isinstance(failure, OSError):
         cause = failure.os_error if isinstance(failure, aiohttp.ClientConnectorError) else failure
         number = cause.errno or 0  # of the resolver: below 0, and its words are its own
         reason = os.strerror(number) if number > 0 else cause.strerror or str(cause)
-        error = no_server(address, reason, "HTTP")
+        error = no_server(address, reason, name)
     else:
-        error = other_server(address, "HTTP", f" ({status})" if status.startswith("HTTP_") else "")
+        found = f" ({status})" if status.startswith("HTTP_") else ""
+        error = other_server(address, name, found)
     return error.message, error.code
-
-
-def _one(value: int | list[int]) -> int:
-    return value if isinstance(value, int) else sum(value)
-
-
-@contextlib.asynccontextmanager
-async def transport(
-    protocol: str, address: str, model: str, timeout_s: float
-) -> AsyncIterator[Transport]:
-    """Open the transport of a protocol, "grpc" or "http"; close it at the end."""
-    found: Transport = (
-        HttpTransport(address, model, timeout_s)
-        if protocol == "http"
-        else GrpcTransport(address, timeout_s)
-    )
-    try:
-        yield found
-    finally:
-        await found.close()

@@ -23,7 +23,8 @@ from slipstream_client.bench.messages import (
     read,
     write,
 )
-from slipstream_client.bench.transports import Transport, retry_after_s, transport
+from slipstream_client.bench.protocols import transport
+from slipstream_client.bench.transports import Transport, retry_after_s
 
 _PROGRESS_S = 0.25
 _PROBE_S = 0.05

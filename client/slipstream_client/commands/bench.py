@@ -18,6 +18,7 @@ from slipstream_contract.deployment import role_of
 from slipstream_contract.errors import ContractError, clip
 from tqdm import tqdm
 
+from slipstream_client.bench import openai
 from slipstream_client.bench.figures import Objectives, figures
 from slipstream_client.bench.load import (
     ARRIVALS,
@@ -31,9 +32,11 @@ from slipstream_client.bench.load import (
 )
 from slipstream_client.bench.messages import Job, Progress
 from slipstream_client.bench.price import price_per_hour
+from slipstream_client.bench.protocols import GRPC, HTTP, OPENAI, PROTOCOLS
 from slipstream_client.bench.report import columns, page
 from slipstream_client.bench.runner import Clients, LoadSpec, Outcome, Target, default_processes
-from slipstream_client.codec import STREAMED, TENSORRT_LLM
+from slipstream_client.client import DEFAULT_MODEL
+from slipstream_client.codec import STREAMED, TENSORRT_LLM, VLLM
 from slipstream_client.commands.common import MODEL_HELP, add_connection, add_field
 from slipstream_client.release import release
 
@@ -41,6 +44,9 @@ _PROBE_WORDS = 200
 _MAX_PROMPTS = 1000  # distinct prompts of a load with --seconds; then they repeat
 _EXIT_FAILED = 1
 _SAMPLING = ("temperature", "top_k", "top_p")
+_MODEL_HELP = (
+    f"{MODEL_HELP % {'default': DEFAULT_MODEL}}; over openai any that the server lists (the first)"
+)
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -53,8 +59,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_connection(parser, timeout_s=300.0)
     add = parser.add_argument
     add("--http-port", type=port, default=8000, metavar="N", help="(%(default)s)")
-    add("--protocol", choices=("grpc", "http"), default="grpc", help="(%(default)s)")
-    add("--model", default="ensemble", help=MODEL_HELP)
+    add("--openai-port", type=port, default=9000, metavar="N", help="(%(default)s)")
+    add("--protocol", choices=PROTOCOLS, default=GRPC, help="(%(default)s)")
+    add("--model", help=_MODEL_HELP)
     load = parser.add_mutually_exclusive_group()
     _number_list(load, "--concurrency", int, "closed loop: requests in flight (8)")
     _number_list(load, "--rates", float, "open loop: requests a second, whatever the server does")
@@ -94,11 +101,13 @@ def _number_list(parser: Any, name: str, kind: type[int] | type[float], help_tex
 
 def run(args: argparse.Namespace) -> int:
     """Run every load, print a table, write the reports; return 1 if a request failed."""
+    ports = {GRPC: args.grpc_port, HTTP: args.http_port, OPENAI: args.openai_port}
+    address = f"{args.host}:{ports[args.protocol]}"
     _check(args)
+    if args.model is None:
+        args.model = openai.first_model(address) if args.protocol == OPENAI else DEFAULT_MODEL
     objectives = Objectives.parse(args.goodput)
     begun = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    port = args.grpc_port if args.protocol == "grpc" else args.http_port
-    address = f"{args.host}:{port}"
     target = Target(args.protocol, address, args.model, args.timeout, args.retries)
     price = args.price_per_hour
     if price is None:
@@ -152,7 +161,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ContractError(f"--ramp is {args.ramp:g}, which leaves no time that counts")
     if args.price_per_hour is not None and not 0 <= args.price_per_hour < float("inf"):
         raise ContractError(f"--price-per-hour is {args.price_per_hour:g}, not 0 or above")
-    if role_of(args.model) not in STREAMED:
+    is_named = args.protocol != OPENAI and args.model is not None
+    if is_named and role_of(args.model) not in STREAMED:
         raise ContractError(f"--model {clip(args.model)} is none of those that stream tokens")
     for file in filter(None, (args.json, args.html)):
         if not file.parent.is_dir():
@@ -178,9 +188,11 @@ class _Maker:
         self._output = lengths("--output-len", args.output_len)
         self._prompts: list[Prompt] = []
         self._tokens_per_word = 1.0
+        # What prompts may be: a text, but for the model that takes ids.
+        self._kind = VLLM if args.protocol == OPENAI else args.model
         if args.prompts:
-            self._prompts = read_prompts(args.prompts, args.model)
-        elif role_of(args.model) != TENSORRT_LLM:
+            self._prompts = read_prompts(args.prompts, self._kind)
+        elif role_of(self._kind) != TENSORRT_LLM:
             text = make_text(np.random.default_rng([args.seed, 2]), _PROBE_WORDS)
             record = clients.probe(target, self._maker.payload(text, 1, "probe"))
             if record.num_input_tokens > 0:
@@ -218,7 +230,7 @@ class _Maker:
         if self._prompts:
             prompts = [self._prompts[i % len(self._prompts)] for i in range(size)]
         else:
-            prompts = make_prompts(args.model, inputs, args.vocabulary, self._tokens_per_word, seed)
+            prompts = make_prompts(self._kind, inputs, args.vocabulary, self._tokens_per_word, seed)
         return [
             self._maker.payload(prompt.content, prompt.max_tokens or int(length), f"bench-{i}")
             for i, (prompt, length) in enumerate(zip(prompts, outputs, strict=True))
