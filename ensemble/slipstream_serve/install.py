@@ -43,6 +43,7 @@ TORCH_INDEX = "https://download.pytorch.org/whl"  # has a folder for each build
 SERVING_EXTRAS = "convert"
 DEFAULT_EXTRAS = f"{SERVING_EXTRAS},dev,load,nvrtc"
 PIP_FLAGS = ("--disable-pip-version-check", "--progress-bar", "off", "--no-compile")
+_MOST_CORES = 16  # to compile on: each takes memory
 
 
 @dataclass(frozen=True)
@@ -267,10 +268,16 @@ def install(target: Wanted) -> None:
         beside([str(SERVER)], environment) as server,
         beside(["-m", "slipstream.kernels.cpu.build"], of_kernels) as kernels,
     ):
+
+        def status() -> str:
+            if server.poll() is None:
+                return f"tritonserver: {size_of(temporary) / 1e6:.0f} MB fetched"
+            return "compiling packages and CPU kernels"
+
         install_packages(target, environment, temporary, printer)
         with beside(compile_bytecode(), clean_environment()) as bytecode:
             while any(process.poll() is None for process in (server, kernels, bytecode)):
-                printer.show(lambda: "compiling packages and CPU kernels")
+                printer.show(status)
                 time.sleep(0.1)
         printer.clear()
         if server.returncode != 0:
@@ -302,7 +309,8 @@ def compile_bytecode() -> list[str]:
     Some packages hold files of other Pythons, and warnings: about these it says nothing.
     """
     folders = map(str, VENV.glob("lib/python3*/site-packages"))
-    return ["-W", "ignore", "-m", "compileall", "-qq", "-j", "0", *folders]
+    num_cores = str(min(_MOST_CORES, len(os.sched_getaffinity(0))))
+    return ["-W", "ignore", "-m", "compileall", "-qq", "-j", num_cores, *folders]
 
 
 def main() -> int:
