@@ -28,6 +28,7 @@ from slipstream_runtime import draining
 from slipstream_runtime.directory import Runtime
 from slipstream_runtime.processes import ending_signals
 
+from slipstream_serve.awaited import AwaitedEnds
 from slipstream_serve.conversation import Conversation
 from slipstream_serve.drain import Counter
 from slipstream_serve.gateway import GatewayPlan, GatewayProcess, plan_of
@@ -59,7 +60,7 @@ _BANNER_MARKS = (": KV cache of ", " replicas, ")  # in the log of an engine, of
 
 
 class _AbortedError(ServeError):
-    """A tritonserver that crashed by itself while it started, as a busy machine can make it."""
+    """A tritonserver that crashed or hangs while it starts, as a busy machine can make it."""
 
 
 class _Interrupted(BaseException):
@@ -248,7 +249,7 @@ def _supervise(server: TritonServer, start_timeout_s: float) -> NoReturn:
 
 
 def _bring_up(server: TritonServer, models: list[str], deadline: float) -> str:
-    """Start the server and return once it is ready; one that aborts is started again.
+    """Start the server and return once it is ready; one that aborts or hangs is started again.
 
     Returns each engine's banner: model, dtype, size of the cache, how many sequences fit.
     """
@@ -293,7 +294,11 @@ def _start(server: TritonServer, models: list[str], deadline: float) -> str:
     """Start the server once, and show the engine's progress. Raises ServeError."""
     server.start()
     engines = [_EngineLog(runtime.log, sys.stderr) for runtime in _runtimes(server, models)]
+    awaited = AwaitedEnds()
     while not server.is_ready():
+        if hang := awaited.look(server.pid, server.stubs):
+            server.kill()
+            raise _AbortedError(hang)
         if server.engine_errors() or server.exit_code is not None:
             # Kill it: it has no clients yet, and would take seconds to notice that it cannot start.
             reason, has_aborted = server.reason(), server.exit_code in _ABORTS

@@ -26,6 +26,7 @@ from pathlib import Path
 from slipstream_runtime.directory import OWNER_VARIABLE, VARIABLE, Runtime
 from slipstream_runtime.processes import in_group, is_running
 
+from slipstream_serve.awaited import AwaitedEnds
 from slipstream_serve.control import control, loaded
 from slipstream_serve.ports import free_ports
 from slipstream_serve.reasons import reason_of
@@ -298,10 +299,12 @@ class TritonServer:
 
     def wait_ready(self, timeout_s: float, interval_s: float = 0.05) -> None:
         """Return once it is ready. Raises ServeError with the reason if it ends, or on timeout."""
-        deadline = time.monotonic() + timeout_s
+        deadline, awaited = time.monotonic() + timeout_s, AwaitedEnds()
         while not self.is_ready():
             if self.exit_code is not None:
                 raise ServeError(self.reason())
+            if hang := awaited.look(self.pid, self.stubs):
+                raise ServeError(hang)
             if time.monotonic() > deadline:
                 raise ServeError(f"not ready after {timeout_s:.0f} s: see {self.log}")
             time.sleep(interval_s)

@@ -24,6 +24,7 @@ from fixtures.server.serve_process import (
     run_to_end,
 )
 from fixtures.tiers import quick_of
+from fixtures.waiting import wait_for
 from slipstream_runtime.directory import VARIABLE
 from slipstream_serve import triton
 from slipstream_serve.server import server_directory
@@ -74,6 +75,20 @@ STUBBORN = (
 )
 
 
+# Its first start takes so long that a test can stop it meanwhile.
+SLOW = (
+    ECHO
+    + """
+    def initialize(self, args):
+        import os, pathlib, time
+        begun = pathlib.Path(os.environ["SLIPSTREAM_RUNTIME_DIR"]).parent / "begun"
+        if not begun.exists():
+            begun.touch()
+            time.sleep(4)
+"""
+)
+
+
 def write_model(folder: Path, code: str = ECHO) -> Path:
     """A repository with the one model `echo`."""
     (folder / "echo" / "1").mkdir(parents=True)
@@ -88,7 +103,9 @@ def write_model(folder: Path, code: str = ECHO) -> Path:
 def test_a_signal_ends_it_without_a_trace(
     tmp_path: Path, scratch: Path, number: signal.Signals
 ) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as if no nohup had started the tests
     serve = Serve(write_model(tmp_path), scratch)
+    signal.signal(signal.SIGHUP, before)
     serve.wait_ready()
     with urllib.request.urlopen(serve.url("/v2/health/ready")) as reply:
         assert reply.status == 200
@@ -96,6 +113,27 @@ def test_a_signal_ends_it_without_a_trace(
     assert serve.shared_memory()
     assert serve.end(number) < 120
     assert serve.process.returncode == 0
+    serve.assert_gone()
+
+
+@pytest.mark.rest
+def test_a_start_that_hangs_since_the_machine_stood_still_is_begun_again(
+    tmp_path: Path, scratch: Path
+) -> None:
+    """Triton looks first when both go on, takes the process for dead and waits for its end."""
+    serve = Serve(write_model(tmp_path, SLOW), scratch)
+    wait_for(lambda: (scratch / "begun").exists())
+    server, stub = serve.pid("bin/tritonserver"), serve.pid("echo_0_0")
+    for pid in (server, stub):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3)
+    os.kill(server, signal.SIGCONT)
+    time.sleep(1)
+    os.kill(stub, signal.SIGCONT)
+    shown = serve.wait_ready()
+    assert f"tritonserver waits for the end of echo_0_0 (pid {stub}), which does not end" in shown
+    assert serve.pid("bin/tritonserver") != server
+    assert serve.end(signal.SIGTERM) < 120
     serve.assert_gone()
 
 
