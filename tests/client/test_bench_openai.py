@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 from fixtures.gateway.served import MODEL
-from slipstream_client.bench import openai, protocols
+from slipstream_client.bench import openai, worker
 from slipstream_client.bench.messages import Record
 from slipstream_client.bench.transports import retry_after_s
 from slipstream_client.cli import main
@@ -71,7 +71,7 @@ def answered(reply: bytes) -> Record:
     async def ask() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with server, protocols.transport("openai", address, "m", 60.0) as sender:
+        async with server, worker.transport("openai", address, "m", 60.0) as sender:
             await sender.send(openai.body("m", "say", 7, {}, has_end=False), record)
 
     asyncio.run(ask())

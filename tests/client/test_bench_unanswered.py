@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import aiohttp
 import pytest
 from slipstream_client import failures
-from slipstream_client.bench import protocols, transports
+from slipstream_client.bench import transports, worker
 from slipstream_client.bench.load import RequestMaker
 from slipstream_client.bench.messages import Record
 
@@ -21,7 +21,7 @@ def asked(protocol: str, address: str, prompt: str = "say a") -> Record:
     record = Record(0, 0, 0)
 
     async def ask() -> None:
-        async with protocols.transport(protocol, address, "ensemble", 60.0) as sender:
+        async with worker.transport(protocol, address, "ensemble", 60.0) as sender:
             await sender.send(maker.payload(prompt, 1, ""), record)
 
     asyncio.run(ask())

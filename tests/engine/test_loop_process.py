@@ -43,15 +43,15 @@ def test_the_process_serves_a_checkpoint_and_ends_when_told(tmp_path: Path) -> N
     try:
         subscriber = context.socket(zmq.SUB)
         subscriber.setsockopt(zmq.SUBSCRIBE, f"kv@{gethostname()}@".encode())
+        subscribed = subscriber.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         subscriber.connect(f"tcp://127.0.0.1:{port}")
         socket = context.socket(zmq.DEALER)
         socket.connect(address)
-        for message in (
-            wire.Hello(wire.PROTOCOL, __version__, "test"),
-            wire.Submit(0, pack([1, 2, 3]), LONG, 1),
-        ):
-            socket.send(wire.encode(message))
+        socket.send(wire.encode(wire.Hello(wire.PROTOCOL, __version__, "test")))
         assert socket.poll(60_000), process.stderr
+        assert subscribed.poll(60_000)  # what is published before is for nobody
+        subscriber.disable_monitor()
+        socket.send(wire.encode(wire.Submit(0, pack([1, 2, 3]), LONG, 1)))
         welcome = wire.decode_bridge(socket.recv())
         assert isinstance(welcome, wire.Welcome)
         assert (welcome.engine_pid, welcome.vocab_size) == (process.pid, 101)

@@ -20,7 +20,7 @@ from fixtures.faults.asking import Ask, ClosedError, CutError, asks, pieces
 from fixtures.faults.planter import plant, write_python
 from fixtures.server.support import CHECKPOINT, Client, RequestError, compose, end, start
 from slipstream_client.bench.messages import Record
-from slipstream_client.bench.protocols import transport
+from slipstream_client.bench.worker import transport
 from slipstream_contract.whole import CUT
 from slipstream_serve.probe import stream_text
 from slipstream_serve.server import server_directory

@@ -1,30 +1,20 @@
-"""OpenAI's streamed completions, of any server that has them: requests, and what comes back.
-
-Tokens are counted by `usage`: in each event, where a server sends it there
-(`continuous_usage_stats`). Elsewhere each event with text counts as one token, and the last event
-brings what the sum lacks.
-"""
+"""Requests for OpenAI's streamed completions, of any server that has them."""
 
 import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
-import msgspec
 from slipstream_contract.errors import Code, ContractError, clip
 
-from slipstream_client.bench.transports import Event, HttpTransport, lines_of
 from slipstream_client.failures import no_server, other_server
 
 NAME = "OpenAI"
 KEY = "OPENAI_API_KEY"  # of the environment: sent as a bearer token
-_PATH = "/v1/completions"
-_DONE = b"[DONE]"
-_BUSY = (429, 503)  # HTTP's statuses of a server that refuses for now
-_CODES = {400: Code.INVALID_ARGUMENT, 422: Code.INVALID_ARGUMENT, 404: Code.NOT_FOUND}
+CODES = {400: Code.INVALID_ARGUMENT, 422: Code.INVALID_ARGUMENT, 404: Code.NOT_FOUND}
+"""By HTTP's status."""
 _PATIENCE_S = 10.0
 _MAX_BYTES = 1 << 24
 
@@ -46,13 +36,13 @@ def body(
 
 def first_model(address: str) -> str:
     """Return the first model that a server lists. Raises ContractError."""
-    request = urllib.request.Request(f"http://{address}/v1/models", headers=_authorization())
+    request = urllib.request.Request(f"http://{address}/v1/models", headers=authorization())
     try:
         with urllib.request.urlopen(request, timeout=_PATIENCE_S) as reply:
             return str(json.loads(reply.read(_MAX_BYTES))["data"][0]["id"])
     except urllib.error.HTTPError as error:
-        if said := _message(error.read(_MAX_BYTES)):
-            code = _CODES.get(error.code, Code.UNAVAILABLE)
+        if said := message_of(error.read(_MAX_BYTES)):
+            code = CODES.get(error.code, Code.UNAVAILABLE)
             raise ContractError(f"{said} (HTTP_{error.code})", code) from None
         raise other_server(address, NAME, f" (HTTP_{error.code})") from None
     except urllib.error.URLError as error:
@@ -62,91 +52,7 @@ def first_model(address: str) -> str:
         raise other_server(address, NAME) from None
 
 
-class _Choice(msgspec.Struct):
-    text: str | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int = -1
-    completion_tokens: int = 0
-
-
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
-    usage: _Usage | None = None
-    error: Any = None
-
-
-_chunks = msgspec.json.Decoder(_Chunk)
-
-
-class Counter:
-    """The events of one answer, and the tokens that they have brought until now."""
-
-    def __init__(self) -> None:
-        self._num_counted = 0
-
-    def event(self, line: bytes) -> Event:
-        """Read a line of server-sent events; what is no data brings nothing."""
-        if not line.startswith(b"data:"):
-            return Event()
-        data = line[5:].strip()
-        if data == _DONE:
-            return Event(is_last=True)
-        chunk = _chunks.decode(data)
-        if chunk.error is not None:
-            return Event(error=f"{_code(chunk.error)}: {_message(data) or 'no words'}")
-        if chunk.usage is None:
-            count, num_input = int(any(choice.text for choice in chunk.choices)), -1
-        else:
-            count = max(0, chunk.usage.completion_tokens - self._num_counted)
-            num_input = chunk.usage.prompt_tokens
-        self._num_counted += count
-        return Event(count, num_input)
-
-
-class OpenAITransport(HttpTransport):
-    """OpenAI's `/v1/completions`: one connection per request in flight, kept alive."""
-
-    _NAME = NAME
-
-    def __init__(self, address: str, timeout_s: float) -> None:
-        super().__init__(address, _PATH, timeout_s, _authorization())
-
-    async def _events(self, reply: aiohttp.ClientResponse) -> AsyncIterator[tuple[int, Event]]:
-        """Yield each event with its arrival time; of a refusal its words, as the contract has them.
-
-        Raises ValueError for a refusal that has none.
-        """
-        counter = Counter()
-        if reply.status != 200:
-            said = _message(await reply.read())
-            if not said:
-                raise ValueError("no error of OpenAI's form")
-            yield 0, Event(error=_refusal(reply, said))
-            return
-        async for now_ns, line in lines_of(reply):
-            yield now_ns, counter.event(line)
-
-
-def _code(error: Any) -> Code:
-    """Return the contract's code of an error that an event has."""
-    kinds = (error.get("code"), error.get("type")) if isinstance(error, dict) else ()
-    is_busy = any(kind in (*_BUSY, "rate_limit_error") for kind in kinds)
-    return Code.UNAVAILABLE if is_busy else Code.INTERNAL
-
-
-def _refusal(reply: aiohttp.ClientResponse, said: str) -> str:
-    if reply.status not in _BUSY:
-        return f"{_CODES[reply.status]}: {said}" if reply.status in _CODES else said
-    after_ms = reply.headers.get("retry-after-ms", "")
-    if not after_ms.isdecimal():
-        after_s = reply.headers.get("retry-after", "")
-        after_ms = f"{after_s}000" if after_s.isdecimal() else ""
-    return f"{Code.UNAVAILABLE}: {said}" + (f" (retry_after_ms: {after_ms})" if after_ms else "")
-
-
-def _message(data: bytes) -> str:
+def message_of(data: bytes) -> str:
     """Return the words of an error: an object `error` with a message, or a text; "": none."""
     try:
         found = json.loads(data)
@@ -157,6 +63,7 @@ def _message(data: bytes) -> str:
     return words if isinstance(words, str) else clip(words)
 
 
-def _authorization() -> dict[str, str]:
+def authorization() -> dict[str, str]:
+    """Return the header with the environment's key; {} without one."""
     key = os.environ.get(KEY)
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from slipstream_client.bench.messages import (
     Done,
@@ -23,8 +23,14 @@ from slipstream_client.bench.messages import (
     read,
     write,
 )
-from slipstream_client.bench.protocols import transport
-from slipstream_client.bench.transports import Transport, retry_after_s
+from slipstream_client.bench.openai_transport import OpenAITransport
+from slipstream_client.bench.protocols import HTTP, OPENAI
+from slipstream_client.bench.transports import (
+    GrpcTransport,
+    HttpTransport,
+    Transport,
+    retry_after_s,
+)
 
 _PROGRESS_S = 0.25
 _PROBE_S = 0.05
@@ -133,6 +139,24 @@ class Run:
             running = self._num_started - ended
             progress = Progress(ended, running, self._num_refused, self._num_failed)
             write(sys.stdout.buffer, progress)
+
+
+@contextlib.asynccontextmanager
+async def transport(
+    protocol: str, address: str, model: str, timeout_s: float
+) -> AsyncIterator[Transport]:
+    """Open the transport of a protocol, one of `protocols.PROTOCOLS`; close it at the end."""
+    found: Transport
+    if protocol == OPENAI:
+        found = OpenAITransport(address, timeout_s)
+    elif protocol == HTTP:
+        found = HttpTransport(address, f"/v2/models/{model}/generate_stream", timeout_s)
+    else:
+        found = GrpcTransport(address, timeout_s)
+    try:
+        yield found
+    finally:
+        await found.close()
 
 
 async def _serve(plan: WorkerPlan) -> None:
