@@ -4,10 +4,11 @@ Slipstream's errors start with a code (`INVALID_ARGUMENT: top_p ...`), after the
 ensemble if Triton puts it first; Triton's own errors have only a gRPC status.
 """
 
+import json
 import re
 
 import grpc
-from slipstream_contract.errors import Code, ContractError
+from slipstream_contract.errors import Code, ContractError, clip
 
 # gRPC itself writes `UNAVAILABLE: ipv4:127.0.0.1:8001: ...` when a connection broke.
 _OURS = re.compile(rf"(?:^|[\s,;:'\"])({'|'.join(Code)}): (?!ipv[46]:|unix:)(.*)", re.DOTALL)
@@ -26,6 +27,17 @@ _STATUS = {
     "RESOURCE_EXHAUSTED": Code.UNAVAILABLE,
     "OUT_OF_RANGE": Code.INVALID_ARGUMENT,
 }
+HTTP_CODES = {
+    400: Code.INVALID_ARGUMENT,
+    404: Code.NOT_FOUND,
+    409: Code.ALREADY_EXISTS,
+    422: Code.INVALID_ARGUMENT,
+    429: Code.UNAVAILABLE,
+    503: Code.UNAVAILABLE,
+}
+"""What statuses of OpenAI's protocol are in the contract."""
+# What a server is that a client expects, by its protocol: Triton's, but for one.
+_EXPECTED = {"OpenAI": "a server of OpenAI's protocol"}
 
 
 class RequestTimeoutError(TimeoutError):
@@ -53,7 +65,7 @@ def unknown_model(text: str) -> ContractError | None:
 
 
 def no_server(address: str, reason: str, protocol: str) -> ContractError:
-    """Return the error for `address`, at which nothing answers in `protocol`, gRPC or HTTP."""
+    """Return the error for `address`, where nothing answers in `protocol`: gRPC, HTTP, OpenAI."""
     hint = ", as at a port with TLS, which clients here do not speak" if reason in _HUNG_UP else ""
     return ContractError(
         f"no server answers at {address} ({reason}{hint}): is it running (`slipstream serve` "
@@ -63,9 +75,10 @@ def no_server(address: str, reason: str, protocol: str) -> ContractError:
 
 
 def other_server(address: str, protocol: str, found: str = "") -> ContractError:
-    """Return the error for `address`, whose answer is not Triton's; `found` says what it is."""
+    """Return the error for `address`, which answers otherwise; `found` says what with."""
+    expected = _EXPECTED.get(protocol, f"Triton's {protocol}")
     return ContractError(
-        f"what answers at {address} is not Triton's {protocol}{found}: which is its {protocol} "
+        f"what answers at {address} is not {expected}{found}: which is its {protocol} "
         "port? `slipstream serve` prints it",
         Code.UNAVAILABLE,
     )
@@ -97,3 +110,17 @@ def error_from_sending(url: str, is_late: bool) -> ContractError | RequestTimeou
     if is_late:
         return RequestTimeoutError(f"no complete answer from {url} in time")
     return ContractError(f"the connection to {url} ended with the request", Code.UNAVAILABLE)
+
+
+def words_of(body: bytes) -> str:
+    """Return the words of an error of OpenAI's protocol, as servers write it; "": none.
+
+    An object `error` with a `message`, either of them alone, or a text.
+    """
+    try:
+        found = json.loads(body)
+    except ValueError:
+        return ""
+    error = found.get("error", found) if isinstance(found, dict) else found
+    words = error.get("message", error) if isinstance(error, dict) else error
+    return words if isinstance(words, str) else clip(words)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from slipstream_runtime.processes import threads_of
+
 LOOK_S = 0.5  # between two looks: a server has hundreds of threads
 AWAITED_S = 5.0  # a process that is ending ends sooner
 _WAIT4 = ("61", "260")  # its number on x86-64, and on aarch64
@@ -46,9 +48,10 @@ class AwaitedEnds:
 def _awaited_by(server_pid: int) -> set[int]:
     """Return the processes for whose end some thread waits, each by itself."""
     found = set()
-    for file in Path(f"/proc/{server_pid}/task").glob("*/syscall"):
+    for thread in threads_of(server_pid):
+        call = Path(f"/proc/{server_pid}/task/{thread}/syscall")
         try:
-            number, *arguments = file.read_text().split()
+            number, *arguments = call.read_text().split()
         except (OSError, ValueError):  # it has ended, or may not be read
             continue
         if number in _WAIT4 and arguments:

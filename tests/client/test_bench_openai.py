@@ -5,6 +5,7 @@ import json
 from array import array
 
 import pytest
+from fixtures.client.answering import answering
 from fixtures.gateway.served import MODEL
 from slipstream_client.bench import openai, worker
 from slipstream_client.bench.messages import Record
@@ -62,16 +63,11 @@ def answered(reply: bytes) -> Record:
     """Send a request to a port that answers so and hangs up; its record."""
     record = Record(0, 0, 0)
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(reply)
-        await writer.drain()
-        writer.close()
-
     async def ask() -> None:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with server, worker.transport("openai", address, "m", 60.0) as sender:
+        async with (
+            answering(reply) as address,
+            worker.transport("openai", address, "m", 60.0) as sender,
+        ):
             await sender.send(openai.body("m", "say", 7, {}, has_end=False), record)
 
     asyncio.run(ask())
@@ -163,18 +159,11 @@ def test_what_ends_an_answer_early_is_no_answer(reply, code, is_refused):
 def test_a_key_is_sent_and_is_in_no_report(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     heard: list[bytes] = []
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        heard.append(await reader.readuntil(b"\r\n\r\n"))
-        found = b'{"data": [{"id": "first"}, {"id": "second"}]}'
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(found), found))
-        await writer.drain()
-        writer.close()
+    found = b'{"data": [{"id": "first"}, {"id": "second"}]}'
+    reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(found), found)
 
     async def ask() -> str:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with server:
+        async with answering(reply, heard) as address:
             return await asyncio.to_thread(openai.first_model, address)
 
     assert asyncio.run(ask()) == "first"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import aiohttp
 import pytest
+from fixtures.client.answering import answering
 from slipstream_client import failures
 from slipstream_client.bench import transports, worker
 from slipstream_client.bench.load import RequestMaker
@@ -32,16 +33,8 @@ def asked(protocol: str, address: str, prompt: str = "say a") -> Record:
 def answered(protocol: str, words: bytes) -> tuple[Record, str]:
     """Send a request to a port that answers with `words` and hangs up; its record, the address."""
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(1)
-        writer.write(words)
-        await writer.drain()
-        writer.close()
-
     async def ask() -> tuple[Record, str]:
-        server = await asyncio.start_server(answer, "127.0.0.1", 0)
-        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        async with server:
+        async with answering(words) as address:
             return await asyncio.to_thread(asked, protocol, address), address
 
     return asyncio.run(ask())

@@ -7,14 +7,12 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from slipstream_contract.errors import Code, ContractError, clip
+from slipstream_contract.errors import Code, ContractError
 
-from slipstream_client.failures import no_server, other_server
+from slipstream_client.failures import HTTP_CODES, no_server, other_server, words_of
 
 NAME = "OpenAI"
 KEY = "OPENAI_API_KEY"  # of the environment: sent as a bearer token
-CODES = {400: Code.INVALID_ARGUMENT, 422: Code.INVALID_ARGUMENT, 404: Code.NOT_FOUND}
-"""By HTTP's status."""
 _PATIENCE_S = 10.0
 _MAX_BYTES = 1 << 24
 
@@ -41,8 +39,8 @@ def first_model(address: str) -> str:
         with urllib.request.urlopen(request, timeout=_PATIENCE_S) as reply:
             return str(json.loads(reply.read(_MAX_BYTES))["data"][0]["id"])
     except urllib.error.HTTPError as error:
-        if said := message_of(error.read(_MAX_BYTES)):
-            code = CODES.get(error.code, Code.UNAVAILABLE)
+        if said := words_of(error.read(_MAX_BYTES)):
+            code = HTTP_CODES.get(error.code, Code.UNAVAILABLE)
             raise ContractError(f"{said} (HTTP_{error.code})", code) from None
         raise other_server(address, NAME, f" (HTTP_{error.code})") from None
     except urllib.error.URLError as error:
@@ -50,17 +48,6 @@ def first_model(address: str) -> str:
         raise no_server(address, reason, NAME) from None
     except (OSError, ValueError, LookupError, TypeError):
         raise other_server(address, NAME) from None
-
-
-def message_of(data: bytes) -> str:
-    """Return the words of an error: an object `error` with a message, or a text; "": none."""
-    try:
-        found = json.loads(data)
-    except ValueError:
-        return ""
-    error = found.get("error", found) if isinstance(found, dict) else found
-    words = error.get("message", error) if isinstance(error, dict) else error
-    return words if isinstance(words, str) else clip(words)
 
 
 def authorization() -> dict[str, str]:

@@ -12,12 +12,13 @@ import aiohttp
 import msgspec
 from slipstream_contract.errors import Code
 
-from slipstream_client.bench.openai import CODES, NAME, authorization, message_of
+from slipstream_client.bench.openai import NAME, authorization
 from slipstream_client.bench.transports import Event, HttpTransport, lines_of
+from slipstream_client.failures import HTTP_CODES, words_of
 
 _PATH = "/v1/completions"
 _DONE = b"[DONE]"
-_BUSY = (429, 503)  # HTTP's statuses of a server that refuses for now
+_BUSY = (429, 503, "rate_limit_error")  # codes and types of an error that is over soon
 
 
 class _Choice(msgspec.Struct):
@@ -38,8 +39,8 @@ class _Chunk(msgspec.Struct):
 _chunks = msgspec.json.Decoder(_Chunk)
 
 
-class Counter:
-    """The events of one answer, and the tokens that they have brought until now."""
+class Answer:
+    """Reads the events of one answer, and counts the tokens that they bring."""
 
     def __init__(self) -> None:
         self._num_counted = 0
@@ -53,7 +54,7 @@ class Counter:
             return Event(is_last=True)
         chunk = _chunks.decode(data)
         if chunk.error is not None:
-            return Event(error=f"{_code(chunk.error)}: {message_of(data) or 'no words'}")
+            return Event(error=f"{_code(chunk.error)}: {words_of(data) or 'no words'}")
         if chunk.usage is None:
             count, num_input = int(any(choice.text for choice in chunk.choices)), -1
         else:
@@ -76,29 +77,30 @@ class OpenAITransport(HttpTransport):
 
         Raises ValueError for a refusal that has none.
         """
-        counter = Counter()
+        answer = Answer()
         if reply.status != 200:
-            said = message_of(await reply.read())
+            said = words_of(await reply.read())
             if not said:
                 raise ValueError("no error of OpenAI's form")
             yield 0, Event(error=_refusal(reply, said))
             return
         async for now_ns, line in lines_of(reply):
-            yield now_ns, counter.event(line)
+            yield now_ns, answer.event(line)
 
 
 def _code(error: Any) -> Code:
     """Return the contract's code of an error that an event has."""
     kinds = (error.get("code"), error.get("type")) if isinstance(error, dict) else ()
-    is_busy = any(kind in (*_BUSY, "rate_limit_error") for kind in kinds)
+    is_busy = any(kind in _BUSY for kind in kinds)
     return Code.UNAVAILABLE if is_busy else Code.INTERNAL
 
 
 def _refusal(reply: aiohttp.ClientResponse, said: str) -> str:
-    if reply.status not in _BUSY:
-        return f"{CODES[reply.status]}: {said}" if reply.status in CODES else said
+    code = HTTP_CODES.get(reply.status)
+    if code is None:
+        return said
     after_ms = reply.headers.get("retry-after-ms", "")
     if not after_ms.isdecimal():
         after_s = reply.headers.get("retry-after", "")
         after_ms = f"{after_s}000" if after_s.isdecimal() else ""
-    return f"{Code.UNAVAILABLE}: {said}" + (f" (retry_after_ms: {after_ms})" if after_ms else "")
+    return f"{code}: {said}" + (f" (retry_after_ms: {after_ms})" if after_ms else "")

@@ -12,6 +12,8 @@ from typing import Any
 
 from slipstream_contract.errors import Code, ContractError
 
+from slipstream_client.failures import HTTP_CODES, words_of
+
 _ANSWER_S = 600.0
 _URL = "http://127.0.0.1:9000"
 
@@ -133,12 +135,9 @@ def _ask(args: argparse.Namespace, path: str, body: dict[str, str] | None) -> An
 
 def _code(status: int) -> Code:
     """Return the code of a status of HTTP, by which a caller tells what to do."""
-    known = {404: Code.NOT_FOUND, 409: Code.ALREADY_EXISTS, 503: Code.UNAVAILABLE}
-    return known.get(status, Code.INTERNAL if status >= 500 else Code.INVALID_ARGUMENT)
+    other = Code.INTERNAL if status >= 500 else Code.INVALID_ARGUMENT
+    return HTTP_CODES.get(status, other)
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.loads(error.read())["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return f"{error.url}: {error.code} {error.reason}"
+    return words_of(error.read()) or f"{error.url}: {error.code} {error.reason}"
