@@ -52,15 +52,15 @@ DEMO_PROMPT = "class Counter(dict):\n    def __init__(self, "
 DEMO_TOKENS = 56
 _START_INTERVAL_S = 0.05
 _ABORTS = (-signal.SIGABRT, -signal.SIGSEGV)  # exit codes
-_MAX_ABORTS = 2  # while it starts
+_MAX_RETRIES = 2  # while it starts
 _ABORT_S = 2.0  # from the end of an aborting server's connections to its own
 _LOG_ENTRY = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ \S+ (?P<level>[A-Z]+) (?P<text>.*)")
 _BAR = re.compile(r"\d%\|")
 _BANNER_MARKS = (": KV cache of ", " replicas, ")  # in the log of an engine, of a router
 
 
-class _AbortedError(ServeError):
-    """A tritonserver that crashed or hangs while it starts, as a busy machine can make it."""
+class _RetryError(ServeError):
+    """Another start may end well: this one crashed by itself or hangs, as on a busy machine."""
 
 
 class _Interrupted(BaseException):
@@ -253,10 +253,10 @@ def _bring_up(server: TritonServer, models: list[str], deadline: float) -> str:
 
     Returns each engine's banner: model, dtype, size of the cache, how many sequences fit.
     """
-    for _ in range(_MAX_ABORTS):
+    for _ in range(_MAX_RETRIES):
         try:
             return _start(server, models, deadline)
-        except _AbortedError as error:
+        except _RetryError as error:
             print(f"{error}: starting it again", flush=True)
             server.runtime.remove_process_files()
     return _start(server, models, deadline)
@@ -267,7 +267,7 @@ def _answer_first(server: TritonServer, models: list[str], deadline: float, bann
 
     Returns the banner of the engines that answered. Raises ServeError.
     """
-    for _ in range(_MAX_ABORTS):
+    for _ in range(_MAX_RETRIES):
         try:
             first_token(server.endpoints.http, models)
             return banner
@@ -298,12 +298,12 @@ def _start(server: TritonServer, models: list[str], deadline: float) -> str:
     while not server.is_ready():
         if hang := awaited.look(server.pid, server.stubs):
             server.kill()
-            raise _AbortedError(hang)
+            raise _RetryError(hang)
         if server.engine_errors() or server.exit_code is not None:
             # Kill it: it has no clients yet, and would take seconds to notice that it cannot start.
             reason, has_aborted = server.reason(), server.exit_code in _ABORTS
             server.kill()
-            raise (_AbortedError if has_aborted and not server.engine_errors() else ServeError)(
+            raise (_RetryError if has_aborted and not server.engine_errors() else ServeError)(
                 reason
             )
         if time.monotonic() > deadline:

@@ -298,7 +298,7 @@ class TritonServer:
         return True
 
     def wait_ready(self, timeout_s: float, interval_s: float = 0.05) -> None:
-        """Return once it is ready. Raises ServeError with the reason if it ends, or on timeout."""
+        """Return once it is ready. Raises ServeError if it ends or hangs, or on timeout."""
         deadline, awaited = time.monotonic() + timeout_s, AwaitedEnds()
         while not self.is_ready():
             if self.exit_code is not None:
