@@ -122,8 +122,10 @@ def streams(client: Client, number: int, max_tokens: int, num_prompt: int = 0) -
         for _ in range(number):  # none of them finds another one's blocks
             asked = asking("tensorrt_llm", max_tokens, num_prompt, next(_FIRSTS))
             one.async_stream_infer("tensorrt_llm", client.tensors("tensorrt_llm", asked))
-        yield
-        one.stop_stream(cancel_requests=True)
+        try:
+            yield
+        finally:  # or the client would wait for all of them
+            one.stop_stream(cancel_requests=True)
 
 
 def wait_for(client: Client, is_so: Callable[[dict[str, int]], bool]) -> None:
