@@ -11,6 +11,7 @@ from slipstream_client.bench import openai, worker
 from slipstream_client.bench.messages import Record
 from slipstream_client.bench.transports import retry_after_s
 from slipstream_client.cli import main
+from slipstream_client.commands import bench
 from slipstream_contract.errors import ContractError
 
 
@@ -45,6 +46,21 @@ def test_what_the_gateway_refuses_is_told_in_its_words(gateway, capsys):
     assert "maximum context length is 2048 tokens" in capsys.readouterr().err
     assert main([*common, "--model", "none-such"]) == 1
     assert "none-such" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "price"),
+    [((), None), (("--metrics-port", "8002"), 2.5), (("--price-per-hour", "4"), 4.0)],
+)
+def test_a_price_is_never_that_of_another_server(gateway, tmp_path, monkeypatch, options, price):
+    """As if a server with a price answered at the usual port of metrics."""
+    monkeypatch.setattr(bench, "price_per_hour", lambda url: 2.5)
+    file, port = tmp_path / "report.json", gateway.address.rpartition(":")[2]
+    common = ("bench", "--protocol", "openai", "--openai-port", port, "--json", str(file))
+    few = ("--requests", "1", "--warm-up", "0", "--output-len", "2", "--processes", "1")
+    assert main([*common, *few, *options]) == 0
+    [found] = json.loads(file.read_text())["loads"]
+    assert found.get("cost", {}).get("price_per_hour") == price
 
 
 def body(**options: object) -> dict[str, object]:

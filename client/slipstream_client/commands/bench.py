@@ -83,7 +83,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add("--retries", type=int, default=0, metavar="N", help="retries of a refused request")
     add("--processes", type=int, default=default_processes(), help="of clients (%(default)s)")
     add("--price-per-hour", type=float, metavar="X", help="for the cost (default: the server's)")
-    add("--metrics-port", type=port, default=8002, metavar="N", help="(%(default)s)")
+    add("--metrics-port", type=port, metavar="N", help="of that price (8002; openai: none)")
     add("--json", type=Path, metavar="FILE", help="write all figures")
     add("--html", type=Path, metavar="FILE", help="write a page with plots")
 
@@ -109,9 +109,7 @@ def run(args: argparse.Namespace) -> int:
     objectives = Objectives.parse(args.goodput)
     begun = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     target = Target(args.protocol, address, args.model, args.timeout, args.retries)
-    price = args.price_per_hour
-    if price is None:
-        price = price_per_hour(f"http://{args.host}:{args.metrics_port}/metrics")
+    price = _price(args)
     points: list[dict[str, Any]] = []
     report = {
         "version": release(),
@@ -137,6 +135,16 @@ def run(args: argparse.Namespace) -> int:
     for point in points:
         _print_warnings(point)
     return _EXIT_FAILED if any(point["failed"] for point in points) else 0
+
+
+def _price(args: argparse.Namespace) -> float | None:
+    """Return what a GPU hour costs; None: not known."""
+    given: float | None = args.price_per_hour
+    if given is not None:
+        return given
+    if args.protocol == OPENAI and args.metrics_port is None:
+        return None  # it may be any server's: what has Triton's usual port may be another
+    return price_per_hour(f"http://{args.host}:{args.metrics_port or 8002}/metrics")
 
 
 def _write(args: argparse.Namespace, report: dict[str, Any]) -> None:
