@@ -49,7 +49,7 @@ def test_clients_that_connect_and_drop(oracle: Oracle, record_property) -> None:
 
 @pytest.mark.slow
 def test_10_000_clients_that_connect_and_drop(oracle: Oracle, record_property) -> None:
-    check_drops(oracle, 10_000, 64.0, record_property)
+    check_drops(oracle, 10_000, 32.0, record_property)
 
 
 def check_slow_readers(oracle: Oracle, number: int, max_tokens: int, record) -> None:
