@@ -14,8 +14,8 @@ PYTEST_ARGS ?=
 WORKERS ?= 3
 # Where bytecode is kept, tests are rewritten for their assertions once and not in each run.
 PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
-# A worker that a test has ended (tests/fixtures/hangs.py) is not replaced: xdist would run that test
-# in the next one, again and again.
+# The run ends with a worker that a test has ended (tests/fixtures/hangs.py): in one that took its
+# place xdist would run that test again.
 BESIDE = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 ARGS ?=
 PERF_ARGS ?=

@@ -143,7 +143,7 @@ def _price(args: argparse.Namespace) -> float | None:
     if given is not None:
         return given
     if args.protocol == OPENAI and args.metrics_port is None:
-        return None  # it may be any server's: what has Triton's usual port may be another
+        return None  # at the usual port another server may answer than the one that is measured
     return price_per_hour(f"http://{args.host}:{args.metrics_port or 8002}/metrics")
 
 
