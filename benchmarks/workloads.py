@@ -42,8 +42,12 @@ def mixed(num_requests: int = 512, max_tokens: int = 256, longest: int = 1024) -
     return Workload("mixed", _prompts(rng, lengths), max_tokens)
 
 
-def long_context(batch: int = 16, length: int = 16_288, max_tokens: int = 192) -> Workload:
-    """Decode over a long cache: on average 16,384 tokens a sequence."""
+def long_context(batch: int = 16, length: int = 15_744, max_tokens: int = 1_280) -> Workload:
+    """Decode over a long cache: on average 16,384 tokens a sequence.
+
+    Prompts that are processed beside decodes take several hundred steps: the first requests must
+    still run when the last begins.
+    """
     return Workload(
         "long_context", _prompts(np.random.default_rng(1), [length] * batch), max_tokens
     )

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from slipstream_serve.server import repository_root
 FOLDER = repository_root() / "benchmarks"
 NAMES = (
     *("shapes", "workloads", "limits", "step_times", "traces", "recorded_load", "simulated"),
-    *("tails", "open_load", "open_rows"),
+    *("tails", "open_load", "open_rows", "rows", "driving"),
 )
 
 
@@ -45,6 +46,20 @@ def test_more_work_never_takes_less(bench, shape):
     assert sizes == sorted(sizes)
     chunks = [times.step_ms(32, 3200, [(0, n)]) for n in range(1, 4096, 7)]
     assert chunks == sorted(chunks)
+
+
+@pytest.mark.parametrize("name", ["decode-bs200", "decode-bs256", "long-context"])
+def test_a_row_of_decodes_has_full_steps(bench, name):
+    """However slowly prompts come beside decodes, half of an output's steps are decodes of all."""
+    load = bench.rows.ROWS[name].workload()
+    arrivals = tuple(bench.traces.Arrival(0.0, len(p), load.max_tokens) for p in load.prompts)
+    trace = bench.traces.Trace("at-once", 1.0, 0, arrivals)
+    limits = Limits(max_num_batched_tokens=bench.rows.BUDGET)
+    times = replace(bench.step_times.times_of("8b", "H200"), first_ms=0.0)
+    answers = bench.simulated.slipstream(trace, times, limits)
+    events = sorted(Counter(moment for each in answers.times for moment in each).items())
+    run = bench.driving.Run(events, answers.seconds, len(arrivals), 0)
+    assert len(run.gaps_ms) > load.max_tokens / 2
 
 
 def test_a_trace_is_its_seed(bench):
