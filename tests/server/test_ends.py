@@ -148,8 +148,9 @@ def test_a_killed_engine_ends_its_streams_with_an_error_and_is_replaced(idle, mo
         time.sleep(0.1)
     assert now != pid
     # Every bridge finds the new engine by itself, the one that was asked for health perhaps first.
-    answer = retry(lambda: idle.generate(model, text_input=PROMPT, max_tokens=4), 60)
-    assert answer["text_output"].startswith(PROMPT)
+    for each in TEXT_MODELS:
+        answer = retry(lambda m=each: idle.generate(m, text_input=PROMPT, max_tokens=4), 60)
+        assert answer["text_output"].startswith(PROMPT)
 
 
 def test_health_fails_in_time_while_the_engine_stands_still(idle):
