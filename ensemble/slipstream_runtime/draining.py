@@ -50,9 +50,9 @@ def refuses(runtime: Runtime) -> bool:
 
 
 def num_in_flight(runtime: Runtime) -> int:
-    """Count the requests in flight in the server's living processes, the gateway among them."""
+    """Count clients' requests in flight in the server's living processes, the gateway's, too."""
     files = runtime.directory.glob("in-flight-*")
-    return sum(inflight.count(file) for file in files if is_running(pid_of(file)))
+    return sum(inflight.count_clients(file) for file in files if is_running(pid_of(file)))
 
 
 def wait_idle(runtime: Runtime, deadline_s: float, watch: Callable[[int], None]) -> int:

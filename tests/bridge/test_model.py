@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from slipstream.bridge.tally import Tally
 from slipstream_contract.errors import REASONS, ContractError
+from slipstream_runtime.inflight import InFlight, count, count_clients
 
 
 class Metric:
@@ -44,6 +46,7 @@ class Request:
 
     def __init__(self, parameters: str = "") -> None:
         self._parameters = parameters
+        self.sent: list[dict[str, Any]] = []
 
     def parameters(self) -> str:
         return self._parameters
@@ -54,6 +57,12 @@ class Request:
     def timeout(self) -> int:
         return 0
 
+    def requested_output_names(self) -> list[str]:
+        return []
+
+    def get_response_sender(self) -> Any:
+        return SimpleNamespace(send=lambda **response: self.sent.append(response))
+
     def inputs(self) -> list[Any]:
         return [SimpleNamespace(name=lambda: "x", as_numpy=lambda: np.zeros(1))]
 
@@ -62,6 +71,7 @@ class Request:
 def utils(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     module: Any = ModuleType("triton_python_backend_utils")
     module.MetricFamily = Family
+    module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
     Metric.page.clear()
     monkeypatch.setitem(sys.modules, module.__name__, module)
     yield
@@ -93,18 +103,24 @@ def test_a_request_arrives_by_the_clock_of_the_engine(monkeypatch: pytest.Monkey
     ],
 )
 def test_a_probe_is_distinguished_from_a_client(
-    parameters: str, is_probe: bool, num_asked: int
+    parameters: str, is_probe: bool, num_asked: int, tmp_path: Path
 ) -> None:
+    """A probe in flight is no client's request; its end leaves neither."""
+    triton = importlib.import_module("slipstream.bridge.triton")
     model = importlib.import_module("slipstream.bridge.model").TritonPythonModel()
     questions: list[Any] = []
     model._wiring = SimpleNamespace(start=questions.append)
     model._bridge = SimpleNamespace(calls=SimpleNamespace(probes=Tally()))
-    ended: list[None] = []
-    reply = SimpleNamespace(requested=frozenset(), end=lambda: ended.append(None))
-    model._start(Request(parameters), reply)
+    path, request = tmp_path / "in-flight", Request(parameters)
+    reply = triton.TritonReply(request, InFlight(path))
+    model._start(request, reply)
     assert reply.is_probe is is_probe
     assert len(questions) == num_asked
-    assert len(ended) == model._bridge.calls.probes.num_calls == 1 - num_asked
+    assert len(request.sent) == model._bridge.calls.probes.num_calls == 1 - num_asked
+    assert (count(path), count_clients(path)) == (num_asked, num_asked * (not is_probe))
+    if num_asked:
+        reply.end()
+    assert (count(path), count_clients(path)) == (0, 0)
     assert not any("probe" in question.parameters for question in questions)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from slipstream_runtime.credit import CreditFile
-from slipstream_runtime.inflight import InFlight, count
+from slipstream_runtime.inflight import InFlight, count, count_clients
 
 
 def test_threads_lose_no_count(tmp_path: Path) -> None:
@@ -41,8 +41,21 @@ def test_the_count_of_a_killed_process_is_read(tmp_path: Path) -> None:
     assert count(path) == 0
 
 
+def test_probes_are_requests_and_no_clients(tmp_path: Path) -> None:
+    path = tmp_path / "word"
+    in_flight = InFlight(path)
+    in_flight.add(3)
+    in_flight.add_probes(1)
+    assert (count(path), count_clients(path)) == (3, 2)
+    in_flight.add(-3)
+    assert (count(path), count_clients(path)) == (0, 0)  # a reader between the two words
+    in_flight.add_probes(-1)
+    in_flight.add(1)
+    assert (count(path), count_clients(path)) == (1, 1)
+
+
 def test_no_file_is_no_request(tmp_path: Path) -> None:
-    assert count(tmp_path / "none") == 0
+    assert count(tmp_path / "none") == count_clients(tmp_path / "none") == 0
 
 
 @pytest.mark.parametrize("kind", [CreditFile, InFlight])

@@ -67,10 +67,10 @@ class Drained:
         options = {"stream_options": {"include_usage": True}}
         return Stream(self.openai_port, "/v1/completions", body | options)
 
-    def triton_stream(self) -> Stream:
+    def triton_stream(self, **changes: object) -> Stream:
         body = {"text_input": PROMPT, "max_tokens": TOKENS, "stream": True, "end_id": -1}
         path = "/v2/models/ensemble/generate_stream"
-        return Stream(self.serve.ports[0], path, body)
+        return Stream(self.serve.ports[0], path, body | changes)
 
     def ask(self, port: int, path: str, body: dict[str, object]) -> tuple[int, str]:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
@@ -95,11 +95,15 @@ class Drained:
         url = ("--grpc-port", str(self.serve.ports[1]))
         return self.command("health", *url, "--timeout", "60", *words)
 
+    def num_in_flight(self) -> int:
+        """How many requests the server has in its hands, probes among them."""
+        return sum(map(inflight.count, self.runtime.directory.glob("in-flight-*")))
+
     def wait_in_flight(self, number: int) -> None:
-        """Wait until so many requests are in flight, the ensemble's in the hands of its engine."""
+        """Wait until so many of clients are in flight, the ensemble's at its engine."""
         deadline = time.monotonic() + 120
         while draining.num_in_flight(self.runtime) != number or not any(
-            map(inflight.count, self.runtime.directory.glob("in-flight-tensorrt_llm-*"))
+            map(inflight.count_clients, self.runtime.directory.glob("in-flight-tensorrt_llm-*"))
         ):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -177,10 +181,12 @@ def _check_bounded(server: Drained, capfd) -> None:
     ):  # so that neither has ended, however fast the engine is
         streams = [server.openai_stream(), server.triton_stream()]
         server.wait_in_flight(2)
+        probe = server.triton_stream(max_tokens=1, probe="token")  # nothing to wait for
+        wait_for(lambda: server.num_in_flight() > 2)
         assert server.drain(*DELAYED) == 1
         assert "2 requests still run after 2 s" in capfd.readouterr().err
     assert server.drain("--delay", "0", "--timeout", "60") == 0
-    for stream in streams:
+    for stream in (*streams, probe):
         stream.join(120)
         assert not stream.is_alive()
     _check_whole(streams[0])

@@ -279,7 +279,7 @@ def held(client: Client, number: int) -> Iterator[None]:
         begin = time.monotonic()
         while (
             sum(
-                inflight.count(runtime.in_flight(model, pid))
+                inflight.count_clients(runtime.in_flight(model, pid))
                 for model in ("tensorrt_llm", "tensorrt_llm_bls")
                 for pid in client.stubs(model)
             )

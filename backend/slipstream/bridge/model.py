@@ -139,7 +139,8 @@ class TritonPythonModel:
         assert self._wiring is not None
         now_ns = time.monotonic_ns()
         probe, given = split_probe(read_parameters(request))
-        reply.is_probe = probe is not Probe.NONE
+        if probe is not Probe.NONE:
+            reply.mark_probe()
         if probe is Probe.PROCESS:
             self._bridge.calls.probes.num_calls += 1
             reply.end()

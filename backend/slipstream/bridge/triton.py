@@ -54,11 +54,16 @@ class TritonReply:
     def __init__(self, request: Any, in_flight: InFlight, is_decoupled: bool = True) -> None:
         """Start; `in_flight` counts requests without their final response."""
         self.requested = frozenset(request.requested_output_names())
-        self.is_probe = False  # known once its parameters are read
+        self.is_probe = False
         self._sender = request.get_response_sender()
         self._in_flight = in_flight
         self._is_decoupled = is_decoupled
         in_flight.add(1)
+
+    def mark_probe(self) -> None:
+        """Say that the request is a probe, which is known once its parameters are read."""
+        self.is_probe = True
+        self._in_flight.add_probes(1)
 
     def send(self, outputs: Outputs, is_final: bool) -> None:
         """Send one response with the outputs that were requested."""
@@ -85,3 +90,5 @@ class TritonReply:
         assert sender is not None, "a second end"
         sender.send(*response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         self._in_flight.add(-1)
+        if self.is_probe:
+            self._in_flight.add_probes(-1)
