@@ -23,14 +23,23 @@ def handler() -> Iterator[None]:
 
 @contextlib.contextmanager
 def pressed_after(delay_s: float) -> Iterator[None]:
-    """Ctrl-C in the main thread, once."""
-    main = threading.main_thread().ident
+    """Ctrl-C in the main thread; again each second, as one that comes within a callback of the
+    garbage collector (hypothesis has one) is not raised.
+    """
+    main, left = threading.main_thread().ident, threading.Event()
     assert main is not None
-    key = threading.Timer(delay_s, lambda: signal.pthread_kill(main, signal.SIGINT))
+
+    def press(after_s: float) -> None:
+        while not left.wait(after_s):
+            signal.pthread_kill(main, signal.SIGINT)
+            after_s = 1.0
+
+    key = threading.Thread(target=press, args=(delay_s,))
     key.start()
     try:
         yield
     finally:
+        left.set()
         key.join()
 
 
