@@ -95,8 +95,8 @@ class Drained:
         url = ("--grpc-port", str(self.serve.ports[1]))
         return self.command("health", *url, "--timeout", "60", *words)
 
-    def num_in_flight(self) -> int:
-        """How many requests the server has in its hands, probes among them."""
+    def num_with_probes(self) -> int:
+        """How many requests are in flight, those of clients and probes."""
         return sum(map(inflight.count, self.runtime.directory.glob("in-flight-*")))
 
     def wait_in_flight(self, number: int) -> None:
@@ -182,7 +182,7 @@ def _check_bounded(server: Drained, capfd) -> None:
         streams = [server.openai_stream(), server.triton_stream()]
         server.wait_in_flight(2)
         probe = server.triton_stream(max_tokens=1, probe="token")  # nothing to wait for
-        wait_for(lambda: server.num_in_flight() > 2)
+        wait_for(lambda: server.num_with_probes() > 2)
         assert server.drain(*DELAYED) == 1
         assert "2 requests still run after 2 s" in capfd.readouterr().err
     assert server.drain("--delay", "0", "--timeout", "60") == 0
